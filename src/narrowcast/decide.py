@@ -1,0 +1,211 @@
+"""The decision: in which format does each tensor argument of a call compute?
+
+Everything else in Narrowcast either asks this function or carries out what it answers. It is pure and total: any call,
+policy and region give a plan, never an exception.
+
+Semantics of the actions that native autocast has: aten/src/ATen/autocast_mode.{h,cpp} of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowcast.formats import Format, fp32, fp64, widest
+from narrowcast.policy import NOWHERE, Kind, Place, Policy, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One tensor of a call. A tensor list counts element by element, under one name.
+
+    `format` is None for what has no floating format (integers, booleans, an optional tensor that is absent).
+    """
+
+    name: str
+    format: Format | None
+    device: str = "cpu"
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op invocation as facts.
+
+    `given` holds the names of arguments that the caller passed and that are not tensors (`dtype` matters).
+    `computes` is False for views, copies, conversions and factories; patterns in a policy pass those by.
+    """
+
+    op: str
+    arguments: tuple[Argument, ...]
+    place: Place = NOWHERE
+    given: frozenset[str] = frozenset()
+    computes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where autocasting holds, as facts: device type, low format, whether it is enabled, the weight cache."""
+
+    device_type: str
+    low: Format
+    enabled: bool = True
+    cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done with one call.
+
+    formats:    per tensor argument the format to cast it to; None leaves it as it is.
+    rule:       the rule that decided; None where the policy says nothing about the call.
+    argument_rules: rules that decided about single arguments, (name, rule).
+    set_dtype:  pass dtype=fp32, which the caller left open.
+    append_dtype: call the overload that takes a dtype, with fp32.
+    output:     cast floating results back to this format (`inside`).
+    shields:    ops inside this one are not autocast (as native does below every listed op).
+    refused:    why the call must not run; None if it may.
+    """
+
+    formats: tuple[Format | None, ...]
+    rule: Rule | None = None
+    argument_rules: tuple[tuple[str, Rule], ...] = ()
+    set_dtype: bool = False
+    append_dtype: bool = False
+    output: Format | None = None
+    shields: bool = False
+    refused: str | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the call may run exactly as it came."""
+        return not (
+            self.shields or self.set_dtype or self.append_dtype or self.output or self.refused
+        ) and not any(self.formats)
+
+
+def decide(call: Call, policy: Policy, region: Region) -> Plan:
+    """The plan for one call under a policy in a region.
+
+    Eligible are floating tensors on the region's device type that are not fp64 and that the op does not write to;
+    everything else passes untouched. Calls that no rule names run as their inputs are.
+    """
+    arguments = call.arguments
+    untouched = (None,) * len(arguments)
+    if not region.enabled:
+        return Plan(untouched)
+    device = region.device_type
+    writes = False
+    for a in arguments:
+        writes = writes or a.written
+    table = policy.resolve(device).table
+    candidates = table.candidates(call.op, call.computes and not writes)
+    rule = None
+    for r in candidates.whole:
+        if r.is_unconditional or r.matches_place(call.place):
+            rule = r
+            break
+    eligible = [
+        a.format is not None and a.format is not fp64 and a.device == device and not a.written for a in arguments
+    ]
+    overrides = _argument_rules(call, candidates.per_argument) if candidates.per_argument else ()
+    if rule is None and not overrides:
+        return Plan(untouched)
+    plan = _apply(rule, call, eligible, region.low) if rule is not None else Plan(untouched, shields=True)
+    return _override(plan, overrides, call, eligible, region.low) if overrides else plan
+
+
+def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
+    """The rule's action on the eligible arguments."""
+    kind = rule.action.kind
+    arguments = call.arguments
+    untouched = (None,) * len(arguments)
+    if kind is Kind.LOWER:
+        return Plan(_cast_all(low, call, eligible), rule, shields=True)
+    if kind is Kind.FULL:
+        return Plan(_cast_all(fp32, call, eligible), rule, shields=True)
+    if kind is Kind.TO and rule.action.format is not None:
+        return Plan(_cast_all(rule.action.format, call, eligible), rule, shields=True)
+    if kind is Kind.FOLLOW:
+        return Plan(untouched, rule, shields=True)
+    if kind is Kind.REFUSE:
+        return Plan(untouched, rule, refused=rule.reason or "the policy refuses this op")
+    if kind is Kind.INSIDE:
+        first = next((a.format for a, is_eligible in zip(arguments, eligible, strict=True) if is_eligible), None)
+        output = first if first is not fp32 else None
+        return Plan(_cast_all(fp32, call, eligible), rule, output=output, shields=True)
+    if kind is Kind.ALIGN:
+        return _align(rule, call, eligible)
+    if kind is Kind.PROMOTE:
+        return _promote(rule, call, eligible, low)
+    starts_eligible = bool(eligible) and eligible[0]
+    if kind is Kind.FULL_SET_DTYPE:
+        return Plan(untouched, rule, set_dtype=starts_eligible and "dtype" not in call.given, shields=True)
+    return Plan(untouched, rule, append_dtype=starts_eligible, shields=True)
+
+
+def _cast_all(dst: Format, call: Call, eligible: list[bool]) -> tuple[Format | None, ...]:
+    return tuple(
+        dst if is_eligible and a.format is not dst else None
+        for a, is_eligible in zip(call.arguments, eligible, strict=True)
+    )
+
+
+def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
+    """Native promotion: the wider of the low format and fp32.
+
+    Native folds from the left and stops at the first fp32; a third format that it meets before is an error there.
+    """
+    dst = low
+    for a, is_eligible in zip(call.arguments, eligible, strict=True):
+        if not is_eligible or a.format is low:
+            continue
+        if a.format is not fp32:
+            refused = f"native promotion met {a.format} where it knows only {low} and fp32"
+            return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
+        dst = fp32
+        break
+    return Plan(_cast_all(dst, call, eligible), rule, shields=True)
+
+
+def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
+    """Mixed floats follow the destination that the op writes to, or else the widest of them (fp64 counts)."""
+    floats = [a for a in call.arguments if a.format is not None]
+    destination = next((a.format for a in floats if a.written), None)
+    if destination is None:
+        try:
+            destination = widest(a.format for a in floats if a.format is not None)
+        except ValueError:
+            kinds = ", ".join(dict.fromkeys(str(a.format) for a in floats))
+            refused = f"no format holds all of {kinds}" if len({a.format for a in floats}) > 1 else None
+            return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
+    return Plan(_cast_all(destination, call, eligible), rule, shields=True)
+
+
+def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rule], ...]:
+    """For each argument the strongest rule that names it and holds here."""
+    names = dict.fromkeys(a.name for a in call.arguments)
+    found = []
+    for name in names:
+        for r in rules:
+            if r.argument == name and r.matches_place(call.place):
+                found.append((name, r))
+                break
+    return tuple(found)
+
+
+def _override(
+    plan: Plan, overrides: tuple[tuple[str, Rule], ...], call: Call, eligible: list[bool], low: Format
+) -> Plan:
+    """The plan with single arguments decided by their own rules."""
+    wanted: dict[str, Format | None] = {}
+    for name, rule in overrides:
+        kind = rule.action.kind
+        wanted[name] = {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: rule.action.format}.get(kind)
+    formats = list(plan.formats)
+    for position, a in enumerate(call.arguments):
+        if a.name in wanted and eligible[position]:
+            dst = wanted[a.name]
+            formats[position] = dst if dst is not a.format else None
+    return Plan(
+        tuple(formats), plan.rule, overrides, plan.set_dtype, plan.append_dtype, plan.output, plan.shields, plan.refused
+    )

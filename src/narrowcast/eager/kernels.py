@@ -1,0 +1,304 @@
+"""Python kernels at the Autocast keys: they ask what was decided, and do it.
+
+A kernel is registered only for ops that some region's policy changes (it then stays, and passes everything outside
+such regions to what was there before, for about two microseconds a call), and while a recording runs for all ops on
+the native lists (those are removed with the recording).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKeySet
+
+from narrowcast.decide import Argument, Call, Plan, decide
+from narrowcast.eager.place import find_place
+from narrowcast.eager.state import Decided, OpenRegion, active_region, native_region
+from narrowcast.eager.watch import Watcher, watchers
+from narrowcast.errors import Origin, RefusedError
+from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.torch_bridge import (
+    DTYPES,
+    FORMATS,
+    OpFacts,
+    OpOverload,
+    Slot,
+    autocast_key,
+    below,
+    cast,
+    defaults_after,
+    excluding,
+    install_kernel,
+    op_facts,
+    overload_with_dtype,
+    registered_kernel,
+)
+
+Tensors = list[tuple[Slot, torch.Tensor | None]]
+
+
+class Kernel:
+    """The kernel of one op at one Autocast key. Called by the dispatcher with (keyset, *args, **kwargs)."""
+
+    def __init__(self, op: OpOverload, device_type: str) -> None:
+        self.facts: OpFacts = op_facts(op)
+        self.device_type = device_type
+        self._key = autocast_key(device_type)
+        self._keyset = DispatchKeySet(self._key)
+        self._below = below(self._key)
+        self._native = registered_kernel(op, self._key)
+        native_rules = Policy.native(device_type).table.candidates(self.facts.id, not self.facts.writes).whole
+        self._native_rule = native_rules[0] if native_rules else None
+
+    def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Run the call as decided."""
+        region = active_region(self.device_type)
+        watching = watchers()
+        if watching:
+            return self._run_watched(watching, region, keyset, args, kwargs)
+        if region is None or self.facts.id not in region.changed:
+            return self.run_native(keyset, args, kwargs)
+        tensors = gather(self.facts, args, kwargs)
+        decided = self._decide(tensors, args, kwargs, region)
+        return self.run(decided, region, tensors, keyset, args, kwargs)
+
+    def _decide(
+        self, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion, place: Place = NOWHERE
+    ) -> Decided:
+        """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
+        device = self.device_type
+        given = self.facts.dtype_position is not None and dtype_is_given(self.facts, args, kwargs)
+        came = [None if t is None else (t.dtype, t.device.type == device) for _, t in tensors]
+        key = (self, given, *came)
+        decided = region.plans.get(key)
+        if decided is None:
+            depends_on_place = region.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
+            if depends_on_place and place is NOWHERE:
+                place = find_place()
+            plan = decide(self._call(tensors, given, place), region.policy, region.facts)
+            is_native = plan.rule == self._native_rule and not plan.argument_rules
+            decided = Decided(plan, tuple(None if f is None else DTYPES[f] for f in plan.formats), is_native)
+            if not depends_on_place:
+                region.plans[key] = decided
+        return decided
+
+    def _call(self, tensors: Tensors, given: bool, place: Place) -> Call:
+        arguments = tuple(
+            Argument(slot.name, None, "", slot.written)
+            if t is None
+            else Argument(slot.name, FORMATS.get(t.dtype), t.device.type, slot.written)
+            for slot, t in tensors
+        )
+        return Call(
+            self.facts.id, arguments, place, frozenset(["dtype"]) if given else frozenset(), self.facts.computes
+        )
+
+    def _run_watched(
+        self,
+        watching: tuple[Watcher, ...],
+        region: OpenRegion | None,
+        keyset: DispatchKeySet,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the call and tell the watchers, under native regions too."""
+        if region is None:
+            region = native_region(self.device_type)
+        tensors = gather(self.facts, args, kwargs)
+        place = find_place()
+        decided = self._decide(tensors, args, kwargs, region, place)
+        for watcher in watching:
+            watcher.begin(self.facts, decided.plan, place, tensors, region.policy)
+        try:
+            result = self.run(decided, region, tensors, keyset, args, kwargs)
+        except BaseException as error:
+            for watcher in reversed(watching):
+                watcher.fail(error)
+            raise
+        for watcher in reversed(watching):
+            watcher.end(result)
+        return result
+
+    def run(
+        self,
+        decided: Decided,
+        region: OpenRegion,
+        tensors: Tensors,
+        keyset: DispatchKeySet,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Carry out a plan: torch's own kernel where the plan is its plan, else explicit casts around the op."""
+        if decided.is_native:
+            return self.run_native(keyset, args, kwargs)
+        plan = decided.plan
+        if plan.changes_nothing:
+            return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
+        if plan.refused is not None:
+            raise _refusal(self.facts, plan)
+        args, kwargs = self._cast(decided, tensors, args, kwargs, region)
+        with excluding(self._keyset):
+            result = self._invoke(plan, args, kwargs)
+            return result if plan.output is None else _cast_results(result, DTYPES[plan.output])
+
+    def run_native(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch does without us: its kernel at this key, or the next key."""
+        if self._native is not None:
+            return self._native.call_boxed(keyset, *args, **kwargs)
+        return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
+
+    def _invoke(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op = self.facts.op
+        if plan.append_dtype:
+            other = overload_with_dtype(op)
+            args = (*args, *defaults_after(op, len(args)))
+            return other(*args, **kwargs, dtype=torch.float32) if other else op(*args, **kwargs)
+        if plan.set_dtype:
+            position = self.facts.dtype_position
+            if position is not None and position < len(args):
+                return op(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+            return op(*args, **{**kwargs, "dtype": torch.float32})
+        return op(*args, **kwargs)
+
+    def _cast(
+        self, decided: Decided, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the plan's casts made."""
+        new_args = list(args)
+        lists: dict[str, list[torch.Tensor | None]] = {}
+        for (slot, tensor), dtype in zip(tensors, decided.dtypes, strict=True):
+            result = tensor if dtype is None or tensor is None else _cast_cached(tensor, dtype, region)
+            if slot.is_list and (tensor is not None or self._is_list(slot, args, kwargs)):
+                lists.setdefault(slot.name, []).append(result)
+                result = lists[slot.name]
+            if slot.position < len(args):
+                new_args[slot.position] = result
+            else:
+                kwargs = {**kwargs, slot.name: result}
+        return tuple(new_args), kwargs
+
+    def _is_list(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the caller gave this list, which may hold None, or left it out."""
+        return (args[slot.position] if slot.position < len(args) else kwargs[slot.name]) is not None
+
+
+def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+    """The tensors of a call with their slots, lists element by element, absent ones as None."""
+    tensors: Tensors = []
+    for slot in facts.slots:
+        if slot.position < len(args):
+            value = args[slot.position]
+        elif slot.name in kwargs:
+            value = kwargs[slot.name]
+        else:
+            continue
+        if slot.is_list and value is not None:
+            tensors += [(slot, t) for t in value]
+        else:
+            tensors.append((slot, value))
+    return tensors
+
+
+def dtype_is_given(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller passed a dtype."""
+    position = facts.dtype_position
+    if position is None:
+        return False
+    return kwargs.get("dtype") is not None or (position < len(args) and args[position] is not None)
+
+
+def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -> torch.Tensor:
+    """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
+
+    Like native's cache, but keyed by version too, so that an in-place update is seen.
+    """
+    cacheable = (
+        region.facts.cache
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and tensor.dtype is torch.float32
+        and not tensor._is_view()
+        and not torch.is_inference_mode_enabled()
+        and torch._C._get_tracing_state() is None
+    )
+    if not cacheable:
+        return cast(tensor, dtype)
+    key = (id(tensor), dtype)
+    entry = region.casts.get(key)
+    if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
+        cached: torch.Tensor = entry[2]
+        return cached
+    with torch.enable_grad():  # a cast made under no_grad must still carry the gradient of a later use
+        result = cast(tensor, dtype)
+    region.casts[key] = (weakref.ref(tensor), tensor._version, result)
+    return result
+
+
+def _cast_results(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, torch.Tensor):
+        return cast(result, dtype) if result.is_floating_point() and result.dtype is not torch.float64 else result
+    if isinstance(result, (tuple, list)):
+        return type(result)(_cast_results(item, dtype) for item in result)
+    return result
+
+
+def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:
+    place = find_place()
+    where = [Origin(place.file, place.line, f"in module {place.module_path}" if place.module_path else "")]
+    if plan.rule is not None and plan.rule.origin is not None:
+        where.append(Origin(plan.rule.origin.file, plan.rule.origin.line, f"the rule: {plan.rule}"))
+    return RefusedError(
+        asked=f"{facts.id} under autocast",
+        found=plan.refused or "",
+        where=tuple(where),
+        advice='Cast its inputs yourself, or give the op a rule: action = "align", "full" or "follow".',
+    )
+
+
+# -- which kernels are registered --------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_removers: dict[tuple[OpOverload, str], Callable[[], None]] = {}
+_staying: set[tuple[OpOverload, str]] = set()
+_visiting: dict[tuple[OpOverload, str], int] = {}
+
+
+def install(ops: tuple[OpOverload, ...], device_type: str) -> None:
+    """Register our kernels for these ops, to stay."""
+    wanted = [(op, device_type) for op in ops]
+    if all(pair in _staying for pair in wanted):
+        return
+    with _lock:
+        for pair in wanted:
+            _register(pair)
+            _staying.add(pair)
+
+
+def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
+    """Register our kernels for these ops until `remove_visiting`; calls nest."""
+    with _lock:
+        for op in ops:
+            _register((op, device_type))
+            _visiting[op, device_type] = _visiting.get((op, device_type), 0) + 1
+
+
+def remove_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
+    """Undo one `install_visiting`."""
+    with _lock:
+        for op in ops:
+            pair = (op, device_type)
+            _visiting[pair] -= 1
+            if not _visiting[pair]:
+                del _visiting[pair]
+                if pair not in _staying:
+                    _removers.pop(pair)()
+
+
+def _register(pair: tuple[OpOverload, str]) -> None:
+    if pair not in _removers:
+        op, device_type = pair
+        _removers[pair] = install_kernel(op, autocast_key(device_type), Kernel(op, device_type))

@@ -1,0 +1,94 @@
+"""Where a call is made: the modules on the Python stack, and the innermost line that is the user's."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path as FilePath
+from types import CodeType, FrameType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import Module
+
+from narrowcast.policy import Place
+
+_LIBRARIES = tuple(
+    str(path)
+    for path in (
+        FilePath(torch.__file__).parent,
+        FilePath(__file__).parent.parent,
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+_PACKAGES = (str(FilePath(torch.__file__).parent.parent),)  # site-packages lies inside stdlib's folder
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
+
+_SKIP, _USER, _MODULE = 0, 1, 2
+_kinds: dict[CodeType, int] = {Module._call_impl.__code__: _MODULE}
+_names: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
+
+
+def _kind(code: CodeType) -> int:
+    """Whose frame: the user's (or a model library's), torch's own module call, or to be passed by."""
+    file = code.co_filename
+    if file.startswith("<"):
+        kind = _SKIP
+    elif file.startswith(_LIBRARIES):
+        foreign = file.startswith(_PACKAGES) and not file.startswith(_LIBRARIES[:2])
+        kind = _USER if foreign else _SKIP
+    else:
+        kind = _USER
+    _kinds[code] = kind
+    return kind
+
+
+def find_place() -> Place:
+    """The place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
+
+    Modules are those that were called (`module(...)`), so a path is complete where the outermost module was called
+    too. Wrappers (DistributedDataParallel, torch.compile's) add nothing to the path.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    line_frame: FrameType | None = None
+    modules: list[Module] = []
+    functions: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kind(code)
+        if kind == _USER:
+            if line_frame is None:
+                line_frame = frame
+            functions.append(f"{frame.f_globals.get('__name__', '')}.{code.co_qualname}")
+        elif kind == _MODULE:
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return Place(
+        module_path=_path(modules) if modules else "",
+        classes=tuple(f"{type(m).__module__}.{type(m).__qualname__}" for m in modules),
+        functions=tuple(functions),
+        file=line_frame.f_code.co_filename if line_frame is not None else "",
+        line=line_frame.f_lineno if line_frame is not None else 0,
+    )
+
+
+def _path(modules: list[Module]) -> str:
+    """The dotted path of the innermost module below the outermost (`modules` is innermost first)."""
+    outermost = len(modules) - 1
+    while outermost > 0 and type(modules[outermost]).__name__ in _WRAPPERS:
+        outermost -= 1
+    root, module = modules[outermost], modules[0]
+    if module is root:
+        return ""
+    names = _names.get(root)
+    name = names.get(module) if names is not None else None
+    if name is None:
+        names = WeakKeyDictionary((m, n) for n, m in root.named_modules())
+        _names[root] = names
+        name = names.get(module)
+    if name is None:  # called by the model but not registered in it
+        parent = _path(modules[1 : outermost + 1])
+        name = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+    return name

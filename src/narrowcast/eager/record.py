@@ -1,0 +1,315 @@
+"""`record`: a ledger of what autocasting does in a block, forward and backward."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowcast.decide import Plan
+from narrowcast.eager.kernels import install_visiting, remove_visiting
+from narrowcast.eager.place import find_place
+from narrowcast.eager.watch import add_watcher, remove_watcher
+from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
+from narrowcast.policy import DEVICE_TYPES, Place, Policy, Rule
+from narrowcast.torch_bridge import (
+    DTYPES,
+    FORMATS,
+    OpFacts,
+    OpOverload,
+    Slot,
+    current_autograd_node,
+    find_op,
+    next_sequence_number,
+    op_facts,
+    tensors_in,
+)
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_UNLISTED = "no rule: it runs as its inputs are"
+
+
+@contextmanager
+def record() -> Iterator[Ledger]:
+    """`with record() as ledger:` list every cast that autocasting causes in the block, and every refusal.
+
+    Native regions are recorded too. Records: casts of inputs, weights and activations, forward and in the backward run
+    inside the block, with the op, the argument, the module path, the user's line, the rule and its reason; refused
+    calls; and for each op how often it ran in which formats. Recordings nest; each sees what happens in its block on
+    the thread that opened it (and on autograd's threads). It costs time only while it runs.
+    """
+    recorder = Recorder(Ledger())
+    ops = {device_type: _native_ops(device_type) for device_type in _present_device_types()}
+    for device_type, listed in ops.items():
+        install_visiting(listed, device_type)
+    add_watcher(recorder)
+    try:
+        with recorder:
+            yield recorder.ledger
+    finally:
+        remove_watcher(recorder)
+        for device_type, listed in ops.items():
+            remove_visiting(listed, device_type)
+
+
+def _present_device_types() -> list[str]:
+    """cpu and the accelerator that this machine has."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = {"cpu", accelerator.type} if accelerator is not None else {"cpu"}
+    return [device_type for device_type in DEVICE_TYPES if device_type in types]
+
+
+def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
+    found = [find_op(rule.op) for rule in Policy.native(device_type).rules]
+    return tuple(op for op in found if op is not None)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A call on its way: what was decided, and which of its planned casts were seen."""
+
+    facts: OpFacts
+    plan: Plan
+    place: Place
+    tensors: list[tuple[Slot, torch.Tensor | None]]
+    policy: Policy
+    came: str
+    seen: list[bool]
+    widens: bool
+    seen_widening: bool = False
+    op_bytes: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every op that executes, and is told by our kernels which call it belongs to."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self._local = threading.local()
+        self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._forward_casts: dict[int, Cast] = {}
+
+    @property
+    def _calls(self) -> list[_Watched]:
+        calls: list[_Watched] | None = getattr(self._local, "calls", None)
+        if calls is None:
+            calls = self._local.calls = []
+        return calls
+
+    # -- told by kernels ----------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        facts: OpFacts,
+        plan: Plan,
+        place: Place,
+        tensors: list[tuple[Slot, torch.Tensor | None]],
+        policy: Policy,
+    ) -> None:
+        """A call reaches a kernel."""
+        came = _names(t.dtype for _, t in tensors if t is not None)
+        seen = [f is None for f in plan.formats]
+        first = tensors[0][1] if tensors else None
+        widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
+        self._calls.append(_Watched(facts, plan, place, tensors, policy, came, seen, widens))
+
+    def end(self, result: Any) -> None:
+        """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
+        call = self._calls.pop()
+        plan = call.plan
+        for position, dst in enumerate(plan.formats):
+            if dst is not None and not call.seen[position]:
+                slot, tensor = call.tensors[position]
+                how = "cached" if tensor is not None and tensor.is_leaf and tensor.requires_grad else "inside"
+                self._add_cast(call, slot.name, tensor, str(dst), how)
+        if call.widens and not call.seen_widening:
+            slot, tensor = call.tensors[0]
+            self._add_cast(call, slot.name, tensor, "fp32", "inside")
+        if plan.rule is None and not plan.argument_rules:
+            computes = call.came
+        else:
+            computes = _planned_names(plan, call.tensors)
+        self._count(call.facts.id, call.place, call.came, computes, result, plan, call.policy, call.op_bytes)
+
+    def fail(self, error: BaseException) -> None:
+        """The call raised."""
+        call = self._calls.pop()
+        if call.plan.refused is not None:
+            place = call.place
+            self.ledger.refusals.append(
+                Refusal(
+                    call.facts.id, place.module_path, place.file, place.line, call.policy.name, call.plan.refused
+                )
+            )
+
+    # -- seen by the mode ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is _TO_COPY:
+            if self._see_cast(args[0], result):
+                self._made[id(result)] = weakref.ref(result)
+                return result
+        for tensor in tensors_in(result):
+            self._made[id(tensor)] = weakref.ref(tensor)
+        facts = op_facts(func)
+        if facts.is_view or func is torch.ops.aten.detach.default:
+            return result
+        moved = _nbytes(args) + _nbytes(kwargs) + _nbytes(result)
+        calls = self._calls
+        if calls:
+            calls[-1].op_bytes += moved
+        else:
+            came = _names(t.dtype for t in tensors_in([args, kwargs]))
+            self._count(facts.id, find_place(), came, came, result, None, None, moved)
+        return result
+
+    def _see_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether this conversion is a cast between floating formats that autocasting caused; if so, list it."""
+        if src.dtype is result.dtype or src.dtype not in FORMATS or result.dtype not in FORMATS:
+            return False
+        calls = self._calls
+        if not calls:
+            return self._see_backward_cast(src, result)
+        call = calls[-1]
+        dst = FORMATS[result.dtype]
+        for position, (slot, tensor) in enumerate(call.tensors):
+            if tensor is src and not call.seen[position] and call.plan.formats[position] is dst:
+                call.seen[position] = True
+                cast = self._add_cast(call, slot.name, src, str(dst), "copied")
+                if src.requires_grad and torch.is_grad_enabled():
+                    self._forward_casts[next_sequence_number() - 1] = cast
+                return True
+        if call.widens and not call.seen_widening and call.tensors[0][1] is src and result.dtype is torch.float32:
+            call.seen_widening = True
+            self._add_cast(call, call.tensors[0][0].name, src, "fp32", "copied")
+            return True
+        return False
+
+    def _see_backward_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
+        node = current_autograd_node()
+        if node is None:
+            return False
+        cast = self._forward_casts.get(node._sequence_nr())
+        if cast is None or not node.name().startswith("ToCopyBackward"):
+            return False
+        elements = src.numel()
+        self.ledger.casts.append(
+            Cast(
+                op=cast.op, argument=cast.argument, module_path=cast.module_path, file=cast.file, line=cast.line,
+                src=str(FORMATS[src.dtype]), dst=str(FORMATS[result.dtype]), elements=elements,
+                moved_bytes=elements * (src.itemsize + result.itemsize), how="copied", direction="backward",
+                kind=cast.kind, action=cast.action, rule=cast.rule,
+                reason=f"gradient of the forward cast to {cast.dst}", source=cast.source, policy=cast.policy,
+            )
+        )  # fmt: skip
+        return True
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _add_cast(self, call: _Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
+        """Append one line to the ledger."""
+        rule = dict(call.plan.argument_rules).get(argument, call.plan.rule)
+        elements = src_size = 0
+        src, kind, repeated = "?", "input", False
+        if tensor is not None:
+            elements, src_size, src = tensor.numel(), tensor.itemsize, str(FORMATS[tensor.dtype])
+            kind = self._kind(tensor)
+            if how == "copied":
+                key = (id(tensor), tensor._version if not tensor.is_inference() else 0, dst)
+                before = self._cast_before.get(key)
+                repeated = before is not None and before() is tensor
+                self._cast_before[key] = weakref.ref(tensor)
+        dst_size = _SIZES[dst]
+        place = call.place
+        cast = Cast(
+            op=call.facts.id, argument=argument, module_path=place.module_path, file=place.file, line=place.line,
+            src=src, dst=dst, elements=elements, moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
+            how=how, direction="forward", kind=kind, action=str(rule.action) if rule else "", rule=str(rule or ""),
+            reason=rule.reason if rule else "", source=rule.source if rule else "", policy=call.policy.name,
+            repeated=repeated,
+        )  # fmt: skip
+        self.ledger.casts.append(cast)
+        return cast
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return "weight"
+        made = self._made.get(id(tensor))
+        return "activation" if made is not None and made() is tensor else "input"
+
+    def _count(
+        self,
+        op: str,
+        place: Place,
+        came: str,
+        computes: str,
+        result: Any,
+        plan: Plan | None,
+        policy: Policy | None,
+        moved_bytes: int,
+    ) -> None:
+        """Add one call to the tallies."""
+        rule = _deciding_rule(plan)
+        kind = CallKind(
+            op=op,
+            module_path=place.module_path,
+            file=place.file,
+            line=place.line,
+            came=came,
+            computes=computes,
+            result=_names(t.dtype for t in tensors_in(result)),
+            action=str(rule.action) if rule else "unlisted",
+            reason=(rule.reason or str(rule)) if rule else _UNLISTED,
+            policy=policy.name if policy else "",
+            direction="forward" if current_autograd_node() is None else "backward",
+        )
+        self.ledger.count_call(kind, moved_bytes)
+
+
+_SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
+
+
+def _deciding_rule(plan: Plan | None) -> Rule | None:
+    if plan is None:
+        return None
+    if plan.rule is not None:
+        return plan.rule
+    return plan.argument_rules[0][1] if plan.argument_rules else None
+
+
+def _names(dtypes: Iterator[torch.dtype]) -> str:
+    """The formats among these dtypes, each once, in order: `fp32,bf16`."""
+    names: dict[str, None] = {}
+    for dtype in dtypes:
+        known = FORMATS.get(dtype)
+        if known is not None:
+            names[known.name] = None
+    return ",".join(names)
+
+
+def _planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> str:
+    """The formats in which the op reads its floating tensors."""
+    if plan.set_dtype or plan.append_dtype:
+        return "fp32"
+    wanted = (
+        DTYPES[dst] if dst is not None else t.dtype
+        for (_, t), dst in zip(tensors, plan.formats, strict=True)
+        if t is not None
+    )
+    return _names(wanted)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors_in(tree) if t.layout is torch.strided)

@@ -1,0 +1,208 @@
+"""`autocast`: a drop-in for torch.autocast that takes a policy."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from narrowcast.decide import Region
+from narrowcast.eager.kernels import install
+from narrowcast.eager.state import Decided, OpenRegion, innermost, set_innermost
+from narrowcast.errors import NarrowcastError, RegionError
+from narrowcast.formats import Format, fp32
+from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class autocast:  # noqa: N801 (a drop-in keeps the name)
+    """A region in which ops compute in the formats that a policy gives them; same arguments as torch.autocast.
+
+    device_type: cpu, cuda, xpu, mps, mtia or maia, as in `tensor.device.type`.
+    dtype:       the low format, torch.bfloat16 or torch.float16; None takes the device type's default. A policy other
+                 than native may also run a region in torch.float32, which torch ignores on most devices.
+    enabled:     False switches autocasting off inside.
+    cache_enabled: whether a weight is cast once per outermost region; None takes what torch has set, or the policy's.
+    policy:      a Policy, the name of a built-in one (`native`, `safe`) or the path of a TOML file; None is native.
+
+    Under `native` this is torch.autocast. Under another policy only the ops for which the policy differs take another
+    path. Usable as a context manager, re-entrant, and as a decorator of functions.
+
+    Raises RegionError for a device type, dtype or policy that cannot be, UnknownOpError for a rule about an op that
+    does not exist.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | str | Format | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str | None = None,
+    ) -> None:
+        self.policy = as_policy(policy)
+        self.device = device_type
+        self._native = _native_autocast(device_type, dtype, enabled, cache_enabled, self.policy)
+        self.fast_dtype: torch.dtype = self._native.fast_dtype
+        self._changed: frozenset[str] = frozenset()
+        self._ops: tuple[OpOverload, ...] = ()
+        self._resolved = self.policy
+        self._facts: Region | None = None
+        self._plans: dict[object, Decided] = {}
+        if device_type in DEVICE_TYPES and self.fast_dtype in FORMATS:
+            self._facts = Region(
+                device_type, FORMATS[self.fast_dtype], self._native._enabled, bool(self._native._cache_enabled)
+            )
+            self._resolved = self.policy.resolve(device_type)
+            self._ops = changed_ops(self._resolved, device_type)
+            self._changed = frozenset(op_id(op) for op in self._ops)
+            self._plans = _remembered_plans(self._resolved, self._facts)
+
+    def __enter__(self) -> autocast:
+        if self._ops and self._native._enabled:
+            install(self._ops, self.device)
+        outer = innermost()
+        native = copy.copy(self._native)  # torch keeps what to restore in the instance; a copy makes ours re-entrant
+        native.__enter__()
+        depth = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        region = OpenRegion(
+            facts=self._facts or Region(self.device, fp32, enabled=False),
+            policy=self._resolved,
+            depth=depth,
+            outer=outer,
+            changed=self._changed,
+            plans=self._plans,
+            owner=self,
+            native=native,
+        )
+        if outer is not None and outer.depth < depth:
+            region.casts = outer.casts
+        set_innermost(region)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_val: BaseException | None = None,
+        exc_tb: TracebackType | None = None,
+    ) -> bool:
+        region = innermost()
+        while region is not None and region.owner is not self:
+            region = region.outer
+        if region is None:
+            raise RegionError(
+                asked="leaving an autocast region",
+                found="this one was not entered in this thread or context",
+                advice="Leave it where it was entered, or write it as a with statement.",
+            )
+        set_innermost(region.outer)
+        region.native.__exit__(exc_type, exc_val, exc_tb)
+        return False
+
+    def __call__(self, func: F) -> F:
+        """The function, running inside the region."""
+        if not callable(func):
+            raise RegionError(
+                asked=f"autocast()({type(func).__name__})",
+                found="not callable",
+                advice="Decorate a function, or write: with nc.autocast(...): ...",
+            )
+        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+            raise RegionError(
+                asked=f"autocast as decorator of {func.__qualname__}",
+                found="a generator or async function, whose body runs after the region would have been left",
+                advice="Open the region inside the function: with nc.autocast(...): ...",
+            )
+
+        @functools.wraps(func)
+        def decorated(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func(*args, **kwargs)
+
+        return decorated  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._native._enabled}, policy={self.policy})"
+
+
+def _native_autocast(
+    device_type: str, dtype: torch.dtype | str | Format | None, enabled: bool, cache: bool | None, policy: Policy
+) -> torch.autocast:
+    """torch's own region with these arguments; RegionError for what torch would accept and then ignore, or crash on."""
+    available = isinstance(device_type, str) and device_type.isidentifier()
+    if not available or not torch.amp.is_autocast_available(device_type):
+        raise RegionError(
+            asked=f"autocast on device type {device_type!r}",
+            found="PyTorch has no autocast for it",
+            advice=f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type.",
+        )
+    is_native = policy == Policy.native() or policy.extends == ("native",) and not policy.layers
+    if device_type not in DEVICE_TYPES and not is_native:
+        raise RegionError(
+            asked=f"policy {policy.name} on device type {device_type!r}",
+            found="only native is known there",
+            advice=f"Give one of {', '.join(DEVICE_TYPES)}, or no policy.",
+        )
+    try:
+        fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
+    except NarrowcastError as error:
+        raise RegionError(error.asked, error.found, advice=error.advice) from None
+    if fast not in FORMATS or FORMATS[fast].bits < 16 or fast is torch.float64:
+        raise RegionError(
+            asked=f"autocast with dtype={fast}",
+            found="8-bit formats need scales that autocasting does not keep" if fast in FORMATS and fast.itemsize == 1
+            else "not a format to compute in at lower precision",
+            advice="Give torch.bfloat16 or torch.float16; single ops may use others by a rule: action = \"to(e4m3fn)\".",
+        )  # fmt: skip
+    if cache is None and policy.cache == "off":
+        cache = False
+    if fast is torch.float32 and not is_native:  # torch would warn and switch itself off; these policies mean it
+        native = torch.autocast(device_type, None, enabled, cache)
+        native.fast_dtype = fast
+        return native
+    return torch.autocast(device_type, fast, enabled, cache)
+
+
+def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
+    """The overloads about which a resolved policy says something else than native does on this device type."""
+    for rule in policy.rules:
+        if rule.is_pattern and not rule.op.startswith("aten."):
+            return _changed_ops.__wrapped__(policy, device_type)  # a library loaded since may have registered more
+    return _changed_ops(policy, device_type)
+
+
+@lru_cache(maxsize=256)
+def _changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
+    native = Policy.native(device_type)
+    known = set(native.rules)
+    ops: dict[OpOverload, None] = {}
+    for rule in native.rules:
+        op = find_op(rule.op)
+        if op is not None:
+            ops[op] = None
+    for rule in policy.rules:
+        if rule not in known:
+            ops.update(dict.fromkeys(ops_of(rule)))
+    changed = []
+    for op in ops:
+        facts = op_facts(op)
+        ours = policy.table.candidates(facts.id, facts.computes)
+        if ours != native.table.candidates(facts.id, facts.computes):
+            changed.append(op)
+    return tuple(changed)
+
+
+@lru_cache(maxsize=256)
+def _remembered_plans(policy: Policy, facts: Region) -> dict[object, Decided]:
+    """One memory of plans per policy and region, shared by all regions that are alike."""
+    return {}

@@ -1,0 +1,79 @@
+"""One exception class per thing a caller catches; the facts are fields, the text has four parts.
+
+Every error says what was asked, what was found, where, and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A place in a file: where a rule was written or a line of the user's program."""
+
+    file: str
+    line: int = 0
+    note: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}  {self.note}" if self.note else place
+
+
+class NarrowcastError(Exception):
+    """Base of every error that Narrowcast raises on purpose.
+
+    Fields: `asked` (what the caller wanted), `found` (what stood in the way), `where` (places, possibly none),
+    `advice` (what to do).
+    """
+
+    def __init__(self, asked: str, found: str = "", where: tuple[Origin, ...] = (), advice: str = "") -> None:
+        self.asked = asked
+        self.found = found
+        self.where = where
+        self.advice = advice
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The message as text: asked, found, one indented line per place, advice."""
+        lines = [f"{self.asked}: {self.found}" if self.found else self.asked]
+        lines += [f"  {place}" for place in self.where]
+        if self.advice:
+            lines.append(f"  {self.advice}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.asked, self.found, self.where, self.advice)
+
+
+class FormatError(NarrowcastError, ValueError):
+    """A format is unknown, or has no meaning where it was given."""
+
+
+class PolicyError(NarrowcastError, ValueError):
+    """A policy or a rule is malformed: unknown key, unknown action, a file that does not parse."""
+
+
+class PolicyConflictError(PolicyError):
+    """Two rules of equal specificity in one layer disagree about an op."""
+
+
+class UnknownOpError(PolicyError):
+    """A rule names an op that neither PyTorch nor a loaded library registers."""
+
+
+class RegionError(NarrowcastError, ValueError):
+    """An autocast region cannot be opened as asked: device type, dtype or policy."""
+
+
+class RefusedError(NarrowcastError, RuntimeError):
+    """The policy refuses to run this call (action `refuse`, or formats that have no common one)."""
+
+
+class TargetError(NarrowcastError):
+    """The command line's TARGET cannot be imported or has no usable `subject()`."""
+
+
+class LedgerError(NarrowcastError, ValueError):
+    """A ledger file cannot be read: not JSON, or another schema version."""

@@ -1,0 +1,178 @@
+"""The ledger: an append-only record of a run's casts and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import LedgerError, Origin
+from narrowcast.files import replace_text
+from narrowcast.ledger.records import CallKind, Cast, Refusal, Tally
+
+SCHEMA = "narrowcast.ledger/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over a ledger. `copied` casts moved bytes; `cached` and `inside` ones did not."""
+
+    casts: int
+    copied: int
+    cached: int
+    inside: int
+    forward: int
+    backward: int
+    repeated: int
+    refusals: int
+    calls: int
+    cast_bytes: int
+    op_bytes: int
+
+    @property
+    def share_of_casts(self) -> float:
+        """Bytes moved by casts, as a part of all bytes moved (0 to 1)."""
+        moved = self.cast_bytes + self.op_bytes
+        return self.cast_bytes / moved if moved else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CastChange:
+    """One line of a ledger diff: casts alike in op, argument, module and formats, and how many there were."""
+
+    op: str
+    argument: str
+    module_path: str
+    src: str
+    dst: str
+    direction: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        arrow = f"{self.src} -> {self.dst}" + (" (backward)" if self.direction == "backward" else "")
+        where = f" in {self.module_path}" if self.module_path else ""
+        return f"{self.op} {self.argument}{where}: {arrow}: {self.before} -> {self.after}"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Casts and refusals in the order in which they happened, and tallies of all calls."""
+
+    casts: list[Cast] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    calls: dict[CallKind, Tally] = field(default_factory=dict)
+
+    def count_call(self, kind: CallKind, moved_bytes: int) -> None:
+        """Add one call."""
+        tally = self.calls.get(kind)
+        if tally is None:
+            tally = self.calls[kind] = Tally()
+        tally.calls += 1
+        tally.moved_bytes += moved_bytes
+
+    def totals(self) -> Totals:
+        """Sums over all records."""
+        how = Counter(c.how for c in self.casts)
+        direction = Counter(c.direction for c in self.casts)
+        return Totals(
+            casts=len(self.casts),
+            copied=how["copied"],
+            cached=how["cached"],
+            inside=how["inside"],
+            forward=direction["forward"],
+            backward=direction["backward"],
+            repeated=sum(c.repeated and c.how == "copied" for c in self.casts),
+            refusals=len(self.refusals),
+            calls=sum(t.calls for t in self.calls.values()),
+            cast_bytes=sum(c.moved_bytes for c in self.casts),
+            op_bytes=sum(t.moved_bytes for t in self.calls.values()),
+        )
+
+    def op_formats(self) -> dict[str, dict[str, int]]:
+        """For each op, how many calls computed in which formats: `{"aten.linear.default": {"bf16": 37}}`."""
+        table: dict[str, dict[str, int]] = {}
+        for kind, tally in self.calls.items():
+            row = table.setdefault(kind.op, {})
+            row[kind.computes or "-"] = row.get(kind.computes or "-", 0) + tally.calls
+        return table
+
+    def select(self, keep: Callable[[Cast], bool]) -> list[Cast]:
+        """The casts for which `keep` holds."""
+        return [c for c in self.casts if keep(c)]
+
+    def merge(self, *others: Ledger) -> Ledger:
+        """A ledger with the records of this one and then of the others."""
+        merged = Ledger()
+        for ledger in (self, *others):
+            merged.casts += ledger.casts
+            merged.refusals += ledger.refusals
+            for kind, tally in ledger.calls.items():
+                into = merged.calls.setdefault(kind, Tally())
+                into.calls += tally.calls
+                into.moved_bytes += tally.moved_bytes
+        return merged
+
+    def diff(self, other: Ledger) -> tuple[CastChange, ...]:
+        """What changes from this ledger to `other`: groups of casts whose number differs. Lines may have moved."""
+        before, after = _groups(self.casts), _groups(other.casts)
+        keys = [*before, *(k for k in after if k not in before)]
+        return tuple(CastChange(*k, before[k], after[k]) for k in keys if before[k] != after[k])
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.ledger/1` (docs/ledger.md)."""
+        data = {
+            "schema": SCHEMA,
+            "totals": {**asdict(self.totals()), "share_of_casts": self.totals().share_of_casts},
+            "casts": [asdict(c) for c in self.casts],
+            "refusals": [asdict(r) for r in self.refusals],
+            "calls": [{**asdict(kind), **asdict(tally)} for kind, tally in self.calls.items()],
+        }
+        return json.dumps(data, indent=indent)
+
+    @staticmethod
+    def from_json(text: str, file: str = "<string>") -> Ledger:
+        """The ledger in JSON text. LedgerError for other text, or another version of the schema."""
+        try:
+            data = json.loads(text)
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        except json.JSONDecodeError as error:
+            raise LedgerError("a ledger", f"not JSON: {error.msg}", (Origin(file, error.lineno),)) from None
+        if found != SCHEMA:
+            raise LedgerError(
+                "a ledger", f"schema {found!r} where {SCHEMA!r} is known", (Origin(file),), "Record it anew."
+            )
+        try:
+            ledger = Ledger([_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]])
+            for row in data["calls"]:
+                ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])
+        except (KeyError, TypeError) as error:
+            raise LedgerError("a ledger", f"a record lacks {error}", (Origin(file),), "Record it anew.") from None
+        return ledger
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once."""
+        replace_text(Path(path), self.to_json(indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Ledger:
+        """The ledger in a file."""
+        return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+
+    def __str__(self) -> str:
+        from narrowcast.report.ledger_text import ledger_text
+
+        return ledger_text(self)
+
+
+def _record(kind: Any, row: dict[str, Any]) -> Any:
+    return kind(**{f.name: row[f.name] for f in fields(kind)})
+
+
+def _groups(casts: Iterable[Cast]) -> Counter[tuple[str, str, str, str, str, str]]:
+    return Counter((c.op, c.argument, c.module_path, c.src, c.dst, c.direction) for c in casts)

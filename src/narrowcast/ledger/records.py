@@ -1,0 +1,88 @@
+"""The records of a ledger: casts, refusals, and how often which op ran in which formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One cast that autocasting caused.
+
+    op, argument: the op that asked and its argument (`aten.linear.default`, `weight`).
+    module_path, file, line: where the op was called.
+    src, dst:     names of formats.
+    elements, moved_bytes: size of the tensor, and what the cast reads and writes; 0 where nothing was copied.
+    how:          `copied` (a tensor was made), `cached` (the weight cache had it), `inside` (the op converts as it goes).
+    direction:    `forward`, or `backward` for the cast of the gradient.
+    kind:         `weight` (a leaf that requires grad or a parameter), `input` (made outside the recording) or
+                  `activation`.
+    action, rule, reason, source: the rule that asked for it.
+    repeated:     the same tensor had been cast to the same format before.
+    """
+
+    op: str
+    argument: str
+    module_path: str
+    file: str
+    line: int
+    src: str
+    dst: str
+    elements: int
+    moved_bytes: int
+    how: str
+    direction: str
+    kind: str
+    action: str
+    rule: str
+    reason: str
+    source: str
+    policy: str
+    repeated: bool = False
+
+    @property
+    def place(self) -> str:
+        """`file:line`, or ? if no line of the user's was on the stack."""
+        return f"{self.file}:{self.line}" if self.file else "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A call that was not run, and why."""
+
+    op: str
+    module_path: str
+    file: str
+    line: int
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """Calls that are alike: the same op at the same place of the program, decided alike, in the same formats.
+
+    came, computes, result: formats of the floating tensors as they came, as the op read them, and of what it returned
+    (`fp32` or `bf16,fp32`; empty where there are none). action is `unlisted` where the policy says nothing. direction is `backward` for
+    what autograd runs.
+    """
+
+    op: str
+    module_path: str
+    file: str
+    line: int
+    came: str
+    computes: str
+    result: str
+    action: str
+    reason: str
+    policy: str
+    direction: str = "forward"
+
+
+@dataclass(slots=True)
+class Tally:
+    """How often calls of one kind ran, and the bytes that they read and wrote."""
+
+    calls: int = 0
+    moved_bytes: int = 0

@@ -1,0 +1,96 @@
+"""Lint: what is legal in a policy but is hardly meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowcast.errors import Origin
+from narrowcast.policy.policy import DEVICE_TYPES, Policy
+from narrowcast.policy.rules import Kind, Rule
+from narrowcast.policy.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of lint: what kind, about which rule, and the sentence for a person."""
+
+    kind: str
+    rule: Rule
+    message: str
+    where: Origin | None
+
+    def __str__(self) -> str:
+        return f"{self.where or '(no file)'}: {self.kind}: {self.message}"
+
+
+def lint_policy(policy: Policy) -> tuple[Finding, ...]:
+    """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order.
+
+    Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
+    """
+    from narrowcast.policy.known_ops import known_ops, unknown_op
+
+    ops = known_ops()
+    bases = [Policy("base", extends=policy.extends).resolve(d).table for d in DEVICE_TYPES] if policy.extends else []
+    findings: list[Finding] = []
+    for number, layer in enumerate(policy.layers):
+        for rule in layer:
+            nearest = unknown_op(rule)
+            if nearest is not None:
+                findings.append(Finding("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
+                continue
+            covered = [op for op in ops if rule.matches_op(op)] or [rule.op]
+            shadow = _shadow(policy, number, rule, covered)
+            if shadow is not None:
+                message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"
+                findings.append(Finding("never matches", rule, message, rule.origin))
+            elif bases and rule.is_unconditional and _changes_nothing(rule, covered, bases):
+                message = f"{rule} is what {', '.join(policy.extends)} says anyway, on every device"
+                findings.append(Finding("changes nothing", rule, message, rule.origin))
+        findings += _overlaps(layer)
+    return tuple(findings)
+
+
+def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | None:
+    """The rule that always wins over this one, for every op it names: unconditional and stronger."""
+    if rule.argument is not None:
+        return None
+    table = Table(policy.layers[number:])
+    winners = []
+    for op in ops:
+        whole = table.candidates(op, takes_patterns=True).whole
+        if rule in whole:
+            return None
+        winners.append(whole[-1])
+    return winners[0]
+
+
+def _changes_nothing(rule: Rule, ops: list[str], bases: list[Table]) -> bool:
+    if rule.argument is not None or rule.action.kind is Kind.REFUSE:
+        return False
+    for table in bases:
+        for op in ops:
+            whole = table.candidates(op, takes_patterns=True).whole
+            if not whole or whole[0].action != rule.action:
+                return False
+    return True
+
+
+def _overlaps(layer: tuple[Rule, ...]) -> list[Finding]:
+    """Pairs about the same op, equally specific, with different places that may both hold: order decides."""
+    findings = []
+    by_key: dict[tuple[object, ...], Rule] = {}
+    for rule in layer:
+        key = (rule.op, rule.argument, rule.specificity)
+        earlier = by_key.get(key)
+        if earlier is not None and earlier.action != rule.action and not rule.override and _may_meet(earlier, rule):
+            message = f"{rule} and {earlier} ({earlier.origin or 'no file'}) are equally specific; where both hold, the later wins"
+            findings.append(Finding("overlap", rule, message, rule.origin))
+        by_key[key] = rule
+    return findings
+
+
+def _may_meet(a: Rule, b: Rule) -> bool:
+    """Whether two rules could hold at one place; two paths without wildcards are apart."""
+    fixed = all(p is not None and not set(p) & set("*?[") for p in (a.module, b.module))
+    return not fixed or a.module == b.module

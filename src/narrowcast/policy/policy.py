@@ -1,0 +1,289 @@
+"""A policy: an immutable, ordered, named, hashable set of rules in layers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from narrowcast.errors import NarrowcastError, Origin, PolicyConflictError, PolicyError
+from narrowcast.policy.rules import Rule
+from narrowcast.policy.table import Table
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
+CACHES = ("native", "off")
+_OLDEST_UNKNOWN_TORCH = "2.13.0"  # what is assumed where no torch is installed
+
+
+@dataclass(frozen=True, slots=True)
+class RuleChange:
+    """One line of a policy diff: the same calls, another action (None: no rule)."""
+
+    conditions: tuple[str | None, ...]
+    before: Rule | None
+    after: Rule | None
+
+    def __str__(self) -> str:
+        rule = self.after or self.before
+        where = str(rule).rpartition(":")[0]
+        return f"{where}: {self.before.action if self.before else '-'} -> {self.after.action if self.after else '-'}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules in layers, over the built-in policies that `extends` names.
+
+    A later layer wins over an earlier one; inside a layer the more specific rule wins; two rules of one layer about
+    exactly the same calls are an error unless the later one says `override`. `extends` holds `native` (resolved for
+    the region's device type), `native:cuda` (for that device type), or `safe`. `cache` is `native` (torch's weight
+    cache, as `cache_enabled` asks) or `off` (weights are cast at every use).
+
+    Two policies are equal when they decide alike: names, reasons and comments take no part.
+    """
+
+    name: str = field(compare=False)
+    layers: tuple[tuple[Rule, ...], ...] = ()
+    extends: tuple[str, ...] = ()
+    description: str = field(default="", compare=False)
+    cache: str = "native"
+    text: str | None = field(default=None, compare=False, repr=False)
+    text_layers: int = field(default=0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise PolicyError(asked=f"cache {self.cache!r}", found="no such cache", advice=f"Write one of: {CACHES}.")
+        for name in self.extends:
+            check_builtin_name(name)
+        for layer in self.layers:
+            _check_layer(layer)
+
+    # -- the built-in policies, and files ---------------------------------------------------------------------------
+
+    @staticmethod
+    def native(device_type: str | None = None) -> Policy:
+        """torch.autocast's own lists for the installed torch; without a device type, those of the region's."""
+        if device_type is None:
+            return Policy("native", extends=("native",))
+        check_device_type(device_type)
+        return load_builtin(f"native:{device_type}")
+
+    @staticmethod
+    def safe(device_type: str | None = None) -> Policy:
+        """Native plus repairs of the faults that users report, each rule with its reason and issue number."""
+        safe = load_builtin("safe")
+        return safe if device_type is None else safe.resolve(device_type)
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """The policy in a TOML file. PolicyError names file and line of whatever is wrong with it."""
+        from narrowcast.policy.text import load_policy
+
+        return load_policy(Path(path))
+
+    @staticmethod
+    def parse(text: str, file: str = "<string>") -> Policy:
+        """The policy in TOML text; `file` is the name that errors give."""
+        from narrowcast.policy.text import parse_policy
+
+        return parse_policy(text, file)
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as TOML, replacing the file at once. Comments of the text it was loaded from stay."""
+        from narrowcast.policy.text import save_policy
+
+        save_policy(self, Path(path))
+
+    def to_toml(self) -> str:
+        """The policy as TOML text; parsing it gives an equal policy."""
+        from narrowcast.policy.text import print_policy
+
+        return print_policy(self)
+
+    # -- new policies from old ----------------------------------------------------------------------------------------
+
+    def with_rules(self, *rules: Rule | Iterable[Rule], name: str | None = None) -> Policy:
+        """This policy with one more layer, whose rules win over everything before it."""
+        flat: list[Rule] = []
+        for rule in rules:
+            flat += [rule] if isinstance(rule, Rule) else list(rule)
+        if name is None:
+            name = self.name if self.name.endswith("+") else f"{self.name}+"
+        return replace(self, name=name, layers=(*self.layers, tuple(flat))) if flat else replace(self, name=name)
+
+    def merge(self, other: Policy) -> Policy:
+        """This policy with `other`'s layers on top; what both extend is taken once, `other`'s cache setting wins."""
+        extra = tuple(name for name in other.extends if name not in self.extends)
+        if extra and self.layers:
+            raise PolicyError(
+                asked=f"{self.name} merged with {other.name}",
+                found=f"{other.name} extends {', '.join(extra)}, which would have to come below rules that are there",
+                advice=f"Merge the other way round, or let {self.name} extend {', '.join(extra)} itself.",
+            )
+        return Policy(
+            name=f"{self.name}+{other.name}",
+            layers=self.layers + other.layers,
+            extends=self.extends + extra,
+            description=self.description or other.description,
+            cache=other.cache if other.cache != "native" else self.cache,
+        )
+
+    def resolve(self, device_type: str) -> Policy:
+        """This policy with the built-in layers for one device type written out. Cheap after the first time."""
+        return self if not self.extends and not self._has_versions else _resolve(self, device_type)
+
+    # -- questions ------------------------------------------------------------------------------------------------------
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules, weakest layer first (without those of `extends`; see `resolve`)."""
+        return tuple(rule for layer in self.layers for rule in layer)
+
+    @cached_property
+    def table(self) -> Table:
+        """The rules arranged for look-up by op id; only a resolved policy has all of them."""
+        return Table(self.layers)
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal digits that change when, and only when, a rule, its order or the cache setting does."""
+        lines = [f"cache={self.cache}", *(f"extends={name}" for name in self.extends)]
+        for number, layer in enumerate(self.layers):
+            lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for rule in layer]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def diff(self, other: Policy) -> tuple[RuleChange, ...]:
+        """What changes from this policy to `other`, rule by rule; built-in layers are compared by name.
+
+        Resolve both first to see `native` against `safe`, or cpu against cuda.
+        """
+        before, after = self._effective, other._effective
+        keys = [*before, *(k for k in after if k not in before)]
+        changes = [RuleChange(k, before.get(k), after.get(k)) for k in keys]
+        return tuple(c for c in changes if c.before is None or c.after is None or c.before.action != c.after.action)
+
+    @property
+    def _effective(self) -> dict[tuple[str | None, ...], Rule]:
+        """The last rule about each set of calls."""
+        return {rule.conditions: rule for rule in self.rules}
+
+    @cached_property
+    def _has_versions(self) -> bool:
+        return any(rule.torch for rule in self.rules)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:8]})"
+
+
+def as_policy(wanted: Policy | str | None) -> Policy:
+    """A policy given as itself, as the name of a built-in one (native, safe, native:cuda), or as a file's path.
+
+    None is native. Raises PolicyError for a name that is neither.
+    """
+    if isinstance(wanted, Policy):
+        return wanted
+    if wanted is None or wanted == "native":
+        return Policy.native()
+    if str(wanted).endswith(".toml"):
+        return Policy.load(wanted)
+    check_builtin_name(str(wanted))
+    return load_builtin(str(wanted))
+
+
+def check_device_type(device_type: str) -> None:
+    """Raise PolicyError unless there are native lists for this device type."""
+    if device_type not in DEVICE_TYPES:
+        raise PolicyError(
+            asked=f"the native policy of device type {device_type!r}",
+            found="no autocast lists are known for it",
+            advice=f"Write one of: {', '.join(DEVICE_TYPES)}.",
+        )
+
+
+def check_builtin_name(name: str) -> None:
+    """Raise PolicyError unless `name` is native, native:DEVICE or safe."""
+    family, colon, device_type = name.partition(":")
+    if family == "native" and colon:
+        check_device_type(device_type)
+    elif name not in ("native", "safe"):
+        raise PolicyError(
+            asked=f"policy {name!r}",
+            found="no such built-in policy",
+            advice="Write native, native:DEVICE, safe, or the path of a policy file (ending in .toml).",
+        )
+
+
+def installed_torch() -> str:
+    """The version of the installed torch, read from its metadata: this half never imports it."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return _OLDEST_UNKNOWN_TORCH
+
+
+def exists_in(rule: Rule, torch_version: str) -> bool:
+    """Whether the rule's `torch` range holds this version."""
+    release = torch_version.partition("+")[0]
+    return rule.torch is None or SpecifierSet(rule.torch).contains(release, prereleases=True)
+
+
+@lru_cache(maxsize=None)
+def load_builtin(name: str) -> Policy:
+    """The built-in policy of that name, for the installed torch."""
+    from narrowcast.policy.text import parse_policy
+
+    file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
+    policy = parse_policy(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
+    return replace(policy, text=None, text_layers=0, layers=_existing(policy.layers))
+
+
+def _existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ...]:
+    version = installed_torch()
+    return tuple(
+        tuple(replace(r, torch=None) if r.torch else r for r in layer if exists_in(r, version)) for layer in layers
+    )
+
+
+@lru_cache(maxsize=256)
+def _resolve(policy: Policy, device_type: str) -> Policy:
+    below: list[tuple[Rule, ...]] = []
+    for name in policy.extends:
+        base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
+        below += [layer for layer in base.layers if layer not in below]
+    caches = [load_builtin(name).cache for name in policy.extends if name == "safe"]
+    cache = policy.cache if policy.cache != "native" else next(iter(caches), "native")
+    return replace(policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, text=None, text_layers=0)
+
+
+def _check_layer(layer: tuple[Rule, ...]) -> None:
+    """Refuse duplicates and contradictions: two rules of one layer about exactly the same calls."""
+    seen: dict[tuple[str | None, ...], Rule] = {}
+    for rule in layer:
+        earlier = seen.get(rule.conditions)
+        seen[rule.conditions] = rule
+        if earlier is None or (rule.override and rule.action != earlier.action):
+            continue
+        where = tuple(
+            Origin(*((r.origin.file, r.origin.line) if r.origin else ("rule", 0)), note=f'action = "{r.action}"')
+            for r in (rule, earlier)
+        )
+        subject = str(rule).rpartition(":")[0]
+        if rule.action == earlier.action:
+            raise PolicyError(f"duplicate rows about {subject}", where=where, advice="Delete one.")
+        raise PolicyConflictError(
+            asked=f"rows of equal specificity disagree about {subject}",
+            where=where,
+            advice="Delete one, or set override = true on the later row.",
+        )
+
+
+def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:
+    """The same error, saying where, for errors raised before the place was known."""
+    return type(error)(error.asked, error.found, error.where or (origin,), error.advice)

@@ -1,0 +1,225 @@
+"""A rule: which calls it matches, what it does to them, and why."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from narrowcast.errors import Origin, PolicyError
+from narrowcast.formats import Format, parse_format
+
+
+class Kind(enum.Enum):
+    """What a rule does to the eligible tensor arguments of a call (docs/policies.md has a row and an example each)."""
+
+    LOWER = "lower"
+    FULL = "full"
+    FULL_SET_DTYPE = "full_set_dtype"
+    FULL_APPEND_DTYPE = "full_append_dtype"
+    PROMOTE = "promote"
+    FOLLOW = "follow"
+    ALIGN = "align"
+    INSIDE = "inside"
+    TO = "to"
+    REFUSE = "refuse"
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash goes through the name
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A kind, and for `to(format)` the format."""
+
+    kind: Kind
+    format: Format | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind is Kind.TO) != (self.format is not None):
+            raise PolicyError(
+                asked=f"action {self.kind.value!r}",
+                found="to(...) needs a format, and no other action takes one",
+                advice='Write action = "to(bf16)", for example.',
+            )
+
+    def __str__(self) -> str:
+        return f"to({self.format})" if self.format else self.kind.value
+
+
+ACTIONS = [f"{k.value}(format)" if k is Kind.TO else k.value for k in Kind]
+
+
+def parse_action(text: str) -> Action:
+    """The action of that text: `lower`, `to(fp16)` and so on.
+
+    Raises PolicyError with the nearest known spelling for anything else.
+    """
+    word = text.strip()
+    if word.startswith("to(") and word.endswith(")"):
+        return Action(Kind.TO, parse_format(word[3:-1]))
+    try:
+        return Action(Kind(word))
+    except ValueError:
+        raise PolicyError(
+            asked=f"action {text!r}",
+            found=f"no such action{did_you_mean(word, [k.value for k in Kind])}",
+            advice=f"Write one of: {', '.join(ACTIONS)}.",
+        ) from None
+
+
+def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """A phrase that names the nearest known word, or nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program a call is made.
+
+    `module_path` is the dotted path as in `model.named_modules()` (empty at the root); `classes` are the qualified
+    class names of the modules around the call, innermost first; `functions` the qualified names of the user's
+    functions around it, innermost first; `file` and `line` the user's source line.
+    """
+
+    module_path: str = ""
+    classes: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else "?"
+
+
+NOWHERE = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Matches calls and gives an action, with a reason and a source.
+
+    op:       `aten.softmax.int` is one overload, `aten.softmax` every functional overload, and a glob (`aten.*norm*`)
+              every op that computes; patterns never reach views, copies, in-place or out= forms: name those exactly.
+    module:   glob on the module path (`encoder.layer.3`, `encoder.layer.*.attention`); it holds for everything
+              inside the modules that it names.
+    module_class: glob on the class name, qualified or not, of any module around the call.
+    function: glob on the qualified name of any user function around the call.
+    argument: the action is for this argument only (lower, full, follow and to(format) may be given so).
+    torch:    version range (`>=2.12`) in which the rule exists.
+    """
+
+    op: str
+    action: Action
+    module: str | None = None
+    module_class: str | None = None
+    function: str | None = None
+    argument: str | None = None
+    reason: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
+    override: bool = False
+    torch: str | None = None
+    origin: Origin | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.action, str):  # Rule("aten.gelu", "full") reads better than a nested constructor
+            object.__setattr__(self, "action", parse_action(self.action))
+        namespace, dot, name = self.op.partition(".")
+        if not (namespace and dot and name):
+            raise PolicyError(
+                asked=f"op {self.op!r}",
+                found="an op is written namespace.name or namespace.name.overload",
+                where=(self.origin,) if self.origin else (),
+                advice=f"Write aten.{self.op.strip('.') or 'mm'}, for example.",
+            )
+        if self.argument is not None and self.action.kind not in _PER_ARGUMENT:
+            raise PolicyError(
+                asked=f"action {self.action} for argument {self.argument!r} of {self.op}",
+                found="this action looks at all arguments together",
+                where=(self.origin,) if self.origin else (),
+                advice=f"Per argument, write one of: {', '.join(k.value for k in _PER_ARGUMENT)}.",
+            )
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether `op` names more than one overload (a glob, or a name without overload)."""
+        return "*" in self.op or "?" in self.op or "[" in self.op or self.op.count(".") < 2
+
+    @property
+    def is_unconditional(self) -> bool:
+        """Whether the rule holds wherever the op is called."""
+        return self.module is None and self.module_class is None and self.function is None
+
+    @property
+    def conditions(self) -> tuple[str | None, ...]:
+        """What must agree for two rules to be about the same calls."""
+        return (self.op, self.module, self.module_class, self.function, self.argument, self.torch)
+
+    @property
+    def specificity(self) -> tuple[int, ...]:
+        """Orders the rules of one layer: place first, then how exactly the op is named."""
+        exactness = 10_000 if not self.is_pattern else 5_000 if self.op.count(".") == 1 and "*" not in self.op else 0
+        return (
+            _literals(self.module),
+            _literals(self.module_class),
+            _literals(self.function),
+            exactness + _literals(self.op),
+        )
+
+    def matches_op(self, op: str) -> bool:
+        """Whether the op id `namespace.name.overload` is one that the rule names."""
+        if not self.is_pattern:
+            return self.op == op
+        if "*" in self.op or "?" in self.op or "[" in self.op:
+            return fnmatchcase(op, self.op)
+        return op.rpartition(".")[0] == self.op
+
+    def matches_place(self, place: Place) -> bool:
+        """Whether the call's place satisfies the module, class and function conditions."""
+        return (
+            (self.module is None or _matches_path(self.module, place.module_path))
+            and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes))
+            and (self.function is None or any(_matches_name(self.function, f) for f in place.functions))
+        )
+
+    def __str__(self) -> str:
+        parts = [self.op]
+        if self.argument:
+            parts.append(f"argument {self.argument}")
+        if self.module is not None:
+            parts.append(f"in {self.module or 'the root module'}")
+        if self.module_class is not None:
+            parts.append(f"in class {self.module_class}")
+        if self.function is not None:
+            parts.append(f"in function {self.function}")
+        return f"{' '.join(parts)}: {self.action}"
+
+
+_PER_ARGUMENT = (Kind.LOWER, Kind.FULL, Kind.FOLLOW, Kind.TO)
+
+
+def _literals(pattern: str | None) -> int:
+    """How much of a pattern is fixed text; 0 for no pattern, at least 1 for any pattern."""
+    return 0 if pattern is None else 1 + sum(c not in "*?[]" for c in pattern)
+
+
+def _matches_path(pattern: str, path: str) -> bool:
+    """A glob names modules; a call is inside if its module or one around it is named."""
+    while True:
+        if fnmatchcase(path, pattern):
+            return True
+        if not path:
+            return False
+        path = path.rpartition(".")[0]
+
+
+def _matches_name(pattern: str, qualified: str) -> bool:
+    """A class or function may be named by its qualified name or by any dotted tail of it."""
+    tail = qualified
+    while tail:
+        if fnmatchcase(tail, pattern):
+            return True
+        tail = tail.partition(".")[2]
+    return False

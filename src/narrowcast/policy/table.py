@@ -1,0 +1,55 @@
+"""Rules arranged for look-up: for one op id, the candidates in the order in which they win."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowcast.policy.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The rules that may apply to an op, strongest first.
+
+    `whole` are the rules for the call; the last one is unconditional, or there is none that always holds.
+    `per_argument` are those that name one argument. `depends_on_place` says whether any of them asks where the call is.
+    """
+
+    whole: tuple[Rule, ...]
+    per_argument: tuple[Rule, ...]
+    depends_on_place: bool
+
+
+class Table:
+    """The look-up of a policy's rules by op id. Built once per policy; op ids are added as they are met."""
+
+    __slots__ = ("_known", "_ranked")
+
+    def __init__(self, layers: tuple[tuple[Rule, ...], ...]) -> None:
+        ranked = [
+            (number, rule.specificity, position, rule)
+            for number, layer in enumerate(layers)
+            for position, rule in enumerate(layer)
+        ]
+        ranked.sort(key=lambda row: row[:3], reverse=True)
+        self._ranked = [row[3] for row in ranked]
+        self._known: dict[tuple[str, bool], Candidates] = {}
+
+    def candidates(self, op: str, takes_patterns: bool) -> Candidates:
+        """The rules about `op`; patterns count only where `takes_patterns` (the op computes and writes nothing)."""
+        found = self._known.get((op, takes_patterns))
+        if found is None:
+            found = self._known[op, takes_patterns] = self._find(op, takes_patterns)
+        return found
+
+    def _find(self, op: str, takes_patterns: bool) -> Candidates:
+        matching = [r for r in self._ranked if (takes_patterns or not r.is_pattern) and r.matches_op(op)]
+        whole: list[Rule] = []
+        for rule in matching:
+            if rule.argument is None:
+                whole.append(rule)
+                if rule.is_unconditional:
+                    break
+        per_argument = tuple(r for r in matching if r.argument is not None)
+        depends = any(not r.is_unconditional for r in (*whole, *per_argument))
+        return Candidates(tuple(whole), per_argument, depends)

@@ -1,0 +1,275 @@
+"""Between torch and the pure half: dtypes and formats, overloads and op ids, schemas and facts.
+
+Every branch on the torch version, and every use of a private torch name that has changed before, belongs here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from narrowcast import formats
+from narrowcast.errors import FormatError, UnknownOpError
+from narrowcast.formats import Format
+from narrowcast.policy import Policy, Rule, did_you_mean
+
+OpOverload = torch._ops.OpOverload
+
+DTYPES: dict[Format, torch.dtype] = {
+    formats.fp64: torch.float64,
+    formats.fp32: torch.float32,
+    formats.tf32: torch.float32,
+    formats.bf16: torch.bfloat16,
+    formats.fp16: torch.float16,
+    formats.e4m3fn: torch.float8_e4m3fn,
+    formats.e5m2: torch.float8_e5m2,
+    formats.e4m3fnuz: torch.float8_e4m3fnuz,
+    formats.e5m2fnuz: torch.float8_e5m2fnuz,
+}
+FORMATS: dict[torch.dtype, Format] = {dtype: f for f, dtype in DTYPES.items() if f is not formats.tf32}
+
+
+def to_format(dtype: torch.dtype) -> Format:
+    """The format of a floating dtype; FormatError for integers, booleans and complex numbers."""
+    found = FORMATS.get(dtype)
+    if found is None:
+        raise FormatError(
+            asked=f"the format of {dtype}", found="it is no floating dtype", advice="Give a floating torch.dtype."
+        )
+    return found
+
+
+def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
+    """A dtype given as torch.dtype, Format or name (`bf16`, `bfloat16`)."""
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    return DTYPES[formats.parse_format(wanted) if isinstance(wanted, str) else wanted]
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor or tensor list in an op's schema; `position` is its place in args, `name` its key in kwargs."""
+
+    position: int
+    name: str
+    is_list: bool
+    written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What the schema of an overload says."""
+
+    op: OpOverload
+    id: str
+    slots: tuple[Slot, ...]
+    dtype_position: int | None
+    computes: bool
+    is_view: bool
+    writes: bool
+
+
+def op_id(op: OpOverload) -> str:
+    """`aten.mm.default`: the id under which policies name the overload."""
+    return f"{op.namespace}.{op._opname}.{op._overloadname}"
+
+
+# Functional ops whose result is their input moved, converted or only shaped: patterns in a policy pass them by.
+_NO_COMPUTATION = frozenset(
+    "_to_copy to clone contiguous copy detach alias lift lift_fresh lift_fresh_copy type_as _autocast_to_full_precision "
+    "_autocast_to_reduced_precision empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "new_empty new_zeros new_ones new_full new_empty_strided bernoulli multinomial _reshape_alias reshape item "
+    "_local_scalar_dense is_same_size equal allclose isclose result_type can_cast isnan isinf isfinite sym_size "
+    "_has_same_storage_numel _fw_primal _make_dual _unsafe_view _conj _neg_view resolve_conj resolve_neg".split()
+)
+
+
+@lru_cache(maxsize=None)
+def op_facts(op: OpOverload) -> OpFacts:
+    """The facts of an overload, read from its schema once."""
+    schema = op._schema
+    slots = []
+    dtype_position = None
+    for position, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            slots.append(Slot(position, argument.name, "List" in kind, written))
+        elif argument.name == "dtype":
+            dtype_position = position
+    writes = any(slot.written for slot in slots)
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    makes_tensor = any("Tensor" in str(r.type) for r in schema.returns)
+    computes = (
+        bool(slots) and makes_tensor and not writes and not aliases and op._opname not in _NO_COMPUTATION
+        and not op._opname.endswith("_copy")
+    )  # fmt: skip
+    return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, aliases and not writes, writes)
+
+
+def find_op(identity: str) -> OpOverload | None:
+    """The overload with that op id, or None if nothing registers it."""
+    namespace, _, rest = identity.partition(".")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+
+
+def ops_in(namespace: str) -> tuple[OpOverload, ...]:
+    """Every overload of a namespace that computes. Remembered for aten; other libraries may register more later."""
+    return _aten_ops() if namespace == "aten" else _ops_in(namespace)
+
+
+@lru_cache(maxsize=1)
+def _aten_ops() -> tuple[OpOverload, ...]:
+    return _ops_in("aten")
+
+
+def _ops_in(namespace: str) -> tuple[OpOverload, ...]:
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        space, _, rest = name.partition("::")
+        if space == namespace:
+            op = find_op(f"{space}.{rest if '.' in rest else rest + '.default'}")
+            if op is not None and op_facts(op).computes:
+                found.append(op)
+    return tuple(found)
+
+
+def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
+    """The overloads that a rule names. UnknownOpError, with the rule's file:line, if there is none."""
+    if not rule.is_pattern:
+        op = find_op(rule.op)
+        found = (op,) if op is not None else ()
+    else:
+        namespace = rule.op.partition(".")[0]
+        found = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
+    if not found and not any(ch in rule.op for ch in "*?["):
+        packets = {n.replace("::", ".").rpartition(".")[0] for n in torch._C._dispatch_get_all_op_names() if "." in n}
+        raise UnknownOpError(
+            asked=f"op {rule.op!r}",
+            found=f"this torch has no such op that a rule can change{did_you_mean(rule.op, sorted(packets))}",
+            where=(rule.origin,) if rule.origin else (),
+            advice="Correct the name, import the library that registers it, or delete the rule.",
+        )
+    return found
+
+
+def check_ops(policy: Policy) -> None:
+    """UnknownOpError for the first rule of the policy's own layers that names an op this torch does not have."""
+    for rule in policy.rules:
+        if rule.torch is None:
+            ops_of(rule)
+
+
+@lru_cache(maxsize=None)
+def overload_with_dtype(op: OpOverload) -> OpOverload | None:
+    """The overload of the same op that takes the same arguments and a required dtype (norm.Scalar -> ScalarOpt_dtype)."""
+    names = [a.name for a in op._schema.arguments]
+    packet = op.overloadpacket
+    for overload in packet.overloads():
+        other = getattr(packet, overload)
+        arguments = other._schema.arguments
+        if [a.name for a in arguments] == [*names, "dtype"] and not op_facts(other).writes:
+            return other
+    return None
+
+
+def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
+    """The default values of the positional arguments from number `given` on (the dispatcher leaves trailing ones out)."""
+    return tuple(a.default_value for a in op._schema.arguments[given:] if not a.kwarg_only)
+
+
+# -- dispatch keys and kernels -----------------------------------------------------------------------------------------
+
+
+def autocast_key(device_type: str) -> DispatchKey:
+    """AutocastCPU for cpu and so on."""
+    return DispatchKey.__members__[f"Autocast{device_type.upper()}"]
+
+
+def registered_kernel(op: OpOverload, key: DispatchKey) -> Any | None:
+    """The kernel at the Autocast key, or None where the op falls through it."""
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name):
+        return None
+    return torch.library.get_kernel(name, key)
+
+
+def registered_ops(device_type: str) -> tuple[str, ...]:
+    """The ids of all aten ops that have a native kernel at the device's Autocast key, sorted."""
+    key = autocast_key(device_type).name
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            if not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key):
+                short = name.removeprefix("aten::")
+                found.append(f"aten.{short}" if "." in short else f"aten.{short}.default")
+    return tuple(sorted(found))
+
+
+def install_kernel(op: OpOverload, key: DispatchKey, kernel: Callable[..., Any]) -> Callable[[], None]:
+    """Register a Python kernel `kernel(keyset, *args, **kwargs)` for the op at the key; returns what removes it."""
+    library = torch.library.Library(op.namespace, "IMPL")
+    name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+        library.impl(name, kernel, key.name, with_keyset=True)
+    return library._destroy
+
+
+def below(key: DispatchKey) -> DispatchKeySet:
+    """All keys that come after this one."""
+    return torch._C._dispatch_keyset_full_after(key)
+
+
+excluding = torch._C._ExcludeDispatchKeyGuard
+"""`with excluding(keyset):` ops inside skip these keys."""
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What native autocast's cast does: `aten::to`, seen by autograd."""
+    result: torch.Tensor = torch.ops.aten.to.dtype(tensor, dtype)
+    return result
+
+
+def autocast_nesting() -> int:
+    """How many autocast regions this thread is in, native ones included."""
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth - 1
+
+
+def next_sequence_number() -> int:
+    """The sequence number that the next autograd node of this thread will get."""
+    number: int = torch.autograd._get_sequence_nr()
+    return number
+
+
+def current_autograd_node() -> Any | None:
+    """The autograd node that is running its backward on this thread, if any."""
+    return torch._C._current_autograd_node()
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts of arguments."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
