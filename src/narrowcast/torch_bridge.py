@@ -6,7 +6,7 @@ Every branch on the torch version, and every use of a private torch name that ha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -192,6 +192,7 @@ def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
 # -- dispatch keys and kernels -----------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=None)
 def autocast_key(device_type: str) -> DispatchKey:
     """AutocastCPU for cpu and so on."""
     return DispatchKey.__members__[f"Autocast{device_type.upper()}"]
@@ -217,14 +218,21 @@ def registered_ops(device_type: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def install_kernel(op: OpOverload, key: DispatchKey, kernel: Callable[..., Any]) -> Callable[[], None]:
-    """Register a Python kernel `kernel(keyset, *args, **kwargs)` for the op at the key; returns what removes it."""
-    library = torch.library.Library(op.namespace, "IMPL")
-    name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
-        library.impl(name, kernel, key.name, with_keyset=True)
-    return library._destroy
+class Registration:
+    """Python kernels `kernel(keyset, *args, **kwargs)` registered for ops at a dispatch key, until removed."""
+
+    def __init__(self, kernels: list[tuple[OpOverload, Callable[..., Any]]], key: DispatchKey) -> None:
+        self._libraries = {op.namespace: torch.library.Library(op.namespace, "IMPL") for op, _ in kernels}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+            for op, kernel in kernels:
+                name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
+                self._libraries[op.namespace].impl(name, kernel, key.name, with_keyset=True)
+
+    def remove(self) -> None:
+        """Give the ops back what they had."""
+        for library in self._libraries.values():
+            library._destroy()
 
 
 def below(key: DispatchKey) -> DispatchKeySet:
@@ -239,10 +247,16 @@ excluding = torch._C._ExcludeDispatchKeyGuard
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
+_to = torch.ops.aten.to.dtype
+
+
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What native autocast's cast does: `aten::to`, seen by autograd."""
-    result: torch.Tensor = torch.ops.aten.to.dtype(tensor, dtype)
+    """What native autocast's cast does: `aten::to`, seen by autograd and by no `__torch_function__`."""
+    result: torch.Tensor = tensor.to(dtype) if type(tensor) in _PLAIN else _to(tensor, dtype)
     return result
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # for these the method is the same call, made faster
 
 
 def autocast_nesting() -> int:
@@ -263,13 +277,14 @@ def current_autograd_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts of arguments."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
+def tensors_in(*trees: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts of arguments, in order."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (list, tuple)):
+            found += tensors_in(*tree)
+        elif isinstance(tree, dict):
+            found += tensors_in(*tree.values())
+    return found

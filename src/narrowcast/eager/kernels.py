@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,18 +25,19 @@ from narrowcast.torch_bridge import (
     FORMATS,
     OpFacts,
     OpOverload,
+    Registration,
     Slot,
     autocast_key,
     below,
     cast,
     defaults_after,
     excluding,
-    install_kernel,
     op_facts,
     overload_with_dtype,
     registered_kernel,
 )
 
+_ELSEWHERE = object()  # stands for a tensor on another device type: such calls are decided anew each time
 Tensors = list[tuple[Slot, torch.Tensor | None]]
 
 
@@ -52,6 +52,7 @@ class Kernel:
         self._below = below(self._key)
         self._native = registered_kernel(op, self._key)
         native_rules = Policy.native(device_type).table.candidates(self.facts.id, not self.facts.writes).whole
+        self._may_give_dtype = self.facts.dtype_position is not None
         self._native_rule = native_rules[0] if native_rules else None
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -71,19 +72,20 @@ class Kernel:
     ) -> Decided:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
         device = self.device_type
-        given = self.facts.dtype_position is not None and dtype_is_given(self.facts, args, kwargs)
-        came = [None if t is None else (t.dtype, t.device.type == device) for _, t in tensors]
+        given = self._may_give_dtype and dtype_is_given(self.facts, args, kwargs)
+        came = [None if t is None else t.dtype if t.device.type == device else _ELSEWHERE for _, t in tensors]
         key = (self, given, *came)
         decided = region.plans.get(key)
-        if decided is None:
-            depends_on_place = region.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
-            if depends_on_place and place is NOWHERE:
-                place = find_place()
-            plan = decide(self._call(tensors, given, place), region.policy, region.facts)
-            is_native = plan.rule == self._native_rule and not plan.argument_rules
-            decided = Decided(plan, tuple(None if f is None else DTYPES[f] for f in plan.formats), is_native)
-            if not depends_on_place:
-                region.plans[key] = decided
+        if decided is not None:
+            return decided
+        depends_on_place = region.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
+        if depends_on_place and place is NOWHERE:
+            place = find_place()
+        plan = decide(self._call(tensors, given, place), region.policy, region.facts)
+        is_native = plan.rule == self._native_rule and not plan.argument_rules
+        decided = Decided(plan, tuple(None if f is None else DTYPES[f] for f in plan.formats), is_native)
+        if not depends_on_place and _ELSEWHERE not in came:
+            region.plans[key] = decided
         return decided
 
     def _call(self, tensors: Tensors, given: bool, place: Place) -> Call:
@@ -171,7 +173,9 @@ class Kernel:
         new_args = list(args)
         lists: dict[str, list[torch.Tensor | None]] = {}
         for (slot, tensor), dtype in zip(tensors, decided.dtypes, strict=True):
-            result = tensor if dtype is None or tensor is None else _cast_cached(tensor, dtype, region)
+            if dtype is None and not slot.is_list:
+                continue
+            result: Any = tensor if dtype is None or tensor is None else _cast_cached(tensor, dtype, region)
             if slot.is_list and (tensor is not None or self._is_list(slot, args, kwargs)):
                 lists.setdefault(slot.name, []).append(result)
                 result = lists[slot.name]
@@ -216,16 +220,15 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
 
     Like native's cache, but keyed by version too, so that an in-place update is seen.
     """
-    cacheable = (
-        region.facts.cache
-        and tensor.requires_grad
+    if not (
+        tensor.requires_grad
+        and region.facts.cache
         and tensor.is_leaf
         and tensor.dtype is torch.float32
         and not tensor._is_view()
         and not torch.is_inference_mode_enabled()
         and torch._C._get_tracing_state() is None
-    )
-    if not cacheable:
+    ):
         return cast(tensor, dtype)
     key = (id(tensor), dtype)
     entry = region.casts.get(key)
@@ -262,43 +265,49 @@ def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:
 # -- which kernels are registered --------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_removers: dict[tuple[OpOverload, str], Callable[[], None]] = {}
-_staying: set[tuple[OpOverload, str]] = set()
-_visiting: dict[tuple[OpOverload, str], int] = {}
+_kernels: dict[tuple[str, str], Kernel] = {}  # by op id and device type
+_staying: dict[str, dict[str, Registration]] = {}  # by device type and op id
+_visiting: dict[str, tuple[int, Registration]] = {}  # by device type: how many recordings, and the registration
 
 
-def install(ops: tuple[OpOverload, ...], device_type: str) -> None:
-    """Register our kernels for these ops, to stay."""
-    wanted = [(op, device_type) for op in ops]
-    if all(pair in _staying for pair in wanted):
+def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
+    """Register our kernels for these ops (`ids` are theirs), to stay."""
+    staying = _staying.get(device_type, {})
+    if ids <= staying.keys():
         return
     with _lock:
-        for pair in wanted:
-            _register(pair)
-            _staying.add(pair)
+        staying = _staying.setdefault(device_type, {})
+        for op in ops:
+            identity = op_facts(op).id
+            if identity not in staying:
+                staying[identity] = Registration([(op, _kernel(op, device_type))], autocast_key(device_type))
 
 
 def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
-    """Register our kernels for these ops until `remove_visiting`; calls nest."""
+    """Register our kernels for these ops until `remove_visiting`; calls for one device type nest."""
     with _lock:
-        for op in ops:
-            _register((op, device_type))
-            _visiting[op, device_type] = _visiting.get((op, device_type), 0) + 1
+        count, registration = _visiting.get(device_type, (0, None))
+        if registration is None:
+            staying = _staying.get(device_type, {})
+            new = [(op, _kernel(op, device_type)) for op in ops if op_facts(op).id not in staying]
+            registration = Registration(new, autocast_key(device_type))
+        _visiting[device_type] = (count + 1, registration)
 
 
-def remove_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
+def remove_visiting(device_type: str) -> None:
     """Undo one `install_visiting`."""
     with _lock:
-        for op in ops:
-            pair = (op, device_type)
-            _visiting[pair] -= 1
-            if not _visiting[pair]:
-                del _visiting[pair]
-                if pair not in _staying:
-                    _removers.pop(pair)()
+        count, registration = _visiting.pop(device_type)
+        if count > 1:
+            _visiting[device_type] = (count - 1, registration)
+        else:
+            registration.remove()
 
 
-def _register(pair: tuple[OpOverload, str]) -> None:
-    if pair not in _removers:
-        op, device_type = pair
-        _removers[pair] = install_kernel(op, autocast_key(device_type), Kernel(op, device_type))
+def _kernel(op: OpOverload, device_type: str) -> Kernel:
+    """The one kernel object of an op and device type: made while torch's own kernel is the registered one, then kept."""
+    pair = (op_facts(op).id, device_type)
+    kernel = _kernels.get(pair)
+    if kernel is None:
+        kernel = _kernels[pair] = Kernel(op, device_type)
+    return kernel

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ def record() -> Iterator[Ledger]:
             yield recorder.ledger
     finally:
         remove_watcher(recorder)
-        for device_type, listed in ops.items():
-            remove_visiting(listed, device_type)
+        for device_type in ops:
+            remove_visiting(device_type)
 
 
 def _present_device_types() -> list[str]:
@@ -65,6 +66,7 @@ def _present_device_types() -> list[str]:
     return [device_type for device_type in DEVICE_TYPES if device_type in types]
 
 
+@lru_cache(maxsize=None)
 def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
     found = [find_op(rule.op) for rule in Policy.native(device_type).rules]
     return tuple(op for op in found if op is not None)
@@ -115,7 +117,7 @@ class Recorder(TorchDispatchMode):
         policy: Policy,
     ) -> None:
         """A call reaches a kernel."""
-        came = _names(t.dtype for _, t in tensors if t is not None)
+        came = _names([t.dtype for _, t in tensors if t is not None])
         seen = [f is None for f in plan.formats]
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
@@ -161,17 +163,19 @@ class Recorder(TorchDispatchMode):
             if self._see_cast(args[0], result):
                 self._made[id(result)] = weakref.ref(result)
                 return result
-        for tensor in tensors_in(result):
+        results = tensors_in(result)
+        for tensor in results:
             self._made[id(tensor)] = weakref.ref(tensor)
         facts = op_facts(func)
         if facts.is_view or func is torch.ops.aten.detach.default:
             return result
-        moved = _nbytes(args) + _nbytes(kwargs) + _nbytes(result)
+        arguments = tensors_in(args, kwargs)
+        moved = _nbytes(arguments) + _nbytes(results)
         calls = self._calls
         if calls:
             calls[-1].op_bytes += moved
         else:
-            came = _names(t.dtype for t in tensors_in([args, kwargs]))
+            came = _names([t.dtype for t in arguments])
             self._count(facts.id, find_place(), came, came, result, None, None, moved)
         return result
 
@@ -269,7 +273,7 @@ class Recorder(TorchDispatchMode):
             line=place.line,
             came=came,
             computes=computes,
-            result=_names(t.dtype for t in tensors_in(result)),
+            result=_names([t.dtype for t in tensors_in(result)]),
             action=str(rule.action) if rule else "unlisted",
             reason=(rule.reason or str(rule)) if rule else _UNLISTED,
             policy=policy.name if policy else "",
@@ -289,7 +293,7 @@ def _deciding_rule(plan: Plan | None) -> Rule | None:
     return plan.argument_rules[0][1] if plan.argument_rules else None
 
 
-def _names(dtypes: Iterator[torch.dtype]) -> str:
+def _names(dtypes: list[torch.dtype]) -> str:
     """The formats among these dtypes, each once, in order: `fp32,bf16`."""
     names: dict[str, None] = {}
     for dtype in dtypes:
@@ -303,13 +307,13 @@ def _planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) 
     """The formats in which the op reads its floating tensors."""
     if plan.set_dtype or plan.append_dtype:
         return "fp32"
-    wanted = (
+    wanted = [
         DTYPES[dst] if dst is not None else t.dtype
         for (_, t), dst in zip(tensors, plan.formats, strict=True)
         if t is not None
-    )
+    ]
     return _names(wanted)
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(t.numel() * t.itemsize for t in tensors_in(tree) if t.layout is torch.strided)
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum([t.numel() * t.itemsize for t in tensors])

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from narrowcast.eager.state import Decided, OpenRegion, innermost, set_innermost
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format, fp32
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
-from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting, find_op, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,35 +54,28 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         self.device = device_type
         self._native = _native_autocast(device_type, dtype, enabled, cache_enabled, self.policy)
         self.fast_dtype: torch.dtype = self._native.fast_dtype
-        self._changed: frozenset[str] = frozenset()
-        self._ops: tuple[OpOverload, ...] = ()
-        self._resolved = self.policy
-        self._facts: Region | None = None
-        self._plans: dict[object, Decided] = {}
+        self._prepared: Prepared | None = None
         if device_type in DEVICE_TYPES and self.fast_dtype in FORMATS:
-            self._facts = Region(
-                device_type, FORMATS[self.fast_dtype], self._native._enabled, bool(self._native._cache_enabled)
-            )
-            self._resolved = self.policy.resolve(device_type)
-            self._ops = changed_ops(self._resolved, device_type)
-            self._changed = frozenset(op_id(op) for op in self._ops)
-            self._plans = _remembered_plans(self._resolved, self._facts)
+            facts = Region(device_type, FORMATS[self.fast_dtype], self._native._enabled, self._native._cache_enabled)
+            # A library loaded later may register more ops that an open pattern names.
+            prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
+            self._prepared = prepare(self.policy, facts)
 
     def __enter__(self) -> autocast:
-        if self._ops and self._native._enabled:
-            install(self._ops, self.device)
+        prepared = self._prepared
+        if prepared is not None and prepared.ops and self._native._enabled:
+            install(prepared.ops, prepared.changed, self.device)
         outer = innermost()
         native = copy.copy(self._native)  # torch keeps what to restore in the instance; a copy makes ours re-entrant
         native.__enter__()
-        depth = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
+        depth = autocast_nesting()
         region = OpenRegion(
-            facts=self._facts or Region(self.device, fp32, enabled=False),
-            policy=self._resolved,
+            facts=prepared.facts if prepared else Region(self.device, fp32, enabled=False),
+            policy=prepared.policy if prepared else self.policy,
             depth=depth,
             outer=outer,
-            changed=self._changed,
-            plans=self._plans,
+            changed=prepared.changed if prepared else frozenset(),
+            plans=prepared.plans if prepared else {},
             owner=self,
             native=native,
         )
@@ -146,7 +140,7 @@ def _native_autocast(
             found="PyTorch has no autocast for it",
             advice=f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type.",
         )
-    is_native = policy == Policy.native() or policy.extends == ("native",) and not policy.layers
+    is_native = policy.is_native
     if device_type not in DEVICE_TYPES and not is_native:
         raise RegionError(
             asked=f"policy {policy.name} on device type {device_type!r}",
@@ -173,23 +167,29 @@ def _native_autocast(
     return torch.autocast(device_type, fast, enabled, cache)
 
 
-def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
-    """The overloads about which a resolved policy says something else than native does on this device type."""
-    for rule in policy.rules:
-        if rule.is_pattern and not rule.op.startswith("aten."):
-            return _changed_ops.__wrapped__(policy, device_type)  # a library loaded since may have registered more
-    return _changed_ops(policy, device_type)
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What entering a region needs and what alike regions share: made once per policy and region."""
+
+    facts: Region
+    policy: Policy
+    ops: tuple[OpOverload, ...]
+    changed: frozenset[str]
+    plans: dict[object, Decided]
 
 
 @lru_cache(maxsize=256)
-def _changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
+def _prepare(policy: Policy, facts: Region) -> Prepared:
+    resolved = policy.resolve(facts.device_type)
+    ops = changed_ops(resolved, facts.device_type)
+    return Prepared(facts, resolved, ops, frozenset(op_id(op) for op in ops), {})
+
+
+def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
+    """The overloads about which a resolved policy says something else than native does on this device type."""
     native = Policy.native(device_type)
     known = set(native.rules)
-    ops: dict[OpOverload, None] = {}
-    for rule in native.rules:
-        op = find_op(rule.op)
-        if op is not None:
-            ops[op] = None
+    ops = {op: None for rule in native.rules if (op := find_op(rule.op)) is not None}
     for rule in policy.rules:
         if rule not in known:
             ops.update(dict.fromkeys(ops_of(rule)))
@@ -200,9 +200,3 @@ def _changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
         if ours != native.table.candidates(facts.id, facts.computes):
             changed.append(op)
     return tuple(changed)
-
-
-@lru_cache(maxsize=256)
-def _remembered_plans(policy: Policy, facts: Region) -> dict[object, Decided]:
-    """One memory of plans per policy and region, shared by all regions that are alike."""
-    return {}

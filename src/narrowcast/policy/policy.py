@@ -68,7 +68,7 @@ class Policy:
     def native(device_type: str | None = None) -> Policy:
         """torch.autocast's own lists for the installed torch; without a device type, those of the region's."""
         if device_type is None:
-            return Policy("native", extends=("native",))
+            return _NATIVE
         check_device_type(device_type)
         return load_builtin(f"native:{device_type}")
 
@@ -170,6 +170,16 @@ class Policy:
     def _effective(self) -> dict[tuple[str | None, ...], Rule]:
         """The last rule about each set of calls."""
         return {rule.conditions: rule for rule in self.rules}
+
+    @property
+    def is_native(self) -> bool:
+        """Whether this is torch's own behaviour, neither more nor less."""
+        return self.extends == ("native",) and not self.layers and self.cache == "native"
+
+    @cached_property
+    def has_open_patterns(self) -> bool:
+        """Whether a rule names ops of other libraries by a pattern, so that what it covers depends on what is loaded."""
+        return any(rule.is_pattern and not rule.op.startswith("aten.") for rule in self.rules)
 
     @cached_property
     def _has_versions(self) -> bool:
@@ -287,3 +297,6 @@ def _check_layer(layer: tuple[Rule, ...]) -> None:
 def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:
     """The same error, saying where, for errors raised before the place was known."""
     return type(error)(error.asked, error.found, error.where or (origin,), error.advice)
+
+
+_NATIVE = Policy("native", extends=("native",))

@@ -1,0 +1,176 @@
+"""What `explain` found, as data: the ledger of one run with what it was a run of, and the questions asked of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from narrowcast.ledger import Cast, Ledger
+
+SCHEMA = "narrowcast.explanation/1"
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """Calls of one op that were decided alike, wherever they are."""
+
+    op: str
+    calls: int
+    came: str
+    computes: str
+    result: str
+    action: str
+    reason: str
+    moved_bytes: int
+    direction: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """The casts that one module's calls asked for."""
+
+    module_path: str
+    casts: int
+    copied: int
+    moved_bytes: int
+    kinds: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatRow:
+    """A tensor that was cast to the same format more than once: `times` casts, `wasted_bytes` of them for nothing."""
+
+    module_path: str
+    place: str
+    op: str
+    argument: str
+    src: str
+    dst: str
+    times: int
+    wasted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """How far one output tensor is from the fp32 reference.
+
+    sqnr_db: 10 log10(sum ref^2 / sum (ref - x)^2), infinity if equal. relative_error: ||x - ref|| / ||ref||.
+    """
+
+    name: str
+    reference: str
+    found: str
+    sqnr_db: float
+    relative_error: float
+    largest_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """fp32 against the region, run on the real model.
+
+    time_ratio is region over fp32, the median of `repeats` alternating pairs, with the quartiles of the pairs' ratios;
+    memory_ratio compares peak bytes allocated during the forward.
+    """
+
+    outputs: tuple[OutputError, ...]
+    metric_reference: dict[str, float]
+    metric_found: dict[str, float]
+    reference_ms: float
+    region_ms: float
+    time_ratio: float
+    time_quartiles: tuple[float, float]
+    repeats: int
+    reference_peak_bytes: int
+    region_peak_bytes: int
+    memory_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A run of a model under a policy, explained.
+
+    ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
+    `the model itself`; `note` why, if it is not the first.
+    """
+
+    subject: str
+    device_type: str
+    low: str
+    policy: str
+    digest: str
+    ran_on: str
+    note: str
+    ledger: Ledger
+    comparison: Comparison | None = None
+
+    def op_rows(self) -> list[OpRow]:
+        """Every op with its formats and why, most bytes first."""
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for kind, tally in self.ledger.calls.items():
+            key = (kind.op, kind.came, kind.computes, kind.result, kind.action, kind.reason, kind.direction)
+            row = rows.setdefault(key, [0, 0])
+            row[0] += tally.calls
+            row[1] += tally.moved_bytes
+        found = [
+            OpRow(op, calls, came, computes, result, action, reason, moved, direction)
+            for (op, came, computes, result, action, reason, direction), (calls, moved) in rows.items()
+        ]
+        return sorted(found, key=lambda row: (row.direction != "forward", -row.moved_bytes, row.op))
+
+    def module_rows(self) -> list[ModuleRow]:
+        """Casts grouped by module, in the order in which modules first cast."""
+        groups: dict[str, list[Cast]] = {}
+        for cast in self.ledger.casts:
+            groups.setdefault(cast.module_path, []).append(cast)
+        return [
+            ModuleRow(
+                path, len(casts), sum(c.how == "copied" for c in casts), sum(c.moved_bytes for c in casts), _kinds(casts)
+            )
+            for path, casts in groups.items()
+        ]
+
+    def largest_casts(self, count: int = 10) -> list[Cast]:
+        """The casts that move most bytes."""
+        return sorted(self.ledger.casts, key=lambda c: -c.moved_bytes)[:count]
+
+    def repeats(self) -> list[RepeatRow]:
+        """Redundant casts: the same tensor cast again to the same format, most wasted bytes first."""
+        groups: dict[tuple[str, ...], list[Cast]] = {}
+        for cast in self.ledger.casts:
+            if cast.repeated and cast.how == "copied":
+                key = (cast.module_path, cast.place, cast.op, cast.argument, cast.src, cast.dst)
+                groups.setdefault(key, []).append(cast)
+        rows = [
+            RepeatRow(*key, times=len(casts) + 1, wasted_bytes=sum(c.moved_bytes for c in casts))
+            for key, casts in groups.items()
+        ]
+        return sorted(rows, key=lambda row: -row.wasted_bytes)
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """JSON text under the schema `narrowcast.explanation/1`; the ledger inside has its own."""
+        data: dict[str, Any] = {"schema": SCHEMA}
+        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note"):
+            data[name] = getattr(self, name)
+        data["ops"] = [asdict(row) for row in self.op_rows()]
+        data["modules"] = [asdict(row) for row in self.module_rows()]
+        data["repeated_casts"] = [asdict(row) for row in self.repeats()]
+        data["comparison"] = asdict(self.comparison) if self.comparison else None
+        data["ledger"] = json.loads(self.ledger.to_json())
+        return json.dumps(data, indent=indent)
+
+    def __str__(self) -> str:
+        from narrowcast.report.explain_text import explanation_text
+
+        return explanation_text(self)
+
+
+def _kinds(casts: Iterable[Cast]) -> str:
+    """`3 fp32 -> bf16, 1 bf16 -> fp32`."""
+    counts: dict[str, int] = {}
+    for cast in casts:
+        arrow = f"{cast.src} -> {cast.dst}"
+        counts[arrow] = counts.get(arrow, 0) + 1
+    return ", ".join(f"{n} {arrow}" for arrow, n in counts.items())
