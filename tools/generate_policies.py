@@ -13,12 +13,12 @@ from pathlib import Path
 
 BUILTIN = Path(__file__).parent.parent / "src/narrowcast/policy/builtin"
 SECTIONS = {
-    "lower_precision_fp": ("lower", "torch lists it as safe and fast in the low format"),
-    "fp32": ("full", "torch lists it as losing too much in the low format"),
-    "fp32_set_opt_dtype": ("full_set_dtype", "a reduction or softmax that accumulates in fp32 by its own dtype argument"),
-    "fp32_append_dtype": ("full_append_dtype", "a norm whose overload with a dtype argument accumulates in fp32"),
-    "promote": ("promote", "its inputs must have one format"),
-    "banned": ("refuse", "torch refuses it under autocast: use the with_logits form, or the policy safe"),
+    "lower_precision_fp": ("lower", "safe and fast in the low format"),
+    "fp32": ("full", "loses too much in the low format"),
+    "fp32_set_opt_dtype": ("full_set_dtype", "accumulates in fp32 by its dtype argument"),
+    "fp32_append_dtype": ("full_append_dtype", "accumulates in fp32 by an overload with dtype"),
+    "promote": ("promote", "its inputs need one format: the widest"),
+    "banned": ("refuse", "unsafe in fp16: use the with_logits form, or the policy safe"),
 }
 # Where the lists (torch 2.15) differ from the torch versions that this release supports.
 VERSIONS = {

@@ -33,7 +33,7 @@ from narrowcast.torch_bridge import (
 )
 
 _TO_COPY = torch.ops.aten._to_copy.default
-_UNLISTED = "no rule: it runs as its inputs are"
+_UNLISTED = "runs as its inputs are"
 
 
 @contextmanager
@@ -167,8 +167,8 @@ class Recorder(TorchDispatchMode):
         for tensor in results:
             self._made[id(tensor)] = weakref.ref(tensor)
         facts = op_facts(func)
-        if facts.is_view or func is torch.ops.aten.detach.default:
-            return result
+        if facts.is_view or not results or func is torch.ops.aten.detach.default:
+            return result  # nothing is moved
         arguments = tensors_in(args, kwargs)
         moved = _nbytes(arguments) + _nbytes(results)
         calls = self._calls

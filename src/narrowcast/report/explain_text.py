@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 
 from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.report.console import as_text, in_bytes, short_file, table
-from narrowcast.report.explanation import Comparison, Explanation
+from narrowcast.report.explanation import Comparison, Explanation, ModuleRow, RepeatRow
 from narrowcast.report.ledger_text import cast_table, refusals, totals_line
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
 
 
@@ -28,7 +30,7 @@ def explanation_parts(explanation: Explanation, every_cast: bool = False) -> lis
         title = f"all {len(casts)} casts" if every_cast else f"the {len(casts)} casts that move most bytes"
         parts += [cast_table(title, casts), _repeats(explanation)]
     parts += refusals(explanation.ledger)
-    parts += ["[bold]totals[/bold]", f"  {totals_line(explanation.ledger)}", ""]
+    parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:
         parts += _comparison(explanation.comparison, explanation.low)
     return parts
@@ -37,7 +39,7 @@ def explanation_parts(explanation: Explanation, every_cast: bool = False) -> lis
 def _heading(explanation: Explanation) -> str:
     text = (
         f"[bold]{escape(explanation.subject)}[/bold] under policy [bold]{escape(explanation.policy)}[/bold] "
-        f"({explanation.digest[:8]}), {explanation.device_type}, low format {explanation.low}; "
+        f"({explanation.digest[:8]})\n  {explanation.device_type}, low format {explanation.low}; "
         f"ran on {explanation.ran_on}"
     )
     return f"{text}\n  {escape(explanation.note)}\n" if explanation.note else f"{text}\n"
@@ -48,9 +50,13 @@ def _formats(names: str) -> str:
 
 
 def _ops(explanation: Explanation) -> RenderableType:
-    made = table("each op: in which format it computes, and why", "op", ">calls", "came", "computes", "gave", ">bytes", "why")
+    made = table(
+        "each op: in which format it computes, and why", "op", ">calls", "came", "computes", "gave", ">bytes", "why"
+    )
+    without = [row for row in explanation.op_rows() if not (row.came or row.computes or row.result)]
     for row in explanation.op_rows():
-        why = row.reason if row.action == "unlisted" else f"{row.action}: {row.reason}"
+        if row in without:
+            continue
         made.add_row(
             row.op.removesuffix(".default") + (" (backward)" if row.direction == "backward" else ""),
             str(row.calls),
@@ -58,16 +64,26 @@ def _ops(explanation: Explanation) -> RenderableType:
             _formats(row.computes),
             _formats(row.result),
             in_bytes(row.moved_bytes),
-            escape(why),
+            escape(f"{row.action}: {row.reason}"),
         )
+    if without:
+        calls, moved = sum(row.calls for row in without), sum(row.moved_bytes for row in without)
+        ops = f"{len({row.op for row in without})} ops"
+        made.add_row(ops, str(calls), "-", "-", "-", in_bytes(moved), "no floating tensors: never cast")
     return made
 
 
 def _modules(explanation: Explanation) -> RenderableType:
-    made = table("casts by module", "module", ">casts", ">copied", ">bytes", "formats")
+    """Modules that differ by a number only (the layers of a stack), and cast alike, share a line."""
+    made = table("casts by module", "module", ">modules", ">casts", ">copied", ">bytes", "formats, per module")
+    groups: dict[tuple[str, str, int, int], list[ModuleRow]] = {}
     for row in explanation.module_rows():
-        path = escape(row.module_path or "(root)")
-        made.add_row(path, str(row.casts), str(row.copied), in_bytes(row.moved_bytes), row.kinds)
+        key = (_NUMBER.sub("*", row.module_path), row.kinds, row.casts, row.copied)
+        groups.setdefault(key, []).append(row)
+    for (pattern, kinds, _, _), rows in groups.items():
+        path = pattern if len(rows) > 1 else rows[0].module_path
+        casts, copied, moved = (sum(getattr(r, f) for r in rows) for f in ("casts", "copied", "moved_bytes"))
+        made.add_row(escape(path or "(root)"), str(len(rows)), str(casts), str(copied), in_bytes(moved), kinds)
     return made
 
 
@@ -78,16 +94,20 @@ def _repeats(explanation: Explanation) -> RenderableType:
     wasted = in_bytes(sum(row.wasted_bytes for row in rows))
     made = table(
         f"redundant casts: the same tensor cast again ({wasted} moved for nothing)",
-        "op", "argument", "module", "line", "cast", ">casts", ">wasted",
+        "op", "argument", "module", "line", "cast", ">again", ">wasted",
     )  # fmt: skip
-    for row in rows[:10]:
-        file, _, line = row.place.rpartition(":")
+    groups: dict[tuple[str, ...], list[RepeatRow]] = {}
+    for row in rows:
+        key = (row.op, row.argument, _NUMBER.sub("*", row.module_path), row.place, row.src, row.dst)
+        groups.setdefault(key, []).append(row)
+    for (op, argument, pattern, place, src, dst), alike in groups.items():
+        file, _, line = place.rpartition(":")
         made.add_row(
-            row.op.removesuffix(".default"), row.argument, escape(row.module_path or "(root)"),
-            escape(f"{short_file(file)}:{line}"), f"{row.src} -> {row.dst}", str(row.times), in_bytes(row.wasted_bytes),
+            op.removesuffix(".default"), argument,
+            escape((pattern if len(alike) > 1 else alike[0].module_path) or "(root)"),
+            escape(f"{short_file(file)}:{line}"), f"{src} -> {dst}", str(sum(r.times - 1 for r in alike)),
+            in_bytes(sum(r.wasted_bytes for r in alike)),
         )  # fmt: skip
-    if len(rows) > 10:
-        made.add_row(f"... and {len(rows) - 10} more places", "", "", "", "", "", "")
     return made
 
 
@@ -120,7 +140,7 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     parts.append(cost)
     if comparison.time_ratio > 1.05:
         parts.append(
-            f"  [red]On this machine {low} autocasting is slower than fp32 here: it has no fast units for {low}, "
-            "or the model is too small for them.[/red]"
+            f"[red]Autocasting to {low} makes this model slower on this machine: it has no fast units for {low}, or the "
+            "model's calls are too small for them.[/red]"
         )
     return parts

@@ -18,26 +18,27 @@ def totals_line(ledger: Ledger) -> str:
     """One paragraph of sums."""
     t = ledger.totals()
     return (
-        f"{t.casts} casts ({t.copied} copied, {t.cached} from the weight cache, {t.inside} inside the op; "
-        f"{t.forward} forward, {t.backward} backward), {t.refusals} refusals, {t.calls} calls. "
-        f"Casts moved {in_bytes(t.cast_bytes)} of {in_bytes(t.cast_bytes + t.op_bytes)} ({t.share_of_casts:.1%})."
+        f"  {t.casts} casts ({t.copied} copied, {t.cached} from the weight cache, {t.inside} inside the op; "
+        f"{t.forward} forward, {t.backward} backward)\n  {t.refusals} refusals, {t.calls} calls\n  "
+        f"casts moved {in_bytes(t.cast_bytes)} of {in_bytes(t.cast_bytes + t.op_bytes)} ({t.share_of_casts:.1%})"
     )
 
 
 def cast_table(title: str, casts: list[Cast]) -> RenderableType:
     """One line per cast."""
-    made = table(title, "op", "argument", "module", "line", "cast", ">bytes", "how", "why")
+    made = table(title, "op", "argument", "module", "line", "cast", ">bytes", "how", "rule")
+    made.columns[2].ratio = 1
     for c in casts:
-        how = f"{c.how}, again" if c.repeated else c.how
+        how = "again" if c.repeated and c.how == "copied" else c.how
         made.add_row(
             c.op.removesuffix(".default"),
-            f"{c.argument} ({c.kind})",
+            c.argument if c.kind == c.argument else f"{c.argument}, {c.kind}",
             escape(c.module_path or "(root)"),
             escape(f"{short_file(c.file)}:{c.line}"),
             f"{c.src} -> {c.dst}",
             in_bytes(c.moved_bytes),
             how if c.direction == "forward" else f"{how}, backward",
-            escape(f"{c.action}: {c.reason}"),
+            escape(c.action),
         )
     return made
 

@@ -1,0 +1,56 @@
+"""The `narrowcast` command: its sub-commands, and what it does with errors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from narrowcast.cli.explain import explain_command
+from narrowcast.cli.policy import policy_app
+from narrowcast.errors import NarrowcastError
+
+app = typer.Typer(
+    name="narrowcast",
+    help="Mixed precision for PyTorch that you can see, steer and trust.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("explain")(explain_command)
+app.add_typer(policy_app, name="policy")
+
+
+@app.callback()
+def options(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show Python's traceback of an error.")] = False,
+) -> None:
+    """Mixed precision for PyTorch that you can see, steer and trust."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 findings, 2 bad input (said in four parts, without a traceback)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments, standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except click.exceptions.Abort:
+        code = 130
+    except NarrowcastError as error:
+        if "--traceback" in arguments:
+            raise
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        code = 2
+    except Exception as error:
+        if "--traceback" in arguments:
+            raise
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo("  narrowcast --traceback ... shows where this was raised.", err=True)
+        code = 1
+    sys.exit(code or 0)

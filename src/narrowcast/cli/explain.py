@@ -1,0 +1,37 @@
+"""`narrowcast explain TARGET`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from narrowcast.cli.target import load_subject
+from narrowcast.explain import explain
+from narrowcast.files import replace_text
+from narrowcast.report.console import print_all, terminal
+from narrowcast.report.explain_text import explanation_parts
+
+
+def explain_command(
+    target: Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")],
+    policy: Annotated[str, typer.Option(help="native, safe, native:DEVICE, or a policy file.")] = "native",
+    dtype: Annotated[str | None, typer.Option(help="Low format: bf16 or fp16. Default: the device's.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device type whose lists hold; it need not be here.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
+    real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,
+    every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,
+) -> None:
+    """Run TARGET's model under a policy; show in which format every op computes, every cast, and what it costs."""
+    subject = load_subject(target)
+    with torch.no_grad():
+        explanation = explain(subject, policy=policy, dtype=dtype, device=device, run=run, real=real)
+    if json_file is not None and str(json_file) == "-":
+        typer.echo(explanation.to_json())
+        return
+    if json_file is not None:
+        replace_text(json_file, explanation.to_json() + "\n")
+    print_all(terminal(), explanation_parts(explanation, every_cast))

@@ -1,0 +1,62 @@
+"""`narrowcast policy ...`: show, check and compare policies."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from narrowcast.errors import PolicyError
+from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
+from narrowcast.report.console import table, terminal
+from narrowcast.torch_bridge import check_ops
+
+policy_app = typer.Typer(help="Show, check and compare policies.", no_args_is_help=True)
+PolicyName = Annotated[str, typer.Argument(help="native, safe, native:DEVICE, or a policy file.")]
+Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers for this device type.")]
+
+
+@policy_app.command()
+def show(policy: PolicyName, device: Device = None) -> None:
+    """The rules of a policy, in the order in which they win."""
+    found = _resolved(policy, device)
+    made = table(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, cache {found.cache}", "rule", "why", "source", "where")
+    for layer in reversed(found.layers):
+        for rule in layer:
+            made.add_row(escape(str(rule)), escape(rule.reason), escape(rule.source), escape(str(rule.origin or "")))
+    terminal().print(made)
+
+
+@policy_app.command()
+def check(policy: PolicyName) -> None:
+    """Load a policy and lint it; exit code 2 if it does not load, 1 if lint finds something."""
+    found = as_policy(policy)
+    check_ops(found)
+    findings = lint_policy(found)
+    for finding in findings:
+        typer.echo(str(finding))
+    typer.echo(f"{found.name}: {len(found.rules)} rules, {len(findings)} findings, digest {found.digest}")
+    if findings:
+        raise typer.Exit(1)
+
+
+@policy_app.command()
+def diff(before: PolicyName, after: PolicyName, device: Device = None) -> None:
+    """What changes from one policy to another, rule by rule."""
+    old, new = _resolved(before, device), _resolved(after, device)
+    changes = old.diff(new)
+    for change in changes:
+        typer.echo(str(change))
+    cache = "" if old.cache == new.cache else f"; weight cache {old.cache} -> {new.cache}"
+    typer.echo(f"{old.name} -> {new.name}: {len(changes)} rules differ{cache}")
+
+
+def _resolved(name: str, device: str | None) -> Policy:
+    found = as_policy(name)
+    if device is None:
+        return found.resolve("cpu")
+    if device not in DEVICE_TYPES:
+        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it",
+                          advice=f"Give one of: {', '.join(DEVICE_TYPES)}.")  # fmt: skip
+    return found.resolve(device)

@@ -1,0 +1,78 @@
+"""TARGET: a Python file or a dotted path with a `subject()` that returns a narrowcast.Subject."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from narrowcast.errors import Origin, TargetError
+from narrowcast.explain import Subject
+
+_ADVICE = (
+    "TARGET is a file (examples/minilm.py) or a dotted path (package.module), with `:function` for another name than "
+    "subject; the function takes nothing and returns narrowcast.Subject(model, args, kwargs, metric, name)."
+)
+
+
+def load_subject(target: str) -> Subject:
+    """The subject that TARGET names. TargetError if it cannot be imported, or its function fails or gives another."""
+    path, _, function = target.partition(":") if not Path(target).exists() else (target, "", "")
+    module = _import(path, target)
+    name = function or "subject"
+    make = getattr(module, name, None)
+    if not callable(make):
+        origin = Origin(getattr(module, "__file__", None) or path)
+        raise TargetError(f"target {target!r}", f"it defines no function {name}()", (origin,), _ADVICE)
+    try:
+        subject = make()
+    except Exception as error:
+        raise TargetError(
+            f"target {target!r}", f"{name}() raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
+        ) from error
+    if not isinstance(subject, Subject):
+        code = getattr(make, "__code__", None)
+        origin = Origin(code.co_filename, code.co_firstlineno) if code else Origin(path)
+        raise TargetError(f"target {target!r}", f"{name}() returned a {type(subject).__name__}", (origin,), _ADVICE)
+    return subject
+
+
+def _import(path: str, target: str) -> ModuleType:
+    is_file = path.endswith(".py")
+    if is_file and not Path(path).is_file():
+        raise TargetError(f"target {target!r}", "no such file", (Origin(path),), _ADVICE)
+    try:
+        if not is_file:
+            sys.path.insert(0, "")  # a package in the current folder, as `python -m` finds it
+            try:
+                return importlib.import_module(path)
+            finally:
+                sys.path.remove("")
+        name = f"narrowcast_target_{Path(path).stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot read {path} as Python")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.pop(0)
+        return module
+    except Exception as error:
+        raise TargetError(
+            f"target {target!r}", f"importing it raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
+        ) from error
+
+
+def _where(error: BaseException, path: str) -> tuple[Origin, ...]:
+    """The deepest line of the target's own file in the traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return (Origin(error.filename, error.lineno or 0),)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if Path(f.filename).stem == Path(path).stem]
+    return (Origin(own[-1].filename, own[-1].lineno or 0),) if own else (Origin(path),)
