@@ -1,15 +1,32 @@
 """Narrowcast: mixed precision for PyTorch that you can see, steer and trust."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from narrowcast import errors, formats
 from narrowcast.decide import Argument, Call, Plan, Region, decide
-from narrowcast.eager import autocast, record
-from narrowcast.explain import Subject, explain
 from narrowcast.formats import Format, is_exact, widest
 from narrowcast.ledger import Cast, Ledger, Refusal
 from narrowcast.policy import Action, Place, Policy, Rule, lint_policy
 from narrowcast.report import Explanation
 
+if TYPE_CHECKING:
+    from narrowcast.eager import autocast, record
+    from narrowcast.explainer import Subject, explain
+    from narrowcast.numerics import round_to
+
 __version__ = "0.1.0.dev0"
+
+# The torch half is imported when it is first asked for: policies, ledgers and reports need no torch.
+_TORCH_HALF = {
+    "autocast": "narrowcast.eager",
+    "record": "narrowcast.eager",
+    "Subject": "narrowcast.explainer",
+    "explain": "narrowcast.explainer",
+    "round_to": "narrowcast.numerics",
+}
 
 __all__ = [
     "Action",
@@ -35,5 +52,19 @@ __all__ = [
     "is_exact",
     "lint_policy",
     "record",
+    "round_to",
     "widest",
 ]
+
+
+def __getattr__(name: str) -> object:
+    module = _TORCH_HALF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,13 +5,16 @@ Every branch on the torch version, and every use of a private torch name that ha
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._C import DispatchKey, DispatchKeySet
 
 from narrowcast import formats
@@ -20,6 +23,7 @@ from narrowcast.formats import Format
 from narrowcast.policy import Policy, Rule, did_you_mean
 
 OpOverload = torch._ops.OpOverload
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 DTYPES: dict[Format, torch.dtype] = {
     formats.fp64: torch.float64,
@@ -192,23 +196,30 @@ def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
 # -- dispatch keys and kernels -----------------------------------------------------------------------------------------
 
 
+def autocast_key_name(device_type: str) -> str:
+    """AutocastCPU for cpu and so on."""
+    return f"Autocast{device_type.upper()}"
+
+
 @lru_cache(maxsize=None)
 def autocast_key(device_type: str) -> DispatchKey:
-    """AutocastCPU for cpu and so on."""
-    return DispatchKey.__members__[f"Autocast{device_type.upper()}"]
+    """The key of that name. Parsed, not looked up: Python's enum lacks some (AutocastMTIA in torch 2.13)."""
+    key: DispatchKey = torch._C._dispatch_key_parse(autocast_key_name(device_type))
+    return key
 
 
-def registered_kernel(op: OpOverload, key: DispatchKey) -> Any | None:
-    """The kernel at the Autocast key, or None where the op falls through it."""
+def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
+    """The kernel at the device type's Autocast key, or None where the op falls through it."""
+    key = autocast_key_name(device_type)
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
         return None
-    return torch.library.get_kernel(name, key)
+    return torch.library.get_kernel(name, autocast_key(device_type))
 
 
 def registered_ops(device_type: str) -> tuple[str, ...]:
     """The ids of all aten ops that have a native kernel at the device's Autocast key, sorted."""
-    key = autocast_key(device_type).name
+    key = autocast_key_name(device_type)
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
@@ -219,15 +230,16 @@ def registered_ops(device_type: str) -> tuple[str, ...]:
 
 
 class Registration:
-    """Python kernels `kernel(keyset, *args, **kwargs)` registered for ops at a dispatch key, until removed."""
+    """Python kernels `kernel(keyset, *args, **kwargs)` registered for ops at an Autocast key, until removed."""
 
-    def __init__(self, kernels: list[tuple[OpOverload, Callable[..., Any]]], key: DispatchKey) -> None:
+    def __init__(self, kernels: list[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
         self._libraries = {op.namespace: torch.library.Library(op.namespace, "IMPL") for op, _ in kernels}
+        key = autocast_key_name(device_type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
             for op, kernel in kernels:
                 name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
-                self._libraries[op.namespace].impl(name, kernel, key.name, with_keyset=True)
+                self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """Give the ops back what they had."""
@@ -242,6 +254,27 @@ def below(key: DispatchKey) -> DispatchKeySet:
 
 excluding = torch._C._ExcludeDispatchKeyGuard
 """`with excluding(keyset):` ops inside skip these keys."""
+
+
+def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
+    """Inside `__torch_dispatch__`: those of the Autocast keys that were on when the outermost op was called.
+
+    torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
+    """
+    with torch._C._RestorePythonTLSSnapshot():
+        return tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+
+
+@contextmanager
+def switched_on(keys: tuple[DispatchKey, ...]) -> Iterator[None]:
+    """Autocast on for these keys, though torch has excluded them."""
+    for key in keys:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -264,6 +297,19 @@ def autocast_nesting() -> int:
     depth: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth - 1
+
+
+def regions_of_recomputation() -> int:
+    """How many autocast regions torch.utils.checkpoint has entered on this thread's stack, to recompute a forward."""
+    count = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT and code.co_name in ("recompute_fn", "backward"):
+            device = frame.f_locals.get("device_autocast_ctx")
+            count += 1 if device is None or isinstance(device, nullcontext) else 2
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 def next_sequence_number() -> int:

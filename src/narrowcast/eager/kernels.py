@@ -37,6 +37,7 @@ from narrowcast.torch_bridge import (
     registered_kernel,
 )
 
+_NUMBERS = (float, int, bool, complex)  # `x * 2` reaches us as mul.Tensor with a number in the place of a tensor
 _ELSEWHERE = object()  # stands for a tensor on another device type: such calls are decided anew each time
 Tensors = list[tuple[Slot, torch.Tensor | None]]
 
@@ -50,8 +51,9 @@ class Kernel:
         self._key = autocast_key(device_type)
         self._keyset = DispatchKeySet(self._key)
         self._below = below(self._key)
-        self._native = registered_kernel(op, self._key)
+        self._native = registered_kernel(op, device_type)
         native_rules = Policy.native(device_type).table.candidates(self.facts.id, not self.facts.writes).whole
+        self._takes_numbers = sum(not slot.is_list for slot in self.facts.slots) > 1
         self._may_give_dtype = self.facts.dtype_position is not None
         self._native_rule = native_rules[0] if native_rules else None
 
@@ -139,7 +141,7 @@ class Kernel:
             return self.run_native(keyset, args, kwargs)
         plan = decided.plan
         if plan.changes_nothing:
-            return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
+            return self._pass_on(keyset, args, kwargs)
         if plan.refused is not None:
             raise _refusal(self.facts, plan)
         args, kwargs = self._cast(decided, tensors, args, kwargs, region)
@@ -151,6 +153,15 @@ class Kernel:
         """What torch does without us: its kernel at this key, or the next key."""
         if self._native is not None:
             return self._native.call_boxed(keyset, *args, **kwargs)
+        return self._pass_on(keyset, args, kwargs)
+
+    def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
+        for value in args:
+            if type(value) in _NUMBERS and self._takes_numbers:
+                # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
+                with excluding(self._keyset):
+                    return self.facts.op(*args, **kwargs)
         return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
 
     def _invoke(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,7 +214,7 @@ def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
         if slot.is_list and value is not None:
             tensors += [(slot, t) for t in value]
         else:
-            tensors.append((slot, value))
+            tensors.append((slot, None if type(value) in _NUMBERS else value))
     return tensors
 
 
@@ -280,7 +291,7 @@ def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) 
         for op in ops:
             identity = op_facts(op).id
             if identity not in staying:
-                staying[identity] = Registration([(op, _kernel(op, device_type))], autocast_key(device_type))
+                staying[identity] = Registration([(op, _kernel(op, device_type))], device_type)
 
 
 def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
@@ -290,7 +301,7 @@ def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
         if registration is None:
             staying = _staying.get(device_type, {})
             new = [(op, _kernel(op, device_type)) for op in ops if op_facts(op).id not in staying]
-            registration = Registration(new, autocast_key(device_type))
+            registration = Registration(new, device_type)
         _visiting[device_type] = (count + 1, registration)
 
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -25,10 +25,13 @@ from narrowcast.torch_bridge import (
     OpFacts,
     OpOverload,
     Slot,
+    autocast_key,
+    autocast_was_on,
     current_autograd_node,
     find_op,
     next_sequence_number,
     op_facts,
+    switched_on,
     tensors_in,
 )
 
@@ -45,17 +48,17 @@ def record() -> Iterator[Ledger]:
     calls; and for each op how often it ran in which formats. Recordings nest; each sees what happens in its block on
     the thread that opened it (and on autograd's threads). It costs time only while it runs.
     """
-    recorder = Recorder(Ledger())
-    ops = {device_type: _native_ops(device_type) for device_type in _present_device_types()}
-    for device_type, listed in ops.items():
-        install_visiting(listed, device_type)
+    device_types = _present_device_types()
+    recorder = Recorder(Ledger(), device_types)
+    for device_type in device_types:
+        install_visiting(_native_ops(device_type), device_type)
     add_watcher(recorder)
     try:
         with recorder:
             yield recorder.ledger
     finally:
         remove_watcher(recorder)
-        for device_type in ops:
+        for device_type in device_types:
             remove_visiting(device_type)
 
 
@@ -88,23 +91,32 @@ class _Watched:
     op_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _ThreadState:
+    """The calls on their way on one thread, innermost last, and the op that the mode is executing with autocast on."""
+
+    calls: list[_Watched] = field(default_factory=list)
+    executing: OpOverload | None = None
+
+
 class Recorder(TorchDispatchMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
         super().__init__()
         self.ledger = ledger
+        self._keys = tuple(autocast_key(device_type) for device_type in device_types)
         self._local = threading.local()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._forward_casts: dict[int, Cast] = {}
 
     @property
-    def _calls(self) -> list[_Watched]:
-        calls: list[_Watched] | None = getattr(self._local, "calls", None)
-        if calls is None:
-            calls = self._local.calls = []
-        return calls
+    def _state(self) -> _ThreadState:
+        state: _ThreadState | None = getattr(self._local, "state", None)
+        if state is None:
+            state = self._local.state = _ThreadState()
+        return state
 
     # -- told by kernels ----------------------------------------------------------------------------------------------
 
@@ -121,16 +133,22 @@ class Recorder(TorchDispatchMode):
         seen = [f is None for f in plan.formats]
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
-        self._calls.append(_Watched(facts, plan, place, tensors, policy, came, seen, widens))
+        self._state.calls.append(_Watched(facts, plan, place, tensors, policy, came, seen, widens))
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
-        call = self._calls.pop()
+        state = self._state
+        call = state.calls.pop()
         plan = call.plan
+        if state.executing is call.facts.op and not state.calls and plan.changes_nothing:
+            return  # the op that the mode is executing, come round again
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
                 slot, tensor = call.tensors[position]
-                how = "cached" if tensor is not None and tensor.is_leaf and tensor.requires_grad else "inside"
+                if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+                    how = "cached"
+                else:
+                    how = "copied" if state.executing is not None else "inside"
                 self._add_cast(call, slot.name, tensor, str(dst), how)
         if call.widens and not call.seen_widening:
             slot, tensor = call.tensors[0]
@@ -143,7 +161,7 @@ class Recorder(TorchDispatchMode):
 
     def fail(self, error: BaseException) -> None:
         """The call raised."""
-        call = self._calls.pop()
+        call = self._state.calls.pop()
         if call.plan.refused is not None:
             place = call.place
             self.ledger.refusals.append(
@@ -158,7 +176,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._execute(func, args, kwargs)
         if func is _TO_COPY:
             if self._see_cast(args[0], result):
                 self._made[id(result)] = weakref.ref(result)
@@ -171,7 +189,7 @@ class Recorder(TorchDispatchMode):
             return result  # nothing is moved
         arguments = tensors_in(args, kwargs)
         moved = _nbytes(arguments) + _nbytes(results)
-        calls = self._calls
+        calls = self._state.calls
         if calls:
             calls[-1].op_bytes += moved
         else:
@@ -179,11 +197,29 @@ class Recorder(TorchDispatchMode):
             self._count(facts.id, find_place(), came, came, result, None, None, moved)
         return result
 
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op with autocast as it would be without us: kernels that call other ops must find it on.
+
+        Meanwhile the mode sees nothing, so casts asked for by such inner calls are listed as they were planned.
+        """
+        state = self._state
+        if (state.calls and state.calls[-1].plan.shields) or state.executing is not None:
+            return func(*args, **kwargs)
+        on = autocast_was_on(self._keys)
+        if not on:
+            return func(*args, **kwargs)
+        state.executing = func
+        try:
+            with switched_on(on):
+                return func(*args, **kwargs)
+        finally:
+            state.executing = None
+
     def _see_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether this conversion is a cast between floating formats that autocasting caused; if so, list it."""
         if src.dtype is result.dtype or src.dtype not in FORMATS or result.dtype not in FORMATS:
             return False
-        calls = self._calls
+        calls = self._state.calls
         if not calls:
             return self._see_backward_cast(src, result)
         call = calls[-1]

@@ -133,8 +133,7 @@ def _native_autocast(
     device_type: str, dtype: torch.dtype | str | Format | None, enabled: bool, cache: bool | None, policy: Policy
 ) -> torch.autocast:
     """torch's own region with these arguments; RegionError for what torch would accept and then ignore, or crash on."""
-    available = isinstance(device_type, str) and device_type.isidentifier()
-    if not available or not torch.amp.is_autocast_available(device_type):
+    if not _has_autocast(device_type):
         raise RegionError(
             asked=f"autocast on device type {device_type!r}",
             found="PyTorch has no autocast for it",
@@ -165,6 +164,13 @@ def _native_autocast(
         native.fast_dtype = fast
         return native
     return torch.autocast(device_type, fast, enabled, cache)
+
+
+def _has_autocast(device_type: str) -> bool:
+    try:
+        return torch.device(device_type).type == device_type and torch.amp.is_autocast_available(device_type)
+    except (RuntimeError, TypeError):  # no device type at all
+        return False
 
 
 @dataclass(frozen=True, slots=True)

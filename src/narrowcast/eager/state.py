@@ -10,7 +10,7 @@ import torch
 
 from narrowcast.decide import Plan, Region
 from narrowcast.policy import Policy
-from narrowcast.torch_bridge import FORMATS, autocast_nesting
+from narrowcast.torch_bridge import FORMATS, autocast_nesting, regions_of_recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,14 @@ def active_region(device_type: str) -> OpenRegion | None:
     """Our region that rules this device type now; None where a native one does, or none.
 
     The innermost region rules. torch counts nesting, so a `torch.autocast` block entered inside ours shows as a depth
-    that no region of ours accounts for, and is left to torch.
+    that no region of ours accounts for, and is left to torch. (Those that torch.utils.checkpoint enters to recompute are
+    copies of the state in the forward, so ours rules in them.)
     """
     region = _innermost.get()
     if region is None:
         return None
-    if region.depth != autocast_nesting():
+    extra = autocast_nesting() - region.depth
+    if extra and extra != regions_of_recomputation():
         return None
     while region is not None and region.facts.device_type != device_type:
         outer = region.outer

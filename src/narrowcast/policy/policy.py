@@ -34,7 +34,7 @@ class RuleChange:
         return f"{where}: {self.before.action if self.before else '-'} -> {self.after.action if self.after else '-'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Policy:
     """Rules in layers, over the built-in policies that `extends` names.
 
@@ -190,6 +190,9 @@ class Policy:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.digest[:8]})"
+
+    def __repr__(self) -> str:
+        return f"<Policy {self.name!r}, {len(self.rules)} rules, extends {self.extends}, {self.digest[:8]}>"
 
 
 def as_policy(wanted: Policy | str | None) -> Policy:

@@ -1,0 +1,126 @@
+"""Laws, on data that hypothesis invents."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowcast.decide import Argument, Call, Region, decide
+from narrowcast.formats import FORMATS, bf16, can_fold, fp16, fp32, fp64, is_exact, widest
+from narrowcast.policy import Place, Policy, Rule
+
+promotable = st.sampled_from([bf16, fp16, fp32, fp64])
+any_format = st.sampled_from([*FORMATS.values()])
+stored = st.one_of(st.none(), st.sampled_from([f for f in FORMATS.values() if f.name != "tf32"]))
+actions = st.sampled_from(
+    ["lower", "full", "full_set_dtype", "full_append_dtype", "promote", "follow", "align", "inside", "to(fp16)", "refuse"]
+)
+paths = st.sampled_from(["", "a", "a.b", "a.b.c", "d"])
+arguments = st.builds(
+    Argument, st.sampled_from(["x", "y", "z"]), stored, st.sampled_from(["cpu", "cuda"]), st.sampled_from([False, False, True])
+)
+calls = st.builds(
+    Call,
+    st.sampled_from(["aten.gelu.default", "aten.relu.default", "aten.linear.default", "aten.cat.default", "lib.op.default"]),
+    st.lists(arguments, max_size=5).map(tuple),
+    st.builds(Place, paths),
+    st.sampled_from([frozenset(), frozenset(["dtype"])]),
+    st.booleans(),
+)
+rules = st.builds(
+    Rule,
+    st.sampled_from(["aten.gelu", "aten.gelu.default", "aten.*", "lib.op"]),
+    actions,
+    st.one_of(st.none(), st.sampled_from(["a", "a.*", "*"])),
+)
+
+
+def distinct(found):
+    """One rule per set of conditions: equal ones are an error."""
+    return tuple({r.conditions: r for r in found}.values())
+
+
+policies = st.one_of(
+    st.just(Policy.native("cpu")),
+    st.just(Policy.safe("cpu")),
+    st.lists(st.lists(rules, min_size=1, max_size=4).map(distinct), max_size=2).map(lambda ls: Policy("p", tuple(ls))),
+)
+regions = st.builds(Region, st.just("cpu"), st.sampled_from([bf16, fp16, fp32]), st.booleans())
+
+
+@given(st.lists(promotable, min_size=1), st.lists(promotable, min_size=1))
+def test_widest_is_a_join(a, b):
+    """Idempotent, commutative, associative, above its members, and the least such."""
+    top = widest(a + b)
+    assert top is widest(b + a) is widest([widest(a), widest(b)]) is widest([top, *a])
+    assert all(is_exact(f, top) for f in a + b)
+    assert all(is_exact(top, other) for other in (bf16, fp16, fp32, fp64) if all(is_exact(f, other) for f in a + b))
+
+
+@given(any_format, any_format, any_format)
+def test_exactness_is_an_order(a, b, c):
+    """Reflexive, antisymmetric up to memory size, transitive; folding asks for the first cast only."""
+    assert is_exact(a, a)
+    assert not (is_exact(a, b) and is_exact(b, a)) or a is b
+    assert not (is_exact(a, b) and is_exact(b, c)) or is_exact(a, c)
+    assert can_fold(a, b, c) == is_exact(a, b)
+
+
+@given(calls, policies, regions)
+@settings(max_examples=500)
+def test_decide_is_total_and_touches_only_what_is_eligible(call, policy, region):
+    """Any call gives a plan; ineligible arguments stay; a planned cast changes the format."""
+    plan = decide(call, policy, region)
+    assert len(plan.formats) == len(call.arguments)
+    for argument, dst in zip(call.arguments, plan.formats, strict=True):
+        if dst is not None:
+            assert argument.format not in (None, fp64)
+            assert argument.device == region.device_type
+            assert not argument.written
+            assert dst is not argument.format
+    if not region.enabled:
+        assert plan.changes_nothing
+
+
+@given(calls, policies, regions)
+@settings(max_examples=500)
+def test_decide_is_idempotent(call, policy, region):
+    """Deciding about the call as the plan makes it casts nothing more."""
+    plan = decide(call, policy, region)
+    if plan.refused:
+        return
+    cast = tuple(
+        replace(a, format=dst) if dst is not None else a for a, dst in zip(call.arguments, plan.formats, strict=True)
+    )
+    again = decide(replace(call, arguments=cast), policy, region)
+    assert not any(again.formats)
+
+
+@given(calls, policies, regions)
+def test_decide_depends_on_its_arguments_alone(call, policy, region):
+    """Twice the same question, twice the same answer, also for an equal policy built anew."""
+    rebuilt = Policy(policy.name, policy.layers, policy.extends, cache=policy.cache)
+    assert decide(call, policy, region) == decide(call, policy, region) == decide(call, rebuilt, region)
+
+
+@given(calls, regions)
+def test_a_policy_without_rules_changes_nothing(call, region):
+    """Nothing is done that no rule asks for."""
+    assert decide(call, Policy("empty"), region).changes_nothing
+
+
+@given(policies)
+def test_the_text_form_gives_back_an_equal_policy(policy):
+    """Print, parse, equal; and printing is stable."""
+    text = policy.to_toml()
+    parsed = Policy.parse(text)
+    assert parsed == policy and parsed.digest == policy.digest
+    assert parsed.to_toml() == text
+
+
+@given(policies, policies)
+def test_a_diff_is_empty_exactly_for_the_same_effective_rules(a, b):
+    """And its mirror image is the diff the other way."""
+    forth, back = a.diff(b), b.diff(a)
+    assert {(c.conditions, c.before, c.after) for c in forth} == {(c.conditions, c.after, c.before) for c in back}
+    assert a.diff(a) == ()

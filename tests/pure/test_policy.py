@@ -1,0 +1,218 @@
+"""Rules, precedence, merge, digest, diff."""
+
+import pickle
+
+import pytest
+
+from narrowcast.errors import FormatError, Origin, PolicyConflictError, PolicyError
+from narrowcast.policy import DEVICE_TYPES, Action, Kind, Place, Policy, Rule, as_policy, parse_action
+
+
+def whole(policy, op, **facts):
+    """The action that a policy takes for an op at a place."""
+    place = Place(**facts)
+    for rule in policy.table.candidates(op, True).whole:
+        if rule.matches_place(place):
+            return str(rule.action)
+    return None
+
+
+def test_native_lists_exist_for_every_device_type():
+    """Each has rules, and names itself."""
+    for device_type in DEVICE_TYPES:
+        policy = Policy.native(device_type)
+        assert len(policy.rules) > 90
+        assert policy.name == f"native:{device_type}"
+        assert policy.resolve(device_type) is policy
+
+
+@pytest.mark.parametrize(
+    ("device_type", "op", "action"),
+    [
+        ("cpu", "aten.linear.default", "lower"),
+        ("cpu", "aten.softmax.int", None),
+        ("cpu", "aten.cat.default", "promote"),
+        ("cuda", "aten.softmax.int", "full_set_dtype"),
+        ("cuda", "aten.norm.Scalar", "full_append_dtype"),
+        ("cuda", "aten.binary_cross_entropy.default", "refuse"),
+        ("cpu", "aten.binary_cross_entropy.default", "full"),
+        ("mps", "aten.conv_transpose3d.input", "full"),
+        ("cuda", "aten.add.Tensor", None),
+    ],
+)
+def test_native_actions_differ_by_device(device_type, op, action):
+    """Spot checks against autocast_mode.cpp."""
+    assert whole(Policy.native(device_type), op) == action
+
+
+def test_a_later_layer_wins_even_if_it_is_less_specific():
+    """with_rules puts a layer on top: its patterns beat exact rows below."""
+    policy = Policy.native("cpu").with_rules(Rule("aten.*", "full"))
+    assert whole(policy, "aten.linear.default") == "full"
+
+
+def test_in_one_layer_the_more_specific_rule_wins_in_any_order():
+    """Place before op, exact before pattern."""
+    rules = [Rule("aten.linear", "full"), Rule("aten.*", "lower", module="a.b"), Rule("aten.linear.default", "follow")]
+    for ordered in (rules, rules[::-1]):
+        policy = Policy("p", (tuple(ordered),))
+        assert whole(policy, "aten.linear.default") == "follow"
+        assert whole(policy, "aten.linear.default", module_path="a.b.c") == "lower"
+
+
+def test_a_module_glob_holds_inside_the_modules_it_names():
+    """`encoder.layer.3` covers what is inside; `encoder.layer.3.*` starts below it."""
+    inside = Rule("aten.gelu", "full", module="encoder.layer.3")
+    below = Rule("aten.gelu", "full", module="encoder.layer.3.*")
+    assert inside.matches_place(Place("encoder.layer.3"))
+    assert inside.matches_place(Place("encoder.layer.3.mlp.act"))
+    assert not inside.matches_place(Place("encoder.layer.31"))
+    assert below.matches_place(Place("encoder.layer.3.mlp"))
+    assert not below.matches_place(Place("encoder.layer.3"))
+
+
+def test_classes_and_functions_match_by_any_tail_of_their_name():
+    """A short name is enough, a qualified one is possible."""
+    place = Place(classes=("torch.nn.modules.linear.Linear",), functions=("models.bert.attend",))
+    assert Rule("aten.mm", "full", module_class="Linear").matches_place(place)
+    assert Rule("aten.mm", "full", module_class="torch.nn.*").matches_place(place)
+    assert Rule("aten.mm", "full", function="bert.attend").matches_place(place)
+    assert not Rule("aten.mm", "full", module_class="Linea").matches_place(place)
+
+
+def test_equal_rows_that_disagree_are_an_error_that_names_both_lines():
+    """As the design shows it."""
+    first = Rule("aten.softmax.int", "full", origin=Origin("train.toml", 12))
+    second = Rule("aten.softmax.int", "lower", origin=Origin("train.toml", 41))
+    with pytest.raises(PolicyConflictError) as caught:
+        Policy("p", ((first, second),))
+    assert str(caught.value).splitlines() == [
+        "rows of equal specificity disagree about aten.softmax.int",
+        '  train.toml:41  action = "lower"',
+        '  train.toml:12  action = "full"',
+        "  Delete one, or set override = true on the later row.",
+    ]
+
+
+def test_override_lets_the_later_of_two_equal_rows_win():
+    """The way out that the error names."""
+    policy = Policy("p", ((Rule("aten.mm", "full"), Rule("aten.mm", "lower", override=True)),))
+    assert whole(policy, "aten.mm.default") == "lower"
+
+
+def test_a_duplicate_is_an_error():
+    """Two rows that say the same are one too many."""
+    with pytest.raises(PolicyError, match="duplicate"):
+        Policy("p", ((Rule("aten.mm", "full"), Rule("aten.mm", "full")),))
+
+
+def test_merge_puts_the_other_on_top():
+    """And takes a common base once."""
+    a = Policy.native().with_rules(Rule("aten.gelu", "full"))
+    b = Policy.native().with_rules(Rule("aten.gelu", "lower"))
+    merged = a.merge(b)
+    assert merged.extends == ("native",)
+    assert whole(merged.resolve("cpu"), "aten.gelu.default") == "lower"
+    assert whole(b.merge(a).resolve("cpu"), "aten.gelu.default") == "full"
+
+
+def test_a_merge_that_would_bury_rules_is_refused():
+    """What `other` extends cannot go below rules that are already there."""
+    with pytest.raises(PolicyError, match="Merge the other way round"):
+        Policy("a", ((Rule("aten.mm", "full"),),)).merge(Policy.native())
+
+
+def test_the_digest_changes_with_the_rules_and_with_nothing_else():
+    """Names, reasons and places in files take no part."""
+    rule = Rule("aten.mm", "full", reason="because", origin=Origin("x", 1))
+    same = Rule("aten.mm", "full", reason="another", origin=Origin("y", 2))
+    a, b = Policy("a", ((rule,),)), Policy("b", ((same,),))
+    assert a == b and a.digest == b.digest and hash(a) == hash(b)
+    for other in (
+        Policy("a", ((Rule("aten.mm", "lower"),),)),
+        Policy("a", ((rule,),), cache="off"),
+        Policy("a", ((rule,),), extends=("native",)),
+        Policy("a", ((rule,), (Rule("aten.mm", "lower"),))),
+        Policy("a", ((Rule("aten.mm", "full", module="x"),),)),
+    ):
+        assert other.digest != a.digest and other != a
+
+
+def test_native_digests_are_stable():
+    """A digest may be written down: the same rules give it in another process, too."""
+    assert len({Policy.native(d).digest for d in DEVICE_TYPES}) >= 4
+    assert Policy.native("cpu").digest == Policy.parse(Policy.native("cpu").to_toml()).digest
+
+
+def test_diff_lists_what_changes():
+    """Rule by rule, with before and after."""
+    native = Policy.native("cpu")
+    changed = native.with_rules(Rule("aten.gelu.default", "full"), Rule("aten.mm.default", "follow"))
+    lines = [str(change) for change in native.diff(changed)]
+    assert lines == ["aten.mm.default: lower -> follow", "aten.gelu.default: - -> full"]
+    assert native.diff(native) == ()
+
+
+def test_safe_extends_native_with_reasons_and_issue_numbers():
+    """Each repair says why, and where it was reported."""
+    safe = Policy.safe()
+    assert safe.extends == ("native",)
+    assert safe.cache == "off"
+    for rule in safe.rules:
+        assert rule.reason
+        assert "#" in rule.source, rule
+    assert Policy.safe("cpu").cache == "off"
+
+
+def test_rules_may_hold_for_some_torch_versions():
+    """rms_norm came with 2.12: for an older torch the rule is not there."""
+    from narrowcast.policy.policy import exists_in
+
+    rule = Rule("aten.rms_norm.default", "full", torch=">=2.12")
+    assert not exists_in(rule, "2.11.0+cu128")
+    assert exists_in(rule, "2.13.0+cpu")
+
+
+def test_actions_are_parsed_and_printed():
+    """`to` carries its format; a typo names the nearest."""
+    assert str(parse_action("to(e4m3fn)")) == "to(e4m3fn)"
+    assert parse_action("lower") == Action(Kind.LOWER)
+    with pytest.raises(PolicyError, match="did you mean 'promote'"):
+        parse_action("promot")
+    with pytest.raises(FormatError):
+        parse_action("to(fp12)")
+    with pytest.raises(PolicyError):
+        Action(Kind.TO)
+
+
+@pytest.mark.parametrize("op", ["mm", "aten.", ".mm", ""])
+def test_an_op_needs_its_namespace(op):
+    """aten.mm, not mm."""
+    with pytest.raises(PolicyError, match="namespace"):
+        Rule(op, "full")
+
+
+def test_only_actions_about_single_tensors_go_with_an_argument():
+    """promote for one argument means nothing."""
+    with pytest.raises(PolicyError, match="all arguments together"):
+        Rule("aten.mm", "promote", argument="self")
+
+
+def test_as_policy_takes_names_files_and_policies(tmp_path):
+    """What the region accepts."""
+    assert as_policy(None).is_native
+    assert as_policy("safe").name == "safe"
+    assert as_policy("native:cuda") == Policy.native("cuda")
+    file = tmp_path / "p.toml"
+    Policy.native().with_rules(Rule("aten.gelu", "full")).save(file)
+    assert as_policy(str(file)).rules[0].op == "aten.gelu"
+    with pytest.raises(PolicyError, match="no such built-in"):
+        as_policy("fast")
+    with pytest.raises(PolicyError, match="no autocast lists"):
+        Policy.native("tpu")
+
+
+def test_policies_can_be_pickled():
+    """For worker processes."""
+    policy = Policy.native().with_rules(Rule("aten.gelu", "to(fp16)"))
+    assert pickle.loads(pickle.dumps(policy)) == policy

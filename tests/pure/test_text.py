@@ -1,0 +1,142 @@
+"""The TOML form: comments kept, errors with file and line."""
+
+import pytest
+
+from narrowcast.errors import PolicyConflictError, PolicyError, UnknownOpError
+from narrowcast.policy import Policy, Rule, lint_policy
+
+TEXT = """\
+# Our training policy.
+name = "train"
+extends = "native"
+
+[[rule]]
+op = "aten.softmax"  # attention
+action = "lower"
+reason = "measured: no loss"
+
+[[rule]]
+op = [
+    "aten.gelu.default",
+    "aten.silu.default",
+]
+action = "full"
+module = "encoder.layer.3.*"
+"""
+
+
+def test_a_policy_is_read_with_the_line_of_each_rule():
+    """Also of each op in a list."""
+    policy = Policy.parse(TEXT, "train.toml")
+    assert policy.name == "train"
+    assert [str(rule.origin) for rule in policy.rules] == ["train.toml:6", "train.toml:12", "train.toml:13"]
+
+
+def test_saving_keeps_comments_and_adds_new_rules_as_a_layer(tmp_path):
+    """What a person wrote stays as it was written."""
+    policy = Policy.parse(TEXT).with_rules(Rule("aten.mm", "full"), name="train")
+    file = tmp_path / "train.toml"
+    policy.save(file)
+    text = file.read_text()
+    assert text.startswith(TEXT.rstrip())
+    assert Policy.load(file) == policy
+    assert len(Policy.load(file).layers) == 2
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    """Files are replaced at once, or not at all."""
+    import os
+
+    file = tmp_path / "train.toml"
+    file.write_text(TEXT)
+    monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        Policy.native().save(file)
+    assert file.read_text() == TEXT
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "line", "said"),
+    [
+        ('"aten.softmax"', '"aten.sofmax"', UnknownOpError, 6, "did you mean 'aten.softmax'"),
+        ('"aten.silu.default"', '"aten.silu.defalt"', UnknownOpError, 13, "no such op"),
+        ('"lower"', '"lowr"', PolicyError, 7, "did you mean 'lower'"),
+        ("module =", "modul =", PolicyError, 16, "did you mean 'module'"),
+        ('extends = "native"', 'extends = "nativ"', PolicyError, 3, "no such built-in"),
+        ('extends = "native"', 'extends = "native:tpu"', PolicyError, 3, "no autocast lists"),
+        ('action = "full"', "action = 3", PolicyError, 15, "type int"),
+        ('action = "full"\n', "", PolicyError, 10, "has no action"),
+        ('action = "full"', 'action = "to(fp5)"', ValueError, 15, "no such format"),
+        ('action = "full"', "action = ", PolicyError, 15, "not TOML"),
+        ('extends = "native"', 'cache = "sometimes"', PolicyError, 3, "no such cache"),
+        ('name = "train"', 'nam = "train"', PolicyError, 2, "did you mean 'name'"),
+        ('"aten.softmax"  # attention', '"softmax"', PolicyError, 6, "namespace"),
+    ],
+)
+def test_bad_text_is_refused_with_file_and_line(old, new, error, line, said):
+    """Four parts: asked, found, where, what to do."""
+    assert old in TEXT
+    with pytest.raises(error) as caught:
+        Policy.parse(TEXT.replace(old, new, 1), "train.toml")
+    message = str(caught.value)
+    assert f"train.toml:{line}" in message, message
+    assert said in message
+    assert len(message.splitlines()) >= 3, "asked and found, where, and what to do"
+
+
+def test_a_contradiction_in_a_file_names_both_lines():
+    """The lines, not only the op."""
+    text = TEXT + '\n[[rule]]\nop = "aten.softmax"\naction = "full"\n'
+    with pytest.raises(PolicyConflictError) as caught:
+        Policy.parse(text, "train.toml")
+    assert "train.toml:19" in str(caught.value) and "train.toml:6" in str(caught.value)
+
+
+def test_a_multi_line_string_does_not_shift_the_lines():
+    """A [[rule]] inside a string is no rule."""
+    text = 'name = "x"\ndescription = """\n[[rule]]\n"""\n[[rule]]\nop = "aten.mm"\naction = "lowr"\n'
+    with pytest.raises(PolicyError, match=r"p\.toml:7"):
+        Policy.parse(text, "p.toml")
+
+
+def test_a_file_may_extend_a_file(tmp_path):
+    """Paths start at the file's folder."""
+    (tmp_path / "base.toml").write_text('name = "base"\nextends = "native"\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
+    (tmp_path / "top.toml").write_text('name = "top"\nextends = "base.toml"\n[[rule]]\nop = "aten.gelu"\naction = "lower"\n')
+    top = Policy.load(tmp_path / "top.toml")
+    assert top.extends == ("native",)
+    assert [str(r.action) for r in top.rules] == ["full", "lower"]
+    assert Policy.parse(top.to_toml()) == top
+
+
+def test_a_missing_file_is_a_policy_error(tmp_path):
+    """With its path."""
+    with pytest.raises(PolicyError, match=r"nothing\.toml"):
+        Policy.load(tmp_path / "nothing.toml")
+
+
+def test_lint_finds_what_is_legal_and_hardly_meant():
+    """Rules that never match, that change nothing, that overlap."""
+    policy = Policy(
+        "p",
+        (
+            (
+                Rule("aten.gelu", "full", module="a"),
+                Rule("aten.mm.default", "lower"),
+                Rule("aten.silu", "full", module="en*"),
+                Rule("aten.silu", "lower", module="*er"),
+            ),
+            (Rule("aten.gelu", "lower"),),
+        ),
+        extends=("native",),
+    )
+    kinds = {finding.kind: finding for finding in lint_policy(policy)}
+    assert set(kinds) == {"never matches", "changes nothing", "overlap"}
+    assert "aten.gelu in a" in kinds["never matches"].message
+    assert lint_policy(Policy.safe()) == ()
+
+
+def test_unknown_ops_of_other_libraries_are_not_judged_here():
+    """Only the dispatcher knows them."""
+    assert Policy.parse('[[rule]]\nop = "mylib.roi_pool"\naction = "full"\n').rules[0].op == "mylib.roi_pool"

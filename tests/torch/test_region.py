@@ -1,0 +1,311 @@
+"""The eager region: a drop-in, with policies."""
+
+import inspect
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import narrowcast as nc
+from narrowcast.errors import RefusedError, RegionError, UnknownOpError
+
+x = torch.randn(4, 8)
+lin = torch.nn.Linear(8, 8)
+THREE = nc.Policy.native().with_rules(
+    nc.Rule("aten.gelu", "full"), nc.Rule("aten.softmax.int", "lower"), nc.Rule("aten.layer_norm", "lower")
+)
+
+
+def dtypes():
+    y = lin(x)
+    return [y.dtype, F.gelu(y).dtype, torch.softmax(x, -1).dtype, F.layer_norm(x, (8,)).dtype]
+
+
+BF, FP = torch.bfloat16, torch.float32
+NATIVE, OURS = [BF, BF, FP, FP], [BF, FP, BF, BF]
+
+
+def test_the_signature_is_torch_autocast_s_with_a_policy():
+    """Same names, order and defaults; policy only by keyword."""
+    ours = list(inspect.signature(nc.autocast.__init__).parameters.values())
+    theirs = list(inspect.signature(torch.autocast.__init__).parameters.values())
+    assert [(p.name, p.default, p.kind) for p in ours[:-1]] == [(p.name, p.default, p.kind) for p in theirs]
+    assert ours[-1].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_native_is_native():
+    """Dtypes, state inside, state after."""
+    with nc.autocast("cpu", torch.float16, cache_enabled=False):
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.float16
+        assert not torch.is_autocast_cache_enabled()
+        assert lin(x).dtype is torch.float16
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    with nc.autocast("cpu"):
+        assert dtypes() == NATIVE
+    with nc.autocast("cpu", enabled=False):
+        assert lin(x).dtype is FP
+
+
+def test_a_policy_changes_its_ops_and_no_others():
+    """Inside; and nothing outside, in native regions, or in other threads."""
+    with nc.autocast("cpu", policy=THREE):
+        assert dtypes() == OURS
+    assert dtypes() == [FP] * 4
+    with torch.autocast("cpu"):
+        assert dtypes() == NATIVE
+
+
+def test_nested_regions_of_different_policies():
+    """The innermost rules, and the outer one comes back."""
+    other = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "to(fp16)"))
+    with nc.autocast("cpu", policy=THREE):
+        with nc.autocast("cpu", policy=other):
+            assert F.gelu(x).dtype is torch.float16
+            assert torch.softmax(x, -1).dtype is FP
+        assert dtypes() == OURS
+        with nc.autocast("cpu"):
+            assert dtypes() == NATIVE
+        with nc.autocast("cpu", enabled=False, policy=other):
+            assert F.gelu(x).dtype is FP
+        assert dtypes() == OURS
+
+
+def test_a_torch_autocast_region_inside_ours_is_left_to_torch():
+    """Other libraries' regions are untouched, also with the same dtype."""
+    with nc.autocast("cpu", policy=THREE):
+        with torch.autocast("cpu"):
+            assert dtypes() == NATIVE
+            with nc.autocast("cpu", policy=THREE):
+                assert dtypes() == OURS
+            assert dtypes() == NATIVE
+        assert dtypes() == OURS
+
+
+def test_regions_of_two_device_types_keep_apart():
+    """Ours for cpu holds inside ours for another device type."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with nc.autocast("cpu", policy=THREE), nc.autocast("xpu", policy=THREE):
+            assert dtypes() == OURS
+
+
+def test_an_exception_restores_everything():
+    """Also one raised by an op of ours."""
+    refusing = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse"))
+    with pytest.raises(RefusedError), nc.autocast("cpu", policy=refusing):
+        F.gelu(x)
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu"):
+        assert dtypes() == NATIVE
+
+
+def test_other_threads_are_not_in_the_region():
+    """As with torch: state is per thread; and a thread in a native region gets native."""
+    found = []
+
+    def work():
+        found.append(dtypes())
+        with torch.autocast("cpu"):
+            found.append(dtypes())
+
+    with nc.autocast("cpu", policy=THREE):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [[FP] * 4, NATIVE]
+
+
+def test_one_instance_may_be_entered_again_and_inside_itself():
+    """torch's own leaves autocast on then."""
+    region = nc.autocast("cpu", policy=THREE)
+    for _ in range(2):
+        with region:
+            with region:
+                assert dtypes() == OURS
+            assert dtypes() == OURS
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_decorated_function_runs_in_the_region():
+    """Also in several threads at once."""
+    decorated = nc.autocast("cpu", policy=THREE)(dtypes)
+    assert decorated.__name__ == "dtypes"
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(decorated())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [OURS] * 4 and decorated() == OURS
+
+
+def test_generators_and_async_functions_are_refused_as_decorated():
+    """torch decorates them without any effect."""
+
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(RegionError, match="Open the region inside"):
+            nc.autocast("cpu")(function)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tpu",), "no autocast for it"),
+        (("cuda:0",), "x.device.type"),
+        ((torch.device("cpu"),), "no autocast for it"),
+        (("cpu", torch.float8_e4m3fn), "8-bit formats need scales"),
+        (("cpu", torch.int32), "not a format"),
+        (("cpu", torch.float64), "not a format"),
+        (("cpu", "fp9"), "no such format"),
+    ],
+)
+def test_bad_regions_are_refused(arguments, said):
+    """Where torch warns and switches itself off, or fails later."""
+    with pytest.raises(RegionError, match=said):
+        nc.autocast(*arguments)
+
+
+def test_an_op_that_does_not_exist_is_an_error_when_the_region_opens():
+    """For custom ops only the dispatcher knows."""
+    with pytest.raises(UnknownOpError, match="nolib"):
+        nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule("nolib.pool", "full")))
+
+
+def test_dtype_may_be_named():
+    """bf16 is as good as torch.bfloat16."""
+    with nc.autocast("cpu", "fp16"):
+        assert lin(x).dtype is torch.float16
+
+
+def test_leaving_what_was_not_entered_is_an_error():
+    """And changes nothing."""
+    with pytest.raises(RegionError, match="not entered"):
+        nc.autocast("cpu").__exit__(None, None, None)
+
+
+def test_a_rule_may_name_a_module_path_a_class_or_a_function():
+    """Place by place, in one model."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(8, 8)))
+    found = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda m, a, o, name=name: found.update({name: o.dtype}))
+
+    def run(**condition):
+        policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", **condition))
+        with nc.autocast("cpu", policy=policy):
+            model(x)
+        return found["0"], found["1.1"]
+
+    assert run() == (FP, FP)
+    assert run(module="1") == (BF, FP)
+    assert run(module="1.*") == (BF, FP)
+    assert run(module="0") == (FP, BF)
+    assert run(module_class="Sequential") == (FP, FP)
+    assert run(module_class="GELU") == (BF, BF)
+    assert run(function="run") == (FP, FP)
+    assert run(function="elsewhere") == (BF, BF)
+
+
+def test_wrappers_add_nothing_to_a_module_path():
+    """As DistributedDataParallel would."""
+
+    class DataParallel(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="0"))
+    with nc.autocast("cpu", policy=policy):
+        assert inner(x).dtype is FP
+        assert DataParallel(inner)(x).dtype is FP
+
+
+def test_gradients_flow_through_our_casts():
+    """The same bits as explicit casts."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "to(fp16)"))
+    a = x.clone().requires_grad_()
+    with nc.autocast("cpu", policy=policy):
+        F.gelu(a).sum().backward()
+    b = x.clone().requires_grad_()
+    F.gelu(b.half()).sum().backward()
+    assert a.grad.dtype is FP and torch.equal(a.grad, b.grad)
+
+
+def test_our_weight_cache_sees_in_place_updates_and_keeps_gradients():
+    """A weight is cast once while it is unchanged; a cast made under no_grad carries the gradient of a later use."""
+    weight = torch.nn.Parameter(torch.randn(8))
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.mul.Tensor", "lower"))
+    with nc.autocast("cpu", policy=policy), nc.record() as ledger:
+        with torch.no_grad():
+            first = torch.mul(weight, x)
+        second = torch.mul(weight, x)
+        with torch.no_grad():
+            weight.add_(1)
+        third = torch.mul(weight, x)
+    how = [c.how for c in ledger.casts if c.kind == "weight"]
+    assert how == ["copied", "cached", "copied"]
+    assert torch.equal(first, second) and not torch.equal(second, third)
+    second.sum().backward()
+    assert weight.grad is not None
+
+
+def test_without_the_cache_every_use_casts():
+    """cache_enabled=False, and the cache setting of a policy."""
+    weight = torch.nn.Parameter(torch.randn(8))
+    rule = nc.Rule("aten.mul.Tensor", "lower")
+    off = nc.Policy("p", ((rule,),), extends=("native",), cache="off")
+    for region in (nc.autocast("cpu", cache_enabled=False, policy=nc.Policy.native().with_rules(rule)),
+                   nc.autocast("cpu", policy=off)):  # fmt: skip
+        with nc.record() as ledger, region:
+            assert not torch.is_autocast_cache_enabled()
+            torch.mul(weight, x)
+            torch.mul(weight, x)
+        assert [c.how for c in ledger.casts if c.kind == "weight"] == ["copied", "copied"]
+
+
+def test_no_grad_and_inference_mode():
+    """The policy holds there too."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), nc.autocast("cpu", policy=THREE):
+            assert dtypes() == OURS
+
+
+def test_functional_transforms_pass_through_our_kernels():
+    """vmap and grad."""
+    with nc.autocast("cpu", policy=THREE):
+        assert torch.vmap(F.gelu)(x.bfloat16()).dtype is FP
+        assert torch.func.grad(lambda t: F.gelu(t).sum())(x).dtype is FP
+
+
+def test_autograd_checkpoint_recomputes_under_the_policy():
+    """The recomputation runs inside backward, within the region."""
+    from torch.utils.checkpoint import checkpoint
+
+    a = x.clone().requires_grad_()
+    with nc.autocast("cpu", policy=THREE):
+        out = checkpoint(lambda t: F.gelu(lin(t)), a, use_reentrant=False)
+        assert out.dtype is FP
+        out.sum().backward()
+    assert a.grad is not None
+
+
+def test_half_of_a_policy_file_is_enough(tmp_path):
+    """policy= takes a path."""
+    file = tmp_path / "p.toml"
+    THREE.save(file)
+    with nc.autocast("cpu", policy=str(file)):
+        assert dtypes() == OURS
