@@ -262,7 +262,12 @@ def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
     torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
     """
     with torch._C._RestorePythonTLSSnapshot():
-        return tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+        on = tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    # On its way out that guard takes the present state for the snapshot. Leaving it once more in the old state mends it.
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C._RestorePythonTLSSnapshot():
+        pass
+    return on
 
 
 @contextmanager

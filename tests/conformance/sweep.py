@@ -35,9 +35,10 @@ DTYPES = {
     "mixed fp32/bf16": (torch.float32, torch.bfloat16),
     "mixed bf16/fp16": (torch.bfloat16, torch.float16),
 }
-# Results that differ from run to run, with autocast or without: uninitialised memory, or no fixed order.
+# Results that differ from run to run, with autocast or without: uninitialised memory, or LAPACK's gelsy. Of these
+# the dtypes are compared, not the bits.
 NOT_REPEATABLE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-                  "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "resize_", "resize_as_"}  # fmt: skip
+                  "resize_", "resize_as_", "linalg.lstsq"}  # fmt: skip
 
 
 def mirror() -> nc.Policy:
@@ -99,16 +100,7 @@ def run_in_mode(op, inputs, low):
         return run(op, inputs, torch.autocast("cpu", low))
 
 
-def varies(op, inputs, low, reference):
-    """Whether native gives something else when it runs again in other memory (LAPACK's gelsy does)."""
-    for _ in range(20):
-        torch.randn(1000)
-        if same(reference, run(op, inputs, torch.autocast("cpu", low))):
-            return True
-    return False
-
-
-def same(a, b) -> str:
+def same(a, b, bits_too=True) -> str:
     """Empty if the results have the same dtypes and bits; else what differs."""
     if isinstance(a, Exception) or isinstance(b, Exception):
         if isinstance(a, Exception) and isinstance(b, Exception):
@@ -126,7 +118,7 @@ def same(a, b) -> str:
             return f"{x.dtype} against {y.dtype}"
         if x.shape != y.shape:
             return f"shape {tuple(x.shape)} against {tuple(y.shape)}"
-        if x.layout is torch.strided and not x.is_quantized and not torch.equal(bits(x), bits(y)):
+        if bits_too and x.layout is torch.strided and not x.is_quantized and not torch.equal(bits(x), bits(y)):
             return "bits differ"
     return ""
 
@@ -156,9 +148,7 @@ def sweep(ops, samples_per_op: int | None, counts: Counts, low=torch.bfloat16) -
     }
     for info in ops:
         name = info.formatted_name
-        if info.name in NOT_REPEATABLE:
-            counts.skipped.append(f"{name}: not repeatable")
-            continue
+        repeatable = info.name not in NOT_REPEATABLE
         try:
             found = list(info.sample_inputs("cpu", torch.float32, requires_grad=False))[:samples_per_op]
         except Exception as error:
@@ -172,17 +162,15 @@ def sweep(ops, samples_per_op: int | None, counts: Counts, low=torch.bfloat16) -
                 reference = run(info.op, inputs, torch.autocast("cpu", low))
                 counts.raised += isinstance(reference, Exception)
                 for region, make in regions.items():
-                    difference = same(reference, run(info.op, inputs, make()))
-                    if difference and varies(info.op, inputs, low, reference):
-                        counts.skipped.append(f"{name} sample {number} {label}: native differs from itself")
-                    elif difference:
+                    difference = same(reference, run(info.op, inputs, make()), repeatable)
+                    if difference:
                         counts.differences.append(f"{name} sample {number} {label} {region}: {difference}")
                 with nc.record() as ledger:
                     result = run(info.op, inputs, torch.autocast("cpu", low))
-                difference = same(reference, result)
+                difference = same(reference, result, repeatable)
                 if difference and same(reference, run_in_mode(info.op, inputs, low)):
                     counts.skipped.append(f"{name} sample {number} {label}: differs under any dispatch mode of torch")
-                elif difference and not varies(info.op, inputs, low, reference):
+                elif difference:
                     counts.differences.append(f"{name} sample {number} {label} recorded: {difference}")
                 for cast in ledger.casts:
                     if cast.how != "copied" and not isinstance(result, Exception):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any, TypeGuard
 
-import click
 import typer
 
 from narrowcast.cli.explain import explain_command
@@ -35,12 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments, standalone_mode=False)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         code = stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = 2
-    except click.exceptions.Abort:
+    except typer.Abort:
         code = 130
     except NarrowcastError as error:
         if "--traceback" in arguments:
@@ -48,9 +44,17 @@ def main(arguments: list[str] | None = None) -> None:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         code = 2
     except Exception as error:
+        if _is_usage_error(error):
+            error.show()
+            sys.exit(2)
         if "--traceback" in arguments:
             raise
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         typer.echo("  narrowcast --traceback ... shows where this was raised.", err=True)
         code = 1
     sys.exit(code or 0)
+
+
+def _is_usage_error(error: Exception) -> TypeGuard[Any]:
+    """Whether the command line itself was wrong. typer brings its own copy of click in some versions, so by name."""
+    return any(base.__name__ == "ClickException" for base in type(error).__mro__)

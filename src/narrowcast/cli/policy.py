@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from narrowcast.errors import PolicyError
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
-from narrowcast.report.console import table, terminal
 from narrowcast.torch_bridge import check_ops
 
 policy_app = typer.Typer(help="Show, check and compare policies.", no_args_is_help=True)
@@ -21,11 +19,14 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 def show(policy: PolicyName, device: Device = None) -> None:
     """The rules of a policy, in the order in which they win."""
     found = _resolved(policy, device)
-    made = table(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, cache {found.cache}", "rule", "why", "source", "where")
+    typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, weight cache {found.cache}")
     for layer in reversed(found.layers):
+        reason = None
         for rule in layer:
-            made.add_row(escape(str(rule)), escape(rule.reason), escape(rule.source), escape(str(rule.origin or "")))
-    terminal().print(made)
+            if (rule.reason, rule.source) != reason:
+                reason = (rule.reason, rule.source)
+                typer.echo(f"\n# {rule.reason or 'no reason given'} ({rule.source or 'no source given'})")
+            typer.echo(f"{rule}" + (f"    {rule.origin}" if rule.origin else ""))
 
 
 @policy_app.command()

@@ -77,7 +77,10 @@ def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
 
 @dataclass(slots=True)
 class _Watched:
-    """A call on its way: what was decided, and which of its planned casts were seen."""
+    """A call on its way: what was decided, and which of its planned casts were seen.
+
+    `again`: the op that the mode is executing has come round to its own kernel; it is counted already.
+    """
 
     facts: OpFacts
     plan: Plan
@@ -87,6 +90,7 @@ class _Watched:
     came: str
     seen: list[bool]
     widens: bool
+    again: bool
     seen_widening: bool = False
     op_bytes: int = 0
 
@@ -97,6 +101,7 @@ class _ThreadState:
 
     calls: list[_Watched] = field(default_factory=list)
     executing: OpOverload | None = None
+    entered: bool = False
 
 
 class Recorder(TorchDispatchMode):
@@ -133,15 +138,18 @@ class Recorder(TorchDispatchMode):
         seen = [f is None for f in plan.formats]
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
-        self._state.calls.append(_Watched(facts, plan, place, tensors, policy, came, seen, widens))
+        state = self._state
+        again = state.executing is facts.op and not state.entered
+        state.entered = state.entered or again
+        state.calls.append(_Watched(facts, plan, place, tensors, policy, came, seen, widens, again))
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
         state = self._state
         call = state.calls.pop()
         plan = call.plan
-        if state.executing is call.facts.op and not state.calls and plan.changes_nothing:
-            return  # the op that the mode is executing, come round again
+        if call.again:
+            return
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
                 slot, tensor = call.tensors[position]
@@ -176,6 +184,8 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
+            return func(*args, **kwargs)
         result = self._execute(func, args, kwargs)
         if func is _TO_COPY:
             if self._see_cast(args[0], result):
@@ -208,7 +218,7 @@ class Recorder(TorchDispatchMode):
         on = autocast_was_on(self._keys)
         if not on:
             return func(*args, **kwargs)
-        state.executing = func
+        state.executing, state.entered = func, False
         try:
             with switched_on(on):
                 return func(*args, **kwargs)

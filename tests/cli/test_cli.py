@@ -1,0 +1,175 @@
+"""The command line, as a user runs it: exit codes, messages, no tracebacks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from narrowcast.cli import main
+
+SUBJECT = '''
+import torch
+import narrowcast as nc
+
+def subject():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    return nc.Subject(model, (torch.ones(2, 8),), metric=lambda m: float(m(torch.ones(2, 8)).sum()), name="tiny")
+
+def other():
+    return 3
+
+def failing():
+    raise KeyError("weights")
+'''
+
+
+@pytest.fixture
+def target(tmp_path):
+    file = tmp_path / "tiny.py"
+    file.write_text(SUBJECT)
+    return file
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command line in this process: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return stopped.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_explain_shows_ops_casts_and_totals(cli, target):
+    """The main job."""
+    code, out, err = cli("explain", target)
+    assert code == 0 and err == ""
+    for word in ("tiny", "policy native", "aten.linear", "aten.gelu", "lower", "unlisted", "fp32 -> bf16", "totals"):
+        assert word in out
+
+
+def test_explain_run_compares(cli, target):
+    """--run adds outputs, metric and cost."""
+    code, out, _ = cli("explain", target, "--run", "--dtype", "fp16")
+    assert code == 0
+    assert "SQNR" in out and "metric" in out and "fp16" in out
+
+
+def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
+    """--json to a file and to the terminal."""
+    code, out, _ = cli("explain", target, "--device", "cuda", "--policy", "safe", "--json", "-")
+    assert code == 0
+    data = json.loads(out)
+    assert data["device_type"] == "cuda" and data["policy"] == "safe"
+    code, out, _ = cli("explain", target, "--json", tmp_path / "e.json", "--casts")
+    assert code == 0 and json.loads((tmp_path / "e.json").read_text())["subject"] == "tiny"
+    assert "all 3 casts" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing.py", "no such file"),
+        ("no.such.module", "No module named"),
+        ("{}:other", "returned a int"),
+        ("{}:failing", "KeyError"),
+        ("{}:missing", "defines no function missing()"),
+        ("json", "defines no function subject()"),
+    ],
+)
+def test_a_bad_target_is_said_in_four_parts(cli, target, name, said):
+    """Exit code 2, no traceback."""
+    code, out, err = cli("explain", name.format(target))
+    assert code == 2 and out == ""
+    assert err.startswith("TargetError: target ") and said in err
+    assert "TARGET is a file" in err and "Traceback" not in err
+    assert len(err.splitlines()) >= 3
+
+
+def test_a_target_with_a_syntax_error_names_its_line(cli, tmp_path):
+    """The user's file and line."""
+    bad = tmp_path / "bad.py"
+    bad.write_text("x = 1\ndef subject(:\n")
+    code, _, err = cli("explain", bad)
+    assert code == 2 and "bad.py:2" in err and "SyntaxError" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[rule]]\nop = "aten.sofmax.int"\naction = "full"\n', ("UnknownOpError", "p.toml:2", "aten.softmax.int")),
+        ('[[rule]]\nop = "aten.gelu"\naction = "ful"\n', ("PolicyError", "p.toml:3", "did you mean 'full'")),
+        ('[[rule]]\nop = "aten.gelu"\naction = "full"\n' * 2, ("PolicyError", "duplicate", "p.toml:5", "p.toml:2")),
+        ('[[rule]]\nop = "aten.gelu"\naction = "full"\n[[rule]]\nop = "aten.gelu"\naction = "lower"\n',
+         ("PolicyConflictError", "p.toml:5", "p.toml:2", "override = true")),
+        ('[[rule]]\nop = "nolib.pool"\naction = "full"\n', ("UnknownOpError", "p.toml:2", "import the library")),
+    ],
+)  # fmt: skip
+def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, said):
+    """By explain and by policy check alike."""
+    file = tmp_path / "p.toml"
+    file.write_text(text)
+    for command in (("explain", target, "--policy", file), ("policy", "check", file)):
+        code, _, err = cli(*command)
+        assert code == 2, err
+        assert all(word in err for word in said), err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--device", "tpu"), "tpu"),
+        (("--dtype", "float8_e4m3fn"), "8-bit formats need scales"),
+        (("--dtype", "fp99"), "no such format"),
+        (("--policy", "fastest"), "no such built-in policy"),
+        (("--policy", "none.toml"), "none.toml"),
+        (("--device", "cuda", "--run"), "Leave run away"),
+        (("--nonsense",), "No such option"),
+    ],
+)
+def test_bad_options_exit_with_2(cli, target, options, said):
+    """And say what to do."""
+    code, out, err = cli("explain", target, *options)
+    assert code == 2 and said in err and "Traceback" not in err and out == ""
+
+
+def test_traceback_on_request(target):
+    """--traceback raises."""
+    from narrowcast.errors import TargetError
+
+    with pytest.raises(TargetError):
+        main(["--traceback", "explain", "nothing.py"])
+
+
+def test_policy_show_check_and_diff(cli, tmp_path):
+    """Rules with reasons; findings; differences."""
+    code, out, _ = cli("policy", "show", "native", "--device", "cuda")
+    assert code == 0 and "aten.softmax.int: full_set_dtype" in out
+    code, out, _ = cli("policy", "check", "safe")
+    assert code == 0 and "0 findings" in out
+    code, out, _ = cli("policy", "diff", "native", "safe")
+    assert code == 0 and "aten.cat.default: promote -> align" in out and "weight cache native -> off" in out
+    file = tmp_path / "p.toml"
+    file.write_text('extends = "native"\n[[rule]]\nop = "aten.mm.default"\naction = "lower"\n')
+    code, out, _ = cli("policy", "check", file)
+    assert code == 1 and "changes nothing" in out
+
+
+def test_help_and_no_arguments(cli):
+    """A stranger's first two tries."""
+    assert cli("--help")[0] == 0
+    code, out, err = cli()
+    assert code in (0, 2) and "explain" in out + err
+
+
+def test_the_installed_command_runs():
+    """python -m narrowcast, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowcast", "explain", "nothing.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "no such file" in done.stderr

@@ -1,0 +1,56 @@
+"""Errors and memory, against hand-made cases."""
+
+import math
+
+import torch
+
+from narrowcast.numerics import compare, output_errors, peak_bytes, relative_error, sqnr_db
+
+
+def test_sqnr_and_relative_error_of_a_known_noise():
+    """Noise of a tenth of the signal: 20 dB."""
+    ref = torch.tensor([3.0, 4.0])
+    x = ref * 1.1
+    assert math.isclose(sqnr_db(ref, x), 20.0, abs_tol=1e-4)
+    assert math.isclose(relative_error(ref, x), 0.1, abs_tol=1e-6)
+
+
+def test_equal_zero_and_broken_tensors():
+    """Infinity, zero reference, NaN; the same infinity on both sides is no error."""
+    one = torch.ones(3)
+    assert sqnr_db(one, one) == math.inf and relative_error(one, one) == 0
+    assert sqnr_db(torch.zeros(3), one) == -math.inf and relative_error(torch.zeros(3), one) == math.inf
+    assert math.isnan(sqnr_db(one, one * math.nan))
+    both = torch.tensor([math.inf, 1.0])
+    assert sqnr_db(both, both.clone()) == math.inf
+
+
+def test_outputs_are_compared_by_name():
+    """Nested; integers are left out."""
+    ref = {"a": torch.ones(2), "b": (torch.ones(2), torch.tensor([1]))}
+    rows = output_errors(ref, {"a": torch.ones(2).bfloat16(), "b": (torch.zeros(2), torch.tensor([1]))})
+    assert [(r.name, r.found, r.largest_error) for r in rows] == [("['a']", "bf16", 0.0), ("['b'][0]", "fp32", 1.0)]
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    """Views count nothing, freed tensors no longer, inputs not at all."""
+    x = torch.ones(1000)
+
+    def run():
+        a = x + 1  # 4000
+        a = a.view(10, 100)
+        b = a + 1  # 8000
+        del a
+        c = b + 1  # 8000 again
+        return c
+
+    result, peak = peak_bytes(run)
+    assert peak == 8000 and result.shape == (10, 100)
+
+
+def test_compare_runs_both_and_keeps_metrics():
+    """Ratios of alternating pairs."""
+    found = compare(lambda: torch.ones(4), lambda: torch.ones(4), {"m": 1.0}, {"m": 2.0}, repeats=3)
+    assert found.outputs[0].sqnr_db == math.inf and found.metric_found == {"m": 2.0}
+    low, high = found.time_quartiles
+    assert low <= found.time_ratio <= high

@@ -1,0 +1,174 @@
+"""explain: fake where possible, real where not, nothing left behind."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import narrowcast as nc
+from narrowcast.errors import NarrowcastError, RegionError
+
+x = torch.randn(4, 8)
+
+
+class Net(torch.nn.Module):
+    """Convolution-free, with batch norm and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.b = torch.nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+
+    def forward(self, x, scale=1.0):
+        return torch.softmax(self.b(F.gelu(self.norm(self.a(x)))) * scale, -1)
+
+
+class LooksAtValues(Net):
+    """Control flow that depends on data."""
+
+    def forward(self, x, scale=1.0):
+        return super().forward(x if x.sum().item() > -1e9 else -x, scale)
+
+
+def state(module):
+    return {k: v.clone() for k, v in module.state_dict().items()}
+
+
+def unchanged(module, before):
+    return all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [Net, LooksAtValues])
+def test_a_model_is_explained_and_left_as_it_was(kind):
+    """Batch norm statistics, random state and parameters, fake or real."""
+    net = kind()
+    before, random = state(net), torch.random.get_rng_state()
+    found = nc.explain(net, x, scale=2.0)
+    assert found.ran_on.startswith("fake" if kind is Net else "the model itself")
+    assert ("_local_scalar_dense" in found.note) == (kind is LooksAtValues)
+    assert unchanged(net, before) and torch.equal(torch.random.get_rng_state(), random)
+    assert found.ledger.op_formats()["aten.linear.default"] == {"bf16": 2}
+    assert {m.module_path for m in found.module_rows()} == {"a", "b"}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_fake_and_real_runs_agree():
+    """The same casts and calls."""
+    net = Net()
+    fake, real = nc.explain(net, x), nc.explain(net, x, real=True)
+    assert real.ran_on == "the model itself"
+    assert fake.ledger.diff(real.ledger) == ()
+    assert [(r.op, r.calls, r.computes) for r in fake.op_rows()] == [(r.op, r.calls, r.computes) for r in real.op_rows()]
+    a, b = fake.ledger.totals(), real.ledger.totals()
+    assert replace(a, op_bytes=0) == replace(b, op_bytes=0)
+    assert a.op_bytes == pytest.approx(b.op_bytes, rel=0.05)  # a fake kernel may return statistics of another size
+
+
+def test_a_tied_weight_is_cast_once():
+    """It is one tensor in the fake model too."""
+    found = nc.explain(Net(), x)
+    weights = [(c.module_path, c.how) for c in found.ledger.casts if c.argument == "weight"]
+    assert weights == [("a", "copied"), ("b", "cached")]
+
+
+def test_a_model_on_meta_needs_no_memory():
+    """64 GiB of weights."""
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Linear(1 << 17, 1 << 17, bias=False))
+    found = nc.explain(net, torch.empty(2, 1 << 17, device="meta"))
+    assert found.ledger.totals().cast_bytes > (1 << 34) * 6
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps", "mtia", "maia"])
+def test_devices_that_are_not_here_are_stood_in_for(device):
+    """Their lists, their default format."""
+    found = nc.explain(Net(), x, device=device)
+    assert found.device_type == device and "standing in" in found.ran_on
+    assert found.low == ("bf16" if device == "maia" else "fp16")
+    rows = {r.op: r for r in found.op_rows()}
+    assert rows["aten.linear.default"].computes == found.low
+    assert rows["aten.softmax.int"].computes == "fp32"
+    assert found.policy == "native"
+
+
+def test_under_a_policy_the_reasons_are_its_rules():
+    """Reason and action of the user's own rule."""
+    rule = nc.Rule("aten.gelu", "full", module="", reason="overflows in layer 3")
+    found = nc.explain(Net(), x, policy=nc.Policy.native().with_rules(rule, name="mine"))
+    row = next(r for r in found.op_rows() if r.op == "aten.gelu.default")
+    assert (row.action, row.reason, row.computes) == ("full", "overflows in layer 3", "fp32")
+    assert found.policy == "mine"
+
+
+def test_a_function_can_be_explained():
+    """A model is any callable."""
+    net = Net()
+    found = nc.explain(lambda t: net(t).sum(), x)
+    assert found.ran_on.startswith("fake") and len(found.ledger.casts) == 5
+
+
+def test_a_model_that_raises_raises():
+    """Its own error, in a real run."""
+    with pytest.raises(ZeroDivisionError):
+        nc.explain(lambda t: 1 / 0, x)
+
+
+def test_a_refused_call_is_shown_with_what_ran_before():
+    """A policy that refuses does not lose the report."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.softmax.int", "refuse", reason="not here"))
+    found = nc.explain(Net(), x, policy=policy)
+    assert [r.reason for r in found.ledger.refusals] == ["not here"]
+    assert "RAISED" in found.note and "not here" in str(found)
+
+
+def test_run_compares_with_fp32():
+    """Outputs, metric, time, memory."""
+    net = Net().eval()
+    subject = nc.Subject(net, (x,), metric=lambda m: {"sum": float(m(x).sum())}, name="net")
+    found = nc.explain(subject, run=True)
+    comparison = found.comparison
+    assert comparison is not None
+    (output,) = comparison.outputs
+    assert output.found == "bf16" and 20 < output.sqnr_db < 100 and 0 < output.relative_error < 0.1
+    assert comparison.metric_reference["sum"] == pytest.approx(4)
+    assert comparison.time_ratio > 0 and comparison.reference_peak_bytes > 0 and comparison.memory_ratio > 0
+    text = str(found)
+    for word in ("SQNR", "sum", "peak memory", "alternating pairs"):
+        assert word in text
+
+
+def test_a_metric_may_take_nothing_and_give_a_number():
+    """As the zoo's do."""
+    net = Net().eval()
+    found = nc.explain(nc.Subject(net, (x,), metric=lambda: net(x).sum()), run=True)
+    assert list(found.comparison.metric_found.values()) == [pytest.approx(4, rel=1e-2)]
+
+
+def test_json_has_everything():
+    """With schema names."""
+    data = json.loads(nc.explain(Net(), x).to_json())
+    assert data["schema"] == "narrowcast.explanation/1"
+    assert data["ops"] and data["modules"] and data["ledger"]["casts"]
+
+
+def test_bad_questions():
+    """A device type that is none; running on one that is not here; a subject with arguments."""
+    with pytest.raises(RegionError, match="tpu"):
+        nc.explain(Net(), x, device="tpu")
+    with pytest.raises(RegionError, match="Leave run away"):
+        nc.explain(Net(), x, device="mps", run=True)
+    with pytest.raises(NarrowcastError, match="brings its own"):
+        nc.explain(nc.Subject(Net(), (x,)), x)
+
+
+def test_a_fake_run_moves_no_data():
+    """The input may be poisoned: nothing is read."""
+    net = Net()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(float("nan"))
+    assert nc.explain(net, x).ran_on.startswith("fake")

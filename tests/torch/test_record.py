@@ -1,0 +1,189 @@
+"""Recording: every cast with its op, place, rule; forward and backward."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import narrowcast as nc
+from narrowcast.errors import RefusedError
+
+x = torch.randn(4, 8)
+
+
+class Block(torch.nn.Module):
+    """A linear layer and its activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.gelu(self.proj(x))
+
+
+def model():
+    return torch.nn.Sequential(Block(), Block())
+
+
+def test_each_cast_names_op_argument_module_line_and_rule():
+    """Also under torch's own region."""
+    net = model()
+    for region in (torch.autocast("cpu"), nc.autocast("cpu")):
+        with nc.record() as ledger, region:
+            net(x)
+        assert [(c.argument, c.module_path, c.kind) for c in sorted(ledger.casts, key=lambda c: (c.module_path, c.argument))] == [
+            ("bias", "0.proj", "weight"), ("input", "0.proj", "input"), ("weight", "0.proj", "weight"),
+            ("bias", "1.proj", "weight"), ("weight", "1.proj", "weight"),
+        ]  # fmt: skip
+        first = ledger.casts[0]
+        assert first.op == "aten.linear.default"
+        assert (first.src, first.dst, first.how, first.direction) == ("fp32", "bf16", "copied", "forward")
+        assert first.file == __file__
+        assert "self.proj(x)" in open(__file__, encoding="utf-8").read().splitlines()[first.line - 1]  # noqa: PTH123, SIM115
+        assert first.rule == "aten.linear.default: lower" and first.reason and first.source
+        weight = next(c for c in ledger.casts if c.argument == "weight")
+        assert weight.elements == 64 and weight.moved_bytes == 64 * (4 + 2)
+
+
+def test_backward_casts_are_listed_with_their_forward_place():
+    """The gradient of each cast that required one."""
+    net = model()
+    with nc.record() as ledger, torch.autocast("cpu"):
+        net(x).sum().backward()
+    backward = sorted((c.module_path, c.argument) for c in ledger.casts if c.direction == "backward")
+    assert backward == [("0.proj", "bias"), ("0.proj", "weight"), ("1.proj", "bias"), ("1.proj", "weight")]
+    assert {(c.src, c.dst) for c in ledger.casts if c.direction == "backward"} == {("bf16", "fp32")}
+    assert all(c.file == __file__ for c in ledger.casts)
+
+
+def test_what_the_cache_served_is_listed_as_cached():
+    """It moves no bytes."""
+    net = torch.nn.Linear(8, 8)
+    with nc.record() as ledger, torch.autocast("cpu"):
+        net(x)
+        net(x)
+    how = [(c.argument, c.how) for c in ledger.casts if c.argument == "weight"]
+    assert how == [("weight", "copied"), ("weight", "cached")]
+    assert ledger.totals().cached == 2
+    assert all(c.moved_bytes == 0 for c in ledger.casts if c.how == "cached")
+    again = [c for c in ledger.casts if c.argument == "input"]
+    assert [c.repeated for c in again] == [False, True], "the same input is cast again"
+
+
+def test_casts_that_the_user_writes_are_not_autocasting_s():
+    """x.half() is theirs."""
+    with nc.record() as ledger, torch.autocast("cpu"):
+        x.half().float().bfloat16()
+    assert ledger.casts == []
+
+
+def test_without_a_region_nothing_is_cast():
+    """The calls are counted all the same."""
+    with nc.record() as ledger:
+        model()(x)
+    assert ledger.casts == []
+    assert ledger.op_formats()["aten.addmm.default"] == {"fp32": 2}
+
+
+def test_op_by_format_counts_follow_the_decision():
+    """The op that autocasting knows is counted, not its parts."""
+    with nc.record() as ledger, torch.autocast("cpu"):
+        model()(x)
+    table = ledger.op_formats()
+    assert table["aten.linear.default"] == {"bf16": 2}
+    assert table["aten.gelu.default"] == {"bf16": 2}
+    assert "aten.addmm.default" not in table
+    unlisted = [k for k in ledger.calls if k.op == "aten.gelu.default"]
+    assert {k.action for k in unlisted} == {"unlisted"}
+
+
+def test_set_dtype_shows_as_a_cast_of_the_first_argument():
+    """cuda's softmax rule, on the cpu."""
+    with nc.record() as ledger, nc.autocast("cpu", policy="native:cuda"):
+        torch.softmax(x.bfloat16(), -1)
+    assert [(c.op, c.argument, c.src, c.dst, c.action) for c in ledger.casts] == [
+        ("aten.softmax.int", "self", "bf16", "fp32", "full_set_dtype")
+    ]
+
+
+def test_refusals_are_recorded_and_still_raised():
+    """By our kernels and by torch's."""
+    refusing = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason="no"))
+    with nc.record() as ledger:
+        with pytest.raises(RefusedError), nc.autocast("cpu", policy=refusing):
+            F.gelu(x)
+        with pytest.raises(RuntimeError, match="prioritize"), torch.autocast("cpu"):
+            torch.cat([x.half(), x.bfloat16()])
+    assert [(r.op, r.reason.partition(" ")[0]) for r in ledger.refusals] == [
+        ("aten.gelu.default", "no"), ("aten.cat.default", "native")
+    ]  # fmt: skip
+    assert all(r.file == __file__ and r.line for r in ledger.refusals)
+
+
+def test_recordings_nest_and_leave_nothing_behind():
+    """The kernels that a recording registers go with the last one."""
+    before = torch._C._dispatch_dump("aten::mm")
+    with nc.record() as outer:
+        with nc.record() as inner, torch.autocast("cpu"):
+            torch.mm(x, x.t())
+        with torch.autocast("cpu"):
+            torch.mm(x, x.t())
+    assert len(inner.casts) == 2 and len(outer.casts) == 4
+    assert torch._C._dispatch_dump("aten::mm") == before
+
+
+def test_a_recording_that_raises_leaves_nothing_behind():
+    """The exception passes, the state is as before."""
+    before = torch._C._dispatch_dump("aten::mm")
+    with pytest.raises(ZeroDivisionError), nc.record(), torch.autocast("cpu"):
+        raise ZeroDivisionError
+    assert torch._C._dispatch_dump("aten::mm") == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_another_thread_is_not_recorded():
+    """A recording sees its own thread."""
+    found = []
+
+    def work():
+        with torch.autocast("cpu"):
+            found.append(torch.mm(x, x.t()).dtype)
+
+    with nc.record() as ledger:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [torch.bfloat16] and ledger.casts == []
+
+
+def test_recording_changes_no_bits():
+    """Forward and backward, native and under a policy."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "to(fp16)"))
+    for region in (lambda: torch.autocast("cpu"), lambda: nc.autocast("cpu", policy=policy)):
+        net = model()
+        results = []
+        for recorded in (False, True):
+            net.zero_grad()
+            with region():
+                if recorded:
+                    with nc.record():
+                        out = net(x)
+                else:
+                    out = net(x)
+            out.sum().backward()
+            results.append((out.detach(), net[0].proj.weight.grad.clone()))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_ops_whose_kernels_call_listed_ops_are_recorded_as_they_run():
+    """torch switches autocast off under a dispatch mode; a recording must not change results."""
+    for op in (lambda: torch.matrix_exp(torch.eye(3)), lambda: F.bilinear(torch.ones(2, 3), torch.ones(2, 3), torch.rand(4, 3, 3))):
+        torch.manual_seed(0)
+        with torch.autocast("cpu"):
+            plain = op()
+        torch.manual_seed(0)
+        with nc.record(), torch.autocast("cpu"):
+            recorded = op()
+        assert plain.dtype is recorded.dtype and torch.equal(plain, recorded)
