@@ -15,5 +15,7 @@ def pytest_sessionfinish(session, exitstatus):
         return
     skipped = len(reporter.stats.get("skipped", []))
     if skipped > ALLOWED_SKIPS and exitstatus == 0 and not session.config.option.collectonly:
-        reporter.write_line(f"{skipped} tests skipped where {ALLOWED_SKIPS} are known: see -ra for the reasons", red=True)
+        reporter.write_line(
+            f"{skipped} tests skipped where {ALLOWED_SKIPS} are known: see -ra for the reasons", red=True
+        )
         session.exitstatus = 1

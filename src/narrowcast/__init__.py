@@ -13,7 +13,8 @@ from narrowcast.policy import Action, Place, Policy, Rule, lint_policy
 from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
-    from narrowcast.eager import autocast, record
+    from narrowcast.eager import autocast
+    from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
     from narrowcast.numerics import round_to
 

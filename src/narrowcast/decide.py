@@ -78,9 +78,9 @@ class Plan:
     @property
     def changes_nothing(self) -> bool:
         """Whether the call may run exactly as it came."""
-        return not (
-            self.shields or self.set_dtype or self.append_dtype or self.output or self.refused
-        ) and not any(self.formats)
+        return not (self.shields or self.set_dtype or self.append_dtype or self.output or self.refused) and not any(
+            self.formats
+        )
 
 
 def decide(call: Call, policy: Policy, region: Region) -> Plan:

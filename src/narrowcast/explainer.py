@@ -154,8 +154,12 @@ def _record(
         except Exception as error:
             failure = error
     if _has_meta(subject):
-        raise failure if failure is not None else NarrowcastError(
-            "explain with real=True", "the model has meta tensors", advice="Leave real away, or load the weights."
+        raise (
+            failure
+            if failure is not None
+            else NarrowcastError(
+                "explain with real=True", "the model has meta tensors", advice="Leave real away, or load the weights."
+            )
         )
     with _restored(subject), record() as ledger, region:
         try:

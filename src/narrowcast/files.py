@@ -14,12 +14,12 @@ def replace_text(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
         if path.exists():
-            os.chmod(temporary, path.stat().st_mode & 0o7777)
+            Path(temporary).chmod(path.stat().st_mode & 0o7777)
         else:
             mask = os.umask(0)
             os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
+            Path(temporary).chmod(0o666 & ~mask)
+        Path(temporary).replace(path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink()
         raise

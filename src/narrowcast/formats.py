@@ -34,7 +34,7 @@ class Format:
     @property
     def max_exponent(self) -> int:
         """The exponent e of the largest finite value, 2**e <= max < 2**(e+1)."""
-        return 2**self.exponent_bits - 1 - self.largest_exponent_codes_lost - self.bias
+        return (1 << self.exponent_bits) - 1 - self.largest_exponent_codes_lost - self.bias
 
     @property
     def min_exponent(self) -> int:
@@ -44,8 +44,8 @@ class Format:
     @property
     def max(self) -> float:
         """The largest finite value."""
-        fraction = 2**self.mantissa_bits - 1 - self.top_mantissa_codes_lost
-        return float(2**self.mantissa_bits + fraction) * 2.0 ** (self.max_exponent - self.mantissa_bits)
+        fraction = (1 << self.mantissa_bits) - 1 - self.top_mantissa_codes_lost
+        return float((1 << self.mantissa_bits) + fraction) * 2.0 ** (self.max_exponent - self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
@@ -84,9 +84,7 @@ e5m2 = Format("e5m2", 8, 5, 2, 15)
 e4m3fnuz = Format("e4m3fnuz", 8, 4, 3, 8, has_inf=False, has_negative_zero=False, largest_exponent_codes_lost=0)
 e5m2fnuz = Format("e5m2fnuz", 8, 5, 2, 16, has_inf=False, has_negative_zero=False, largest_exponent_codes_lost=0)
 
-FORMATS: dict[str, Format] = {
-    f.name: f for f in (fp64, fp32, tf32, bf16, fp16, e4m3fn, e5m2, e4m3fnuz, e5m2fnuz)
-}
+FORMATS: dict[str, Format] = {f.name: f for f in (fp64, fp32, tf32, bf16, fp16, e4m3fn, e5m2, e4m3fnuz, e5m2fnuz)}
 _SPELLINGS = {
     "float64": fp64, "double": fp64, "float32": fp32, "float": fp32, "bfloat16": bf16, "float16": fp16, "half": fp16,
     "e4m3": e4m3fn, "float8_e4m3fn": e4m3fn, "float8_e5m2": e5m2,
@@ -148,7 +146,7 @@ def widest(formats: Iterable[Format]) -> Format:
         raise FormatError(
             asked=f"the widest of {[f.name for f in names]}",
             found=f"{outside[0]} takes no part in promotion" if outside else "no formats",
-            advice="Cast with action = \"to(...)\" first; promotion knows bf16, fp16, fp32 and fp64.",
+            advice='Cast with action = "to(...)" first; promotion knows bf16, fp16, fp32 and fp64.',
         )
     if fp64 in names:
         return fp64

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -89,15 +89,19 @@ def op_id(op: OpOverload) -> str:
 
 # Functional ops whose result is their input moved, converted or only shaped: patterns in a policy pass them by.
 _NO_COMPUTATION = frozenset(
-    "_to_copy to clone contiguous copy detach alias lift lift_fresh lift_fresh_copy type_as _autocast_to_full_precision "
-    "_autocast_to_reduced_precision empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-    "new_empty new_zeros new_ones new_full new_empty_strided bernoulli multinomial _reshape_alias reshape item "
-    "_local_scalar_dense is_same_size equal allclose isclose result_type can_cast isnan isinf isfinite sym_size "
-    "_has_same_storage_numel _fw_primal _make_dual _unsafe_view _conj _neg_view resolve_conj resolve_neg".split()
+    """
+    _to_copy to clone contiguous copy detach alias lift lift_fresh lift_fresh_copy type_as
+    _autocast_to_full_precision _autocast_to_reduced_precision empty_like zeros_like ones_like
+    full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
+    new_empty_strided bernoulli multinomial _reshape_alias reshape item _local_scalar_dense
+    is_same_size equal allclose isclose result_type can_cast isnan isinf isfinite sym_size
+    _has_same_storage_numel _fw_primal _make_dual _unsafe_view _conj _neg_view resolve_conj
+    resolve_neg
+    """.split()  # noqa: SIM905
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of an overload, read from its schema once."""
     schema = op._schema
@@ -124,8 +128,11 @@ def find_op(identity: str) -> OpOverload | None:
     """The overload with that op id, or None if nothing registers it."""
     namespace, _, rest = identity.partition(".")
     name, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+    packet: Any = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    found: OpOverload | None = getattr(packet, overload, None)
+    return found
 
 
 def ops_in(namespace: str) -> tuple[OpOverload, ...]:
@@ -153,7 +160,7 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     """The overloads that a rule names. UnknownOpError, with the rule's file:line, if there is none."""
     if not rule.is_pattern:
         op = find_op(rule.op)
-        found = (op,) if op is not None else ()
+        found: tuple[OpOverload, ...] = (op,) if op is not None else ()
     else:
         namespace = rule.op.partition(".")[0]
         found = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
@@ -175,21 +182,22 @@ def check_ops(policy: Policy) -> None:
             ops_of(rule)
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload_with_dtype(op: OpOverload) -> OpOverload | None:
-    """The overload of the same op that takes the same arguments and a required dtype (norm.Scalar -> ScalarOpt_dtype)."""
+    """The overload of the same op that takes the same arguments and a dtype (norm.Scalar -> ScalarOpt_dtype)."""
     names = [a.name for a in op._schema.arguments]
     packet = op.overloadpacket
     for overload in packet.overloads():
         other = getattr(packet, overload)
         arguments = other._schema.arguments
         if [a.name for a in arguments] == [*names, "dtype"] and not op_facts(other).writes:
-            return other
+            found: OpOverload = other
+            return found
     return None
 
 
 def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
-    """The default values of the positional arguments from number `given` on (the dispatcher leaves trailing ones out)."""
+    """The default values of the positional arguments from number `given` on (trailing ones are left out)."""
     return tuple(a.default_value for a in op._schema.arguments[given:] if not a.kwarg_only)
 
 
@@ -201,7 +209,7 @@ def autocast_key_name(device_type: str) -> str:
     return f"Autocast{device_type.upper()}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def autocast_key(device_type: str) -> DispatchKey:
     """The key of that name. Parsed, not looked up: Python's enum lacks some (AutocastMTIA in torch 2.13)."""
     key: DispatchKey = torch._C._dispatch_key_parse(autocast_key_name(device_type))
@@ -232,7 +240,7 @@ def registered_ops(device_type: str) -> tuple[str, ...]:
 class Registration:
     """Python kernels `kernel(keyset, *args, **kwargs)` registered for ops at an Autocast key, until removed."""
 
-    def __init__(self, kernels: list[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
+    def __init__(self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
         self._libraries = {op.namespace: torch.library.Library(op.namespace, "IMPL") for op, _ in kernels}
         key = autocast_key_name(device_type)
         with warnings.catch_warnings():
@@ -261,11 +269,12 @@ def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
 
     torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
     """
-    with torch._C._RestorePythonTLSSnapshot():
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         on = tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    # On its way out that guard takes the present state for the snapshot. Leaving it once more in the old state mends it.
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C._RestorePythonTLSSnapshot():
+    # On its way out that guard takes the present state for the snapshot. Leaving it again in the old state mends it.
+    restore = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
+    with torch._C._ForceDispatchKeyGuard(include, exclude), restore():
         pass
     return on
 
@@ -319,7 +328,7 @@ def regions_of_recomputation() -> int:
 
 def next_sequence_number() -> int:
     """The sequence number that the next autograd node of this thread will get."""
-    number: int = torch.autograd._get_sequence_nr()
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
 

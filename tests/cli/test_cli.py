@@ -8,7 +8,7 @@ import pytest
 
 from narrowcast.cli import main
 
-SUBJECT = '''
+SUBJECT = """
 import torch
 import narrowcast as nc
 
@@ -21,7 +21,7 @@ def other():
 
 def failing():
     raise KeyError("weights")
-'''
+"""
 
 
 @pytest.fixture

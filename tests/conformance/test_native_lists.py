@@ -129,7 +129,7 @@ def native_region(device_type, low):
 
 @pytest.mark.parametrize("device_type", FAKED)
 def test_decide_plans_the_casts_that_torch_makes(device_type):
-    """Every entry of torch's lists whose op has a kernel here: the same casts, of the same tensors, to the same dtypes."""
+    """Every entry whose op has a kernel here: the same casts, of the same tensors, to the same dtypes."""
     ops = tuple(find_op(r.op) for r in nc.Policy.native(device_type).rules if find_op(r.op) is not None)
     wrong, checked, refused = [], set(), set()
     low = torch.bfloat16 if device_type == "cpu" else torch.float16

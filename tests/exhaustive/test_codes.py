@@ -69,7 +69,9 @@ def oracle(value: float, f) -> Fraction | float:
 def test_round_to_is_right_at_and_beside_every_midpoint(f):
     """Each value, each midpoint of neighbours, and the fp64 numbers just beside it; beyond the largest; NaN."""
     values = finite(f) if f.bits <= 16 else finite(bf16)
-    ends = torch.tensor([f.max, f.max + 2.0 ** (f.max_exponent - f.mantissa_bits - 1), 1e300, math.inf, 5e-324, f.smallest / 2])
+    ends = torch.tensor(
+        [f.max, f.max + 2.0 ** (f.max_exponent - f.mantissa_bits - 1), 1e300, math.inf, 5e-324, f.smallest / 2]
+    )
     values = torch.cat([values, ends, -ends])
     middles = (values[1:] + values[:-1]) / 2
     middles = middles[torch.isfinite(middles)]

@@ -13,15 +13,32 @@ promotable = st.sampled_from([bf16, fp16, fp32, fp64])
 any_format = st.sampled_from([*FORMATS.values()])
 stored = st.one_of(st.none(), st.sampled_from([f for f in FORMATS.values() if f.name != "tf32"]))
 actions = st.sampled_from(
-    ["lower", "full", "full_set_dtype", "full_append_dtype", "promote", "follow", "align", "inside", "to(fp16)", "refuse"]
+    [
+        "lower",
+        "full",
+        "full_set_dtype",
+        "full_append_dtype",
+        "promote",
+        "follow",
+        "align",
+        "inside",
+        "to(fp16)",
+        "refuse",
+    ]
 )
 paths = st.sampled_from(["", "a", "a.b", "a.b.c", "d"])
 arguments = st.builds(
-    Argument, st.sampled_from(["x", "y", "z"]), stored, st.sampled_from(["cpu", "cuda"]), st.sampled_from([False, False, True])
+    Argument,
+    st.sampled_from(["x", "y", "z"]),
+    stored,
+    st.sampled_from(["cpu", "cuda"]),
+    st.sampled_from([False, False, True]),
 )
 calls = st.builds(
     Call,
-    st.sampled_from(["aten.gelu.default", "aten.relu.default", "aten.linear.default", "aten.cat.default", "lib.op.default"]),
+    st.sampled_from(
+        ["aten.gelu.default", "aten.relu.default", "aten.linear.default", "aten.cat.default", "lib.op.default"]
+    ),
     st.lists(arguments, max_size=5).map(tuple),
     st.builds(Place, paths),
     st.sampled_from([frozenset(), frozenset(["dtype"])]),

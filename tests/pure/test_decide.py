@@ -89,7 +89,12 @@ def test_promote_refuses_a_third_format_as_native_does(given):
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [((bf16, fp16), (fp32, fp32)), ((bf16, bf16), (None, None)), ((fp32, bf16), (None, fp32)), ((fp64, bf16), (None, fp64))],
+    [
+        ((bf16, fp16), (fp32, fp32)),
+        ((bf16, bf16), (None, None)),
+        ((fp32, bf16), (None, fp32)),
+        ((fp64, bf16), (None, fp64)),
+    ],
 )
 def test_align_takes_the_widest(given, expected):
     """Where nothing is written."""
@@ -133,7 +138,11 @@ def test_refuse_gives_the_rule_s_reason():
 
 def test_one_argument_may_have_its_own_rule():
     """Cast this, keep that."""
-    rules = (Rule("aten.op", "full"), Rule("aten.op", "follow", argument="a1"), Rule("aten.op", "to(fp16)", argument="a2"))
+    rules = (
+        Rule("aten.op", "full"),
+        Rule("aten.op", "follow", argument="a1"),
+        Rule("aten.op", "to(fp16)", argument="a2"),
+    )
     plan = decide(call("aten.op.default", bf16, bf16, bf16), Policy("p", (rules,)), CPU)
     assert plan.formats == (fp32, None, fp16)
     alone = Policy("p", ((Rule("aten.op", "lower", argument="a1"),),))
@@ -164,7 +173,9 @@ def test_an_unresolved_policy_is_resolved_for_the_region():
 def test_a_decision_takes_under_ten_microseconds():
     """The best of several runs: a bound on the code, not on the machine's load."""
     layered = Policy.native().with_rules(Rule("aten.linear", "full", module="encoder.layer.3.*"))
-    linear = Call("aten.linear.default", tuple(Argument(n, fp32) for n in ("input", "weight", "bias")), Place("encoder.layer.4"))
+    linear = Call(
+        "aten.linear.default", tuple(Argument(n, fp32) for n in ("input", "weight", "bias")), Place("encoder.layer.4")
+    )
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()

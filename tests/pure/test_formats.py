@@ -78,7 +78,9 @@ def test_widest_refuses_what_torch_does_not_promote(formats):
         widest(formats)
 
 
-@pytest.mark.parametrize(("text", "expected"), [("bf16", bf16), ("torch.float16", fp16), ("half", fp16), ("e4m3", e4m3fn)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("bf16", bf16), ("torch.float16", fp16), ("half", fp16), ("e4m3", e4m3fn)]
+)
 def test_formats_are_known_by_torch_names_too(text, expected):
     """A dtype's name is as good as a format's."""
     assert parse_format(text) is expected

@@ -26,7 +26,9 @@ def ledger(*casts):
 
 def test_totals_add_up():
     """Copied casts move bytes; cached ones do not."""
-    t = ledger(CAST, replace(CAST, how="cached", moved_bytes=0), replace(CAST, direction="backward", repeated=True)).totals()
+    t = ledger(
+        CAST, replace(CAST, how="cached", moved_bytes=0), replace(CAST, direction="backward", repeated=True)
+    ).totals()
     assert (t.casts, t.copied, t.cached, t.forward, t.backward, t.repeated) == (3, 2, 1, 2, 1, 1)
     assert (t.cast_bytes, t.op_bytes, t.calls, t.refusals) == (1200, 2000, 2, 1)
     assert t.share_of_casts == pytest.approx(1200 / 3200)
@@ -91,5 +93,15 @@ def test_an_explanation_groups_and_sorts():
 def test_the_text_of_a_ledger_names_op_place_and_rule():
     """What a stranger reads."""
     text = str(ledger(CAST))
-    for word in ("aten.linear", "weight", "encoder.0", "model.py:7", "fp32 -> bf16", "600 B", "copied", "lower", "unsafe"):
+    for word in (
+        "aten.linear",
+        "weight",
+        "encoder.0",
+        "model.py:7",
+        "fp32 -> bf16",
+        "600 B",
+        "copied",
+        "lower",
+        "unsafe",
+    ):
         assert word in text

@@ -1,5 +1,7 @@
 """The TOML form: comments kept, errors with file and line."""
 
+from pathlib import Path
+
 import pytest
 
 from narrowcast.errors import PolicyConflictError, PolicyError, UnknownOpError
@@ -45,11 +47,9 @@ def test_saving_keeps_comments_and_adds_new_rules_as_a_layer(tmp_path):
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     """Files are replaced at once, or not at all."""
-    import os
-
     file = tmp_path / "train.toml"
     file.write_text(TEXT)
-    monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(Path, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         Policy.native().save(file)
     assert file.read_text() == TEXT
@@ -102,8 +102,12 @@ def test_a_multi_line_string_does_not_shift_the_lines():
 
 def test_a_file_may_extend_a_file(tmp_path):
     """Paths start at the file's folder."""
-    (tmp_path / "base.toml").write_text('name = "base"\nextends = "native"\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
-    (tmp_path / "top.toml").write_text('name = "top"\nextends = "base.toml"\n[[rule]]\nop = "aten.gelu"\naction = "lower"\n')
+    (tmp_path / "base.toml").write_text(
+        'name = "base"\nextends = "native"\n[[rule]]\nop = "aten.gelu"\naction = "full"\n'
+    )
+    (tmp_path / "top.toml").write_text(
+        'name = "top"\nextends = "base.toml"\n[[rule]]\nop = "aten.gelu"\naction = "lower"\n'
+    )
     top = Policy.load(tmp_path / "top.toml")
     assert top.extends == ("native",)
     assert [str(r.action) for r in top.rules] == ["full", "lower"]

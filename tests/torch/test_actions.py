@@ -37,7 +37,9 @@ def test_full_set_dtype():
 
 def test_full_append_dtype():
     """norm has an overload that takes a dtype; left-out arguments keep their defaults."""
-    with under(nc.Rule("aten.norm.Scalar", "full_append_dtype"), nc.Rule("aten.norm.ScalarOpt_dim", "full_append_dtype")):
+    with under(
+        nc.Rule("aten.norm.Scalar", "full_append_dtype"), nc.Rule("aten.norm.ScalarOpt_dim", "full_append_dtype")
+    ):
         low = x.bfloat16()
         norm, norm_dim = torch.ops.aten.norm.Scalar, torch.ops.aten.norm.ScalarOpt_dim
         assert norm(low).dtype is FP

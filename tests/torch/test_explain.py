@@ -62,7 +62,9 @@ def test_fake_and_real_runs_agree():
     fake, real = nc.explain(net, x), nc.explain(net, x, real=True)
     assert real.ran_on == "the model itself"
     assert fake.ledger.diff(real.ledger) == ()
-    assert [(r.op, r.calls, r.computes) for r in fake.op_rows()] == [(r.op, r.calls, r.computes) for r in real.op_rows()]
+    assert [(r.op, r.calls, r.computes) for r in fake.op_rows()] == [
+        (r.op, r.calls, r.computes) for r in real.op_rows()
+    ]
     a, b = fake.ledger.totals(), real.ledger.totals()
     assert replace(a, op_bytes=0) == replace(b, op_bytes=0)
     assert a.op_bytes == pytest.approx(b.op_bytes, rel=0.05)  # a fake kernel may return statistics of another size

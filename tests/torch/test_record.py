@@ -33,7 +33,8 @@ def test_each_cast_names_op_argument_module_line_and_rule():
     for region in (torch.autocast("cpu"), nc.autocast("cpu")):
         with nc.record() as ledger, region:
             net(x)
-        assert [(c.argument, c.module_path, c.kind) for c in sorted(ledger.casts, key=lambda c: (c.module_path, c.argument))] == [
+        found = sorted(ledger.casts, key=lambda c: (c.module_path, c.argument))
+        assert [(c.argument, c.module_path, c.kind) for c in found] == [
             ("bias", "0.proj", "weight"), ("input", "0.proj", "input"), ("weight", "0.proj", "weight"),
             ("bias", "1.proj", "weight"), ("weight", "1.proj", "weight"),
         ]  # fmt: skip
@@ -179,7 +180,10 @@ def test_recording_changes_no_bits():
 
 def test_ops_whose_kernels_call_listed_ops_are_recorded_as_they_run():
     """torch switches autocast off under a dispatch mode; a recording must not change results."""
-    for op in (lambda: torch.matrix_exp(torch.eye(3)), lambda: F.bilinear(torch.ones(2, 3), torch.ones(2, 3), torch.rand(4, 3, 3))):
+    for op in (
+        lambda: torch.matrix_exp(torch.eye(3)),
+        lambda: F.bilinear(torch.ones(2, 3), torch.ones(2, 3), torch.rand(4, 3, 3)),
+    ):
         torch.manual_seed(0)
         with torch.autocast("cpu"):
             plain = op()

@@ -50,7 +50,11 @@ class TestMiniLM:
         assert table["aten.gelu.default"] == {"bf16": 6}
         assert {m.module_path for m in found.module_rows()} >= {"encoder.layer.3.attention.self.query", "pooler.dense"}
         assert all(c.file.endswith("modeling_bert.py") and c.line for c in found.ledger.casts)
-        q_k_v = [c for c in found.ledger.casts if c.module_path.startswith("encoder.layer.0.attention.self.") and c.argument == "input"]
+        q_k_v = [
+            c
+            for c in found.ledger.casts
+            if c.module_path.startswith("encoder.layer.0.attention.self.") and c.argument == "input"
+        ]
         assert [c.repeated for c in q_k_v] == [False, True, True], "x is cast three times for q, k and v"
 
     @pytest.mark.parametrize("real", [False, True])

@@ -9,9 +9,9 @@ import torch
 import typer
 
 from narrowcast.cli.target import load_subject
+from narrowcast.console import print_all, terminal
 from narrowcast.explainer import explain
 from narrowcast.files import replace_text
-from narrowcast.report.console import print_all, terminal
 from narrowcast.report.explain_text import explanation_parts
 
 

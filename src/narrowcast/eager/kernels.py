@@ -70,7 +70,12 @@ class Kernel:
         return self.run(decided, region, tensors, keyset, args, kwargs)
 
     def _decide(
-        self, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion, place: Place = NOWHERE
+        self,
+        tensors: Tensors,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        region: OpenRegion,
+        place: Place = NOWHERE,
     ) -> Decided:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
         device = self.device_type
@@ -316,7 +321,7 @@ def remove_visiting(device_type: str) -> None:
 
 
 def _kernel(op: OpOverload, device_type: str) -> Kernel:
-    """The one kernel object of an op and device type: made while torch's own kernel is the registered one, then kept."""
+    """The one kernel object of an op and device type, made while torch's own kernel is the registered one."""
     pair = (op_facts(op).id, device_type)
     kernel = _kernels.get(pair)
     if kernel is None:

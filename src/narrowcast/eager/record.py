@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def _present_device_types() -> list[str]:
     return [device_type for device_type in DEVICE_TYPES if device_type in types]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
     found = [find_op(rule.op) for rule in Policy.native(device_type).rules]
     return tuple(op for op in found if op is not None)
@@ -173,9 +173,7 @@ class Recorder(TorchDispatchMode):
         if call.plan.refused is not None:
             place = call.place
             self.ledger.refusals.append(
-                Refusal(
-                    call.facts.id, place.module_path, place.file, place.line, call.policy.name, call.plan.refused
-                )
+                Refusal(call.facts.id, place.module_path, place.file, place.line, call.policy.name, call.plan.refused)
             )
 
     # -- seen by the mode ---------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         exc_type: type[BaseException] | None = None,
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,
-    ) -> bool:
+    ) -> None:
         region = innermost()
         while region is not None and region.owner is not self:
             region = region.outer
@@ -100,8 +100,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 advice="Leave it where it was entered, or write it as a with statement.",
             )
         set_innermost(region.outer)
-        region.native.__exit__(exc_type, exc_val, exc_tb)
-        return False
+        if region.native is not None:
+            region.native.__exit__(exc_type, exc_val, exc_tb)
 
     def __call__(self, func: F) -> F:
         """The function, running inside the region."""
@@ -155,7 +155,7 @@ def _native_autocast(
             asked=f"autocast with dtype={fast}",
             found="8-bit formats need scales that autocasting does not keep" if fast in FORMATS and fast.itemsize == 1
             else "not a format to compute in at lower precision",
-            advice="Give torch.bfloat16 or torch.float16; single ops may use others by a rule: action = \"to(e4m3fn)\".",
+            advice='Give torch.bfloat16 or torch.float16; a rule may give one op another: action = "to(e4m3fn)".',
         )  # fmt: skip
     if cache is None and policy.cache == "off":
         cache = False

@@ -26,9 +26,13 @@ class Decided:
 class OpenRegion:
     """A region between its enter and its exit.
 
-    `depth` is torch's nesting count inside it; `outer` the next region of ours around it; `changed` the ids of the ops
-    for which the policy differs from native; `plans` what was decided for calls whose plan does not depend on the place; `owner` the object that was entered and `native` the torch.autocast that
-    it entered, which knows what to restore; `casts` the weight cache of our own kernels, shared with `outer`.
+    depth:   torch's nesting count inside it.
+    outer:   the next region of ours around it.
+    changed: the ids of the ops for which the policy differs from native.
+    plans:   what was decided for calls whose plan does not depend on the place.
+    owner:   the object that was entered.
+    native:  the torch.autocast that it entered, which knows what to restore.
+    casts:   the weight cache of our own kernels, shared with `outer`.
     """
 
     facts: Region
@@ -59,8 +63,8 @@ def active_region(device_type: str) -> OpenRegion | None:
     """Our region that rules this device type now; None where a native one does, or none.
 
     The innermost region rules. torch counts nesting, so a `torch.autocast` block entered inside ours shows as a depth
-    that no region of ours accounts for, and is left to torch. (Those that torch.utils.checkpoint enters to recompute are
-    copies of the state in the forward, so ours rules in them.)
+    that no region of ours accounts for, and is left to torch. (Those that torch.utils.checkpoint enters to recompute
+    are copies of the state in the forward, so ours rules in them.)
     """
     region = _innermost.get()
     if region is None:

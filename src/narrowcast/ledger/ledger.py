@@ -148,7 +148,9 @@ class Ledger:
                 "a ledger", f"schema {found!r} where {SCHEMA!r} is known", (Origin(file),), "Record it anew."
             )
         try:
-            ledger = Ledger([_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]])
+            ledger = Ledger(
+                [_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]]
+            )
             for row in data["calls"]:
                 ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])
         except (KeyError, TypeError) as error:
@@ -165,7 +167,7 @@ class Ledger:
         return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
 
     def __str__(self) -> str:
-        from narrowcast.report.ledger_text import ledger_text
+        from narrowcast.ledger.text import ledger_text
 
         return ledger_text(self)
 

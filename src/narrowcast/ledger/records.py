@@ -13,7 +13,7 @@ class Cast:
     module_path, file, line: where the op was called.
     src, dst:     names of formats.
     elements, moved_bytes: size of the tensor, and what the cast reads and writes; 0 where nothing was copied.
-    how:          `copied` (a tensor was made), `cached` (the weight cache had it), `inside` (the op converts as it goes).
+    how:          `copied` (a tensor was made), `cached` (the weight cache had it), `inside` (the op converts itself).
     direction:    `forward`, or `backward` for the cast of the gradient.
     kind:         `weight` (a leaf that requires grad or a parameter), `input` (made outside the recording) or
                   `activation`.
@@ -63,8 +63,8 @@ class CallKind:
     """Calls that are alike: the same op at the same place of the program, decided alike, in the same formats.
 
     came, computes, result: formats of the floating tensors as they came, as the op read them, and of what it returned
-    (`fp32` or `bf16,fp32`; empty where there are none). action is `unlisted` where the policy says nothing. direction is `backward` for
-    what autograd runs.
+    (`fp32` or `bf16,fp32`; empty where there are none). action is `unlisted` where the policy says nothing; direction
+    is `backward` for what autograd runs.
     """
 
     op: str

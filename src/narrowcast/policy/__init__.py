@@ -1,7 +1,15 @@
 """Policies: rules as data, their precedence, their TOML text form and their lint."""
 
 from narrowcast.policy.lint import Finding, lint_policy
-from narrowcast.policy.policy import CACHES, DEVICE_TYPES, Policy, RuleChange, as_policy, check_device_type, installed_torch
+from narrowcast.policy.policy import (
+    CACHES,
+    DEVICE_TYPES,
+    Policy,
+    RuleChange,
+    as_policy,
+    check_device_type,
+    installed_torch,
+)
 from narrowcast.policy.rules import ACTIONS, NOWHERE, Action, Kind, Place, Rule, did_you_mean, parse_action
 from narrowcast.policy.table import Candidates, Table
 

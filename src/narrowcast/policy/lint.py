@@ -84,7 +84,8 @@ def _overlaps(layer: tuple[Rule, ...]) -> list[Finding]:
         key = (rule.op, rule.argument, rule.specificity)
         earlier = by_key.get(key)
         if earlier is not None and earlier.action != rule.action and not rule.override and _may_meet(earlier, rule):
-            message = f"{rule} and {earlier} ({earlier.origin or 'no file'}) are equally specific; where both hold, the later wins"
+            other = f"{earlier} ({earlier.origin or 'no file'})"
+            message = f"{rule} and {other} are equally specific; where both hold, the later wins"
             findings.append(Finding("overlap", rule, message, rule.origin))
         by_key[key] = rule
     return findings

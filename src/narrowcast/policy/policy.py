@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Policy:
         for layer in self.layers:
             _check_layer(layer)
 
-    # -- the built-in policies, and files ---------------------------------------------------------------------------
+    # -- the built-in policies, and files
 
     @staticmethod
     def native(device_type: str | None = None) -> Policy:
@@ -104,7 +104,7 @@ class Policy:
 
         return print_policy(self)
 
-    # -- new policies from old ----------------------------------------------------------------------------------------
+    # -- new policies from old
 
     def with_rules(self, *rules: Rule | Iterable[Rule], name: str | None = None) -> Policy:
         """This policy with one more layer, whose rules win over everything before it."""
@@ -136,7 +136,7 @@ class Policy:
         """This policy with the built-in layers for one device type written out. Cheap after the first time."""
         return self if not self.extends and not self._has_versions else _resolve(self, device_type)
 
-    # -- questions ------------------------------------------------------------------------------------------------------
+    # -- questions
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -178,7 +178,7 @@ class Policy:
 
     @cached_property
     def has_open_patterns(self) -> bool:
-        """Whether a rule names ops of other libraries by a pattern, so that what it covers depends on what is loaded."""
+        """Whether a pattern names ops of other libraries, so that what it covers depends on what is loaded."""
         return any(rule.is_pattern and not rule.op.startswith("aten.") for rule in self.rules)
 
     @cached_property
@@ -247,7 +247,7 @@ def exists_in(rule: Rule, torch_version: str) -> bool:
     return rule.torch is None or SpecifierSet(rule.torch).contains(release, prereleases=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_builtin(name: str) -> Policy:
     """The built-in policy of that name, for the installed torch."""
     from narrowcast.policy.text import parse_policy
@@ -272,7 +272,9 @@ def _resolve(policy: Policy, device_type: str) -> Policy:
         below += [layer for layer in base.layers if layer not in below]
     caches = [load_builtin(name).cache for name in policy.extends if name == "safe"]
     cache = policy.cache if policy.cache != "native" else next(iter(caches), "native")
-    return replace(policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, text=None, text_layers=0)
+    return replace(
+        policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, text=None, text_layers=0
+    )
 
 
 def _check_layer(layer: tuple[Rule, ...]) -> None:

@@ -78,7 +78,9 @@ def parse_policy(text: str, file: str, folder: Path | None = None) -> Policy:
     except tomllib.TOMLDecodeError as error:
         at = _DECODE_LINE.search(str(error))
         line = int(at.group(1)) if at else text.count("\n") + 1
-        raise PolicyError(f"policy file {file}", f"not TOML: {error}", (Origin(file, line),), "Mend this line.") from None
+        raise PolicyError(
+            f"policy file {file}", f"not TOML: {error}", (Origin(file, line),), "Mend this line."
+        ) from None
     head, blocks = _blocks(text)
     _check_keys(data, _HEADER_KEYS, file, head, "a policy")
     layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file))]
@@ -214,14 +216,18 @@ def _rules_of_row(row: dict[str, Any], block: _Block, file: str) -> list[Rule]:
             rule = Rule(
                 op=str(op), action=action, module=row.get("module"), module_class=row.get("class"),
                 function=row.get("function"), argument=row.get("argument"), reason=row.get("reason", ""),
-                source=row.get("source", ""), override=row.get("override", False), torch=row.get("torch"), origin=origin,
+                source=row.get("source", ""), override=row.get("override", False), torch=row.get("torch"),
+                origin=origin,
             )  # fmt: skip
         except NarrowcastError as error:
             raise with_origin(error, origin) from None
         nearest = unknown_op(rule)
         if nearest is not None:
             raise UnknownOpError(
-                f"op {rule.op!r}", f"PyTorch has no such op{nearest}", (origin,), "Correct the name, or delete the rule."
+                f"op {rule.op!r}",
+                f"PyTorch has no such op{nearest}",
+                (origin,),
+                "Correct the name, or delete the rule.",
             )
         rules.append(rule)
     return rules

@@ -8,9 +8,10 @@ import re
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.report.console import as_text, in_bytes, short_file, table
-from narrowcast.report.explanation import Comparison, Explanation, ModuleRow, RepeatRow
-from narrowcast.report.ledger_text import cast_table, refusals, totals_line
+from narrowcast.console import as_text, in_bytes, short_file, table
+from narrowcast.ledger import Cast
+from narrowcast.ledger.text import argument_text, cast_table, how_text, line_text, refusals, totals_line
+from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
@@ -25,10 +26,10 @@ def explanation_parts(explanation: Explanation, every_cast: bool = False) -> lis
     """The report, part by part: what was run, ops, modules, costs, refusals, comparison."""
     parts: list[RenderableType] = [_heading(explanation), _ops(explanation)]
     if explanation.ledger.casts:
-        parts += [_modules(explanation)]
+        parts += [_casts_by_module(explanation), _rules(explanation)]
         casts = explanation.ledger.casts if every_cast else explanation.largest_casts()
         title = f"all {len(casts)} casts" if every_cast else f"the {len(casts)} casts that move most bytes"
-        parts += [cast_table(title, casts), _repeats(explanation)]
+        parts += [cast_table(title, casts), _repeats(explanation), _files(explanation)]
     parts += refusals(explanation.ledger)
     parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:
@@ -73,18 +74,51 @@ def _ops(explanation: Explanation) -> RenderableType:
     return made
 
 
-def _modules(explanation: Explanation) -> RenderableType:
-    """Modules that differ by a number only (the layers of a stack), and cast alike, share a line."""
-    made = table("casts by module", "module", ">modules", ">casts", ">copied", ">bytes", "formats, per module")
-    groups: dict[tuple[str, str, int, int], list[ModuleRow]] = {}
-    for row in explanation.module_rows():
-        key = (_NUMBER.sub("*", row.module_path), row.kinds, row.casts, row.copied)
-        groups.setdefault(key, []).append(row)
-    for (pattern, kinds, _, _), rows in groups.items():
-        path = pattern if len(rows) > 1 else rows[0].module_path
-        casts, copied, moved = (sum(getattr(r, f) for r in rows) for f in ("casts", "copied", "moved_bytes"))
-        made.add_row(escape(path or "(root)"), str(len(rows)), str(casts), str(copied), in_bytes(moved), kinds)
+def _casts_by_module(explanation: Explanation) -> RenderableType:
+    """Every cast. Modules that differ by a number only (the layers of a stack), and cast alike, share a line."""
+    totals = explanation.ledger.totals()
+    made = table(
+        f"every cast, by module ({totals.casts} casts, {in_bytes(totals.cast_bytes)})",
+        "module, op, argument", "line", "cast", ">times", ">bytes", "how", "rule",
+    )  # fmt: skip
+    groups: dict[tuple[str, ...], list[Cast]] = {}
+    for c in explanation.ledger.casts:
+        pattern = _NUMBER.sub("*", c.module_path)
+        group = (pattern, c.op, c.argument, c.place, c.src, c.dst, how_text(c), c.action)
+        groups.setdefault(group, []).append(c)
+    by_module: dict[str, list[list[Cast]]] = {}
+    for (pattern, *_), casts in groups.items():
+        by_module.setdefault(pattern, []).append(casts)
+    for pattern, rows in by_module.items():
+        paths = {c.module_path for casts in rows for c in casts}
+        module = pattern if len(paths) > 1 else next(iter(paths))
+        alike = f" x {len(paths)}" if len(paths) > 1 else ""
+        made.add_row(f"[bold]{escape(module or '(root)')}[/bold]{alike}")
+        for casts in rows:
+            c = casts[0]
+            made.add_row(
+                f"  {c.op.removesuffix('.default')}  {argument_text(c)}", escape(line_text(c)), f"{c.src} -> {c.dst}",
+                str(len(casts)), in_bytes(sum(c.moved_bytes for c in casts)), how_text(c), escape(c.action),
+            )  # fmt: skip
     return made
+
+
+def _rules(explanation: Explanation) -> RenderableType:
+    """Why: the rules that asked for casts, with their reasons and sources."""
+    made = table("why: the rules that asked for these casts", "rule", ">casts", "reason", "source")
+    counts: dict[tuple[str, str, str], int] = {}
+    for c in explanation.ledger.casts:
+        key = (c.rule, c.reason if c.direction == "forward" else "gradients of its forward casts", c.source)
+        counts[key] = counts.get(key, 0) + 1
+    for (rule, reason, source), count in counts.items():
+        made.add_row(escape(rule), str(count), escape(reason or "-"), escape(source or "-"))
+    return made
+
+
+def _files(explanation: Explanation) -> str:
+    """Where the files are that the tables name shortly."""
+    files = dict.fromkeys(c.file for c in explanation.ledger.casts if c.file)
+    return "\n".join(["[bold]files[/bold]", *(f"  {escape(file)}" for file in files), ""])
 
 
 def _repeats(explanation: Explanation) -> RenderableType:
@@ -117,9 +151,7 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     )
     for o in comparison.outputs:
         sqnr = "equal" if math.isinf(o.sqnr_db) and o.sqnr_db > 0 else f"{o.sqnr_db:.1f} dB"
-        outputs.add_row(
-            escape(o.name), o.reference, o.found, sqnr, f"{o.relative_error:.2e}", f"{o.largest_error:.2e}"
-        )
+        outputs.add_row(escape(o.name), o.reference, o.found, sqnr, f"{o.relative_error:.2e}", f"{o.largest_error:.2e}")
     parts: list[RenderableType] = [outputs]
     if comparison.metric_reference:
         metrics = table("against fp32: the model's own metric", "metric", ">fp32", ">region", ">change")
@@ -140,7 +172,7 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     parts.append(cost)
     if comparison.time_ratio > 1.05:
         parts.append(
-            f"[red]Autocasting to {low} makes this model slower on this machine: it has no fast units for {low}, or the "
-            "model's calls are too small for them.[/red]"
+            f"[red]Autocasting to {low} makes this model slower on this machine: it has no fast units for {low}, "
+            "or the model's calls are too small for them.[/red]"
         )
     return parts

@@ -127,7 +127,11 @@ class Explanation:
             groups.setdefault(cast.module_path, []).append(cast)
         return [
             ModuleRow(
-                path, len(casts), sum(c.how == "copied" for c in casts), sum(c.moved_bytes for c in casts), _kinds(casts)
+                path,
+                len(casts),
+                sum(c.how == "copied" for c in casts),
+                sum(c.moved_bytes for c in casts),
+                _kinds(casts),
             )
             for path, casts in groups.items()
         ]
@@ -143,10 +147,10 @@ class Explanation:
             if cast.repeated and cast.how == "copied":
                 key = (cast.module_path, cast.place, cast.op, cast.argument, cast.src, cast.dst)
                 groups.setdefault(key, []).append(cast)
-        rows = [
-            RepeatRow(*key, times=len(casts) + 1, wasted_bytes=sum(c.moved_bytes for c in casts))
-            for key, casts in groups.items()
-        ]
+        rows = []
+        for (module_path, place, op, argument, src, dst), casts in groups.items():
+            wasted = sum(c.moved_bytes for c in casts)
+            rows.append(RepeatRow(module_path, place, op, argument, src, dst, len(casts) + 1, wasted))
         return sorted(rows, key=lambda row: -row.wasted_bytes)
 
     def to_json(self, indent: int | None = 1) -> str:

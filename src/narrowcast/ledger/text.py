@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.ledger import Cast, Ledger
-from narrowcast.report.console import as_text, in_bytes, short_file, table
+from narrowcast.console import as_text, in_bytes, short_file, table
+from narrowcast.ledger.records import Cast
+
+if TYPE_CHECKING:
+    from narrowcast.ledger.ledger import Ledger
 
 
 def ledger_text(ledger: Ledger) -> str:
@@ -26,21 +31,35 @@ def totals_line(ledger: Ledger) -> str:
 
 def cast_table(title: str, casts: list[Cast]) -> RenderableType:
     """One line per cast."""
-    made = table(title, "op", "argument", "module", "line", "cast", ">bytes", "how", "rule")
-    made.columns[2].ratio = 1
+    made = table(title, "module", "op, argument", "line", "cast", ">bytes", "how", "rule")
+    made.columns[0].ratio, made.columns[1].ratio = 5, 4
     for c in casts:
-        how = "again" if c.repeated and c.how == "copied" else c.how
         made.add_row(
-            c.op.removesuffix(".default"),
-            c.argument if c.kind == c.argument else f"{c.argument}, {c.kind}",
             escape(c.module_path or "(root)"),
-            escape(f"{short_file(c.file)}:{c.line}"),
+            f"{c.op.removesuffix('.default')} {argument_text(c)}",
+            escape(line_text(c)),
             f"{c.src} -> {c.dst}",
             in_bytes(c.moved_bytes),
-            how if c.direction == "forward" else f"{how}, backward",
+            how_text(c),
             escape(c.action),
         )
     return made
+
+
+def argument_text(cast: Cast) -> str:
+    """`input, activation`; the kind is left out where it says the same."""
+    return cast.argument if cast.kind == cast.argument else f"{cast.argument}, {cast.kind}"
+
+
+def line_text(cast: Cast) -> str:
+    """`model.py:12`."""
+    return f"{short_file(cast.file)}:{cast.line}"
+
+
+def how_text(cast: Cast) -> str:
+    """copied, cached, inside, or again; and backward."""
+    how = "again" if cast.repeated and cast.how == "copied" else cast.how
+    return how if cast.direction == "forward" else f"{how}, backward"
 
 
 def refusals(ledger: Ledger) -> list[RenderableType]:
@@ -49,5 +68,7 @@ def refusals(ledger: Ledger) -> list[RenderableType]:
         return []
     made = table(f"{len(ledger.refusals)} refused calls", "op", "module", "line", "reason")
     for r in ledger.refusals:
-        made.add_row(r.op, escape(r.module_path or "(root)"), escape(f"{short_file(r.file)}:{r.line}"), escape(r.reason))
+        made.add_row(
+            r.op, escape(r.module_path or "(root)"), escape(f"{short_file(r.file)}:{r.line}"), escape(r.reason)
+        )
     return [made]

@@ -37,10 +37,17 @@ def as_text(renderables: list[RenderableType]) -> str:
 
 def table(title: str, *columns: str) -> Table:
     """An open table; a column whose name starts with `>` is aligned to the right."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    made = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for name in columns:
         right = name.startswith(">")
-        made.add_column(name.removeprefix(">"), justify="right" if right else "left", no_wrap=right or name in ("line", "cast", "came", "computes"), overflow="fold")
+        made.add_column(
+            name.removeprefix(">"),
+            justify="right" if right else "left",
+            no_wrap=right or name in ("line", "cast", "came", "computes"),
+            overflow="fold",
+        )
     return made
 
 
@@ -56,5 +63,3 @@ def in_bytes(count: float) -> str:
 def short_file(file: str) -> str:
     """The name of the file; the JSON and `Cast.place` have the whole path."""
     return Path(file).name if file else "?"
-
-

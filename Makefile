@@ -1,0 +1,37 @@
+# Each target makes .venv and installs what it needs; on a fresh machine `make demo` and `make test` are enough.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test conformance bench lint docs clean
+
+# torch comes first and alone: whatever is installed later finds it there and pulls no other build.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0 numpy
+	$(PIP) --editable ".[zoo,dev]"
+	touch $@
+
+demo: .venv/.ready
+	$(BIN)/narrowcast explain examples/minilm.py --policy examples/policies/minilm.toml --run
+
+test: .venv/.ready
+	$(BIN)/python -m pytest -q
+
+conformance: .venv/.ready
+	$(BIN)/python tests/conformance/sweep.py
+
+bench: .venv/.ready
+	$(BIN)/python benchmarks/eager_overhead.py
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/.ready
+	$(BIN)/python tools/generate_op_pages.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
