@@ -277,6 +277,23 @@ def test_without_the_cache_every_use_casts():
         assert [c.how for c in ledger.casts if c.kind == "weight"] == ["copied", "copied"]
 
 
+def test_a_kernel_that_stays_changes_nothing_for_native_regions():
+    """Numbers among an op's arguments must not switch autocast off for what is inside it."""
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    inputs = torch.randn(2, 5, 16)
+
+    def native():
+        with torch.no_grad(), torch.autocast("cpu"):
+            return encoder(inputs), x * 2, 2 * x.bfloat16(), torch.ones(2, dtype=torch.int32) * 2.5
+
+    before = native()
+    rules = [nc.Rule(f"aten.{name}", "full", module="nowhere") for name in ("_transformer_encoder_layer_fwd", "mul")]
+    with nc.autocast("cpu", policy=nc.Policy.native().with_rules(rules)):
+        encoder(inputs)
+    for a, b in zip(before, native(), strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
 def test_no_grad_and_inference_mode():
     """The policy holds there too."""
     for mode in (torch.no_grad, torch.inference_mode):

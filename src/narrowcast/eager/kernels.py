@@ -53,7 +53,7 @@ class Kernel:
         self._below = below(self._key)
         self._native = registered_kernel(op, device_type)
         native_rules = Policy.native(device_type).table.candidates(self.facts.id, not self.facts.writes).whole
-        self._takes_numbers = sum(not slot.is_list for slot in self.facts.slots) > 1
+        self._single_tensors = tuple(slot.position for slot in self.facts.slots if not slot.is_list)
         self._may_give_dtype = self.facts.dtype_position is not None
         self._native_rule = native_rules[0] if native_rules else None
 
@@ -120,6 +120,8 @@ class Kernel:
         tensors = gather(self.facts, args, kwargs)
         place = find_place()
         decided = self._decide(tensors, args, kwargs, region, place)
+        if decided.plan.rule is None and decided.plan.changes_nothing:
+            return self.run(decided, region, tensors, keyset, args, kwargs)  # its parts are watched, if any are
         for watcher in watching:
             watcher.begin(self.facts, decided.plan, place, tensors, region.policy)
         try:
@@ -162,8 +164,8 @@ class Kernel:
 
     def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
-        for value in args:
-            if type(value) in _NUMBERS and self._takes_numbers:
+        for position in self._single_tensors:
+            if position < len(args) and type(args[position]) in _NUMBERS:
                 # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
                 with excluding(self._keyset):
                     return self.facts.op(*args, **kwargs)
