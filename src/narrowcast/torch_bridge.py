@@ -306,6 +306,14 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # for these the method is the same call, made faster
 
 
+def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor without dimensions that promotes as the number would beside these tensors, and keeps its digits."""
+    dtype = torch.result_type(others[0], number) if others else torch.get_default_dtype()
+    if dtype.is_floating_point and any(t.is_floating_point() and t.dim() for t in others):
+        dtype = torch.float64
+    return torch.scalar_tensor(number, dtype=dtype)
+
+
 def autocast_nesting() -> int:
     """How many autocast regions this thread is in, native ones included."""
     depth: int = torch.autocast_increment_nesting()

@@ -2,12 +2,13 @@
 
     python tests/conformance/sweep.py [--samples N] [--ops NAME ...] [--json FILE]
 
-Each sample input is run in fp32, bf16, fp16 and mixed (fp32 and bf16 in turn, then bf16 and fp16), under four regions:
+Each sample input is run in fp32, bf16, fp16 and mixed (fp32 and bf16 in turn, then bf16 and fp16), under five regions:
 
     native     torch.autocast
     ours       nc.autocast under the policy native
     mirror     nc.autocast under native's rules carried out by our own kernels, torch's never called
     recorded   native, with a recording: each cast that `decide` plans must be seen, and no other
+    passing    native, with kernels of ours on every op, which must pass every call on as if they were not there
 
 and compared with the first: the same exception type or the same dtypes and bits. Differences are printed one by one.
 """
@@ -27,6 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.eager.kernels import install_visiting, remove_visiting
+from narrowcast.torch_bridge import ops_in
 
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
@@ -142,6 +145,7 @@ def _short(value):
 def sweep(ops, samples_per_op: int | None, counts: Counts, low=torch.bfloat16) -> Counts:
     """Run the ops' samples in all dtypes and regions and collect the differences."""
     policy = mirror()
+    everything = ops_in("aten")
     regions = {
         "ours": lambda: nc.autocast("cpu", low),
         "mirror": lambda: nc.autocast("cpu", low, policy=policy),
@@ -155,12 +159,14 @@ def sweep(ops, samples_per_op: int | None, counts: Counts, low=torch.bfloat16) -
             counts.skipped.append(f"{name}: no fp32 samples on cpu ({type(error).__name__})")
             continue
         counts.ops.add(name)
+        references = []
         for number, sample in enumerate(found):
             for label, pair in DTYPES.items():
                 inputs = cast_tree(((sample.input, *sample.args), sample.kwargs), pair)
                 counts.samples += 1
                 reference = run(info.op, inputs, torch.autocast("cpu", low))
                 counts.raised += isinstance(reference, Exception)
+                references.append((number, label, inputs, reference))
                 for region, make in regions.items():
                     difference = same(reference, run(info.op, inputs, make()), repeatable)
                     if difference:
@@ -176,6 +182,14 @@ def sweep(ops, samples_per_op: int | None, counts: Counts, low=torch.bfloat16) -
                     if cast.how != "copied" and not isinstance(result, Exception):
                         row = f"{cast.op} {cast.argument} {cast.src} -> {cast.dst} was planned and not seen"
                         counts.differences.append(f"{name} sample {number} {label} decide: {row}")
+        install_visiting(everything, "cpu")
+        try:
+            for number, label, inputs, reference in references:
+                difference = same(reference, run(info.op, inputs, torch.autocast("cpu", low)), repeatable)
+                if difference:
+                    counts.differences.append(f"{name} sample {number} {label} passing: {difference}")
+        finally:
+            remove_visiting("cpu")
     return counts
 
 
@@ -197,7 +211,7 @@ def main() -> int:
     for line in counts.differences:
         print("DIFFERS", line)
     print(
-        f"torch {torch.__version__}: {len(counts.ops)} ops, {counts.samples} samples x 4 regions, "
+        f"torch {torch.__version__}: {len(counts.ops)} ops, {counts.samples} samples x 5 regions, "
         f"{counts.raised} samples that native refuses or the op rejects, {len(counts.differences)} differences, "
         f"{len(counts.skipped)} skipped, {time.time() - start:.0f} s"
     )

@@ -32,6 +32,7 @@ from narrowcast.torch_bridge import (
     cast,
     defaults_after,
     excluding,
+    number_as_tensor,
     op_facts,
     overload_with_dtype,
     registered_kernel,
@@ -88,14 +89,14 @@ class Kernel:
         depends_on_place = region.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
         if depends_on_place and place is NOWHERE:
             place = find_place()
-        plan = decide(self._call(tensors, given, place), region.policy, region.facts)
+        plan = decide(self._facts_of(tensors, given, place), region.policy, region.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, tuple(None if f is None else DTYPES[f] for f in plan.formats), is_native)
         if not depends_on_place and _ELSEWHERE not in came:
             region.plans[key] = decided
         return decided
 
-    def _call(self, tensors: Tensors, given: bool, place: Place) -> Call:
+    def _facts_of(self, tensors: Tensors, given: bool, place: Place) -> Call:
         arguments = tuple(
             Argument(slot.name, None, "", slot.written)
             if t is None
@@ -168,7 +169,7 @@ class Kernel:
             if position < len(args) and type(args[position]) in _NUMBERS:
                 # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
                 with excluding(self._keyset):
-                    return self.facts.op(*args, **kwargs)
+                    return self._call(args, kwargs)
         return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
 
     def _invoke(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +183,19 @@ class Kernel:
             if position is not None and position < len(args):
                 return op(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
             return op(*args, **{**kwargs, "dtype": torch.float32})
-        return op(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
+        try:
+            return self.facts.op(*args, **kwargs)
+        except RuntimeError as error:
+            numbers = [p for p in self._single_tensors if p < len(args) and type(args[p]) in _NUMBERS]
+            if not numbers or "Expected a value of type 'Tensor'" not in str(error):
+                raise
+        others = [t for t in args if isinstance(t, torch.Tensor)]
+        new_args = [number_as_tensor(a, others) if p in numbers else a for p, a in enumerate(args)]
+        return self.facts.op(*new_args, **kwargs)
 
     def _cast(
         self, decided: Decided, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion
