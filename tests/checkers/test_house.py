@@ -1,0 +1,97 @@
+"""Checks of the repository itself; each check is shown something that it must reject."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, **options):
+    return subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, **options)
+
+
+def test_the_op_pages_are_what_the_policy_data_says():
+    """Drift of docs/ops is an error; `make docs` mends it."""
+    done = run(sys.executable, "tools/generate_op_pages.py", "--check")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_changed_op_page_is_caught(tmp_path, monkeypatch):
+    """The check above rejects a page with one op missing."""
+    spec = importlib.util.spec_from_file_location("generate_op_pages", ROOT / "tools/generate_op_pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    for page in pages.FOLDER.glob("*.md"):
+        (tmp_path / page.name).write_text(page.read_text())
+    monkeypatch.setattr(pages, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "--check"])
+    assert pages.main() == 0
+    page = tmp_path / "cpu.md"
+    page.write_text(page.read_text().replace("- `aten.linear.default`\n", ""))
+    assert pages.main() == 1
+
+
+def test_the_pure_half_passes_its_tests_with_torch_blocked():
+    """Nothing in it may import torch, directly or not."""
+    code = "import sys; sys.modules['torch'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    done = run(sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", "tests/pure", "tests/laws")
+    assert done.returncode == 0, done.stdout[-2000:]
+    blocked = run(
+        sys.executable, "-c", "import sys; sys.modules['torch'] = None; import narrowcast; narrowcast.autocast"
+    )
+    assert blocked.returncode != 0 and "torch" in blocked.stderr
+
+
+def test_public_names_are_there():
+    """All of __all__ can be had, and nothing else is promised."""
+    import narrowcast as nc
+
+    for name in nc.__all__:
+        assert getattr(nc, name) is not None
+    with pytest.raises(AttributeError):
+        nc.nothing
+
+
+def readme_python():
+    """The Python blocks of the README."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def test_the_readme_s_example_runs():
+    """As it stands, in a process of its own."""
+    blocks = readme_python()
+    assert blocks
+    for block in blocks:
+        done = run(sys.executable, "-c", block, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "fp32 -> bf16" in done.stdout
+
+
+@pytest.mark.parametrize("example", sorted(p.name for p in (ROOT / "examples").glob("*.py")))
+def test_each_example_has_a_subject_that_can_be_explained(example):
+    """Or runs by itself."""
+    done = run(sys.executable, "-m", "narrowcast", "explain", f"examples/{example}", "--policy", "safe")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "each op" in done.stdout
+
+
+def test_each_policy_file_of_the_examples_loads_without_findings():
+    """Lint included."""
+    for file in (ROOT / "examples/policies").glob("*.toml"):
+        done = run(sys.executable, "-m", "narrowcast", "policy", "check", str(file))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_inside_the_documents_lead_somewhere():
+    """Relative links of all Markdown files."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page}: {target}"
