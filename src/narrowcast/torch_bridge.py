@@ -340,6 +340,11 @@ def next_sequence_number() -> int:
     return number
 
 
+def tracing_compiled_code() -> bool:
+    """Whether a backend of torch.compile is tracing on this thread: the user's frames are not on the stack then."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def current_autograd_node() -> Any | None:
     """The autograd node that is running its backward on this thread, if any."""
     return torch._C._current_autograd_node()

@@ -18,7 +18,7 @@ from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.place import find_place
 from narrowcast.eager.state import Decided, OpenRegion, active_region, native_region
 from narrowcast.eager.watch import Watcher, watchers
-from narrowcast.errors import Origin, RefusedError
+from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.torch_bridge import (
     DTYPES,
@@ -36,6 +36,7 @@ from narrowcast.torch_bridge import (
     op_facts,
     overload_with_dtype,
     registered_kernel,
+    tracing_compiled_code,
 )
 
 _NUMBERS = (float, int, bool, complex)  # `x * 2` reaches us as mul.Tensor with a number in the place of a tensor
@@ -88,13 +89,22 @@ class Kernel:
             return decided
         depends_on_place = region.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
         if depends_on_place and place is NOWHERE:
-            place = find_place()
+            place = self._place()
         plan = decide(self._facts_of(tensors, given, place), region.policy, region.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, tuple(None if f is None else DTYPES[f] for f in plan.formats), is_native)
         if not depends_on_place and _ELSEWHERE not in came:
             region.plans[key] = decided
         return decided
+
+    def _place(self) -> Place:
+        if tracing_compiled_code():
+            raise RegionError(
+                asked=f"a rule about {self.facts.id} that names a module, class or function, inside torch.compile",
+                found="compiled code is traced without the modules on the stack",
+                advice="Leave the region outside the compiled model, or write rules about ops alone.",
+            )
+        return find_place()
 
     def _facts_of(self, tensors: Tensors, given: bool, place: Place) -> Call:
         arguments = tuple(

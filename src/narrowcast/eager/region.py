@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.decide import Region
+from narrowcast.eager.identity import Identity
 from narrowcast.eager.kernels import install
 from narrowcast.eager.state import Decided, OpenRegion, innermost, set_innermost
 from narrowcast.errors import NarrowcastError, RegionError
@@ -78,6 +79,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             plans=prepared.plans if prepared else {},
             owner=self,
             native=native,
+            identity=Identity(prepared.policy.digest, self.device) if prepared and prepared.ops else None,
         )
         if outer is not None and outer.depth < depth:
             region.casts = outer.casts
@@ -100,6 +102,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 advice="Leave it where it was entered, or write it as a with statement.",
             )
         set_innermost(region.outer)
+        if region.identity is not None:
+            region.identity.restore()
         if region.native is not None:
             region.native.__exit__(exc_type, exc_val, exc_tb)
 

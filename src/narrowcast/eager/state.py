@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region
+from narrowcast.eager.identity import Identity
 from narrowcast.policy import Policy
 from narrowcast.torch_bridge import FORMATS, autocast_nesting, regions_of_recomputation
 
@@ -32,6 +33,7 @@ class OpenRegion:
     plans:   what was decided for calls whose plan does not depend on the place.
     owner:   the object that was entered.
     native:  the torch.autocast that it entered, which knows what to restore.
+    identity: what tells Dynamo that another policy is in force; None under native.
     casts:   the weight cache of our own kernels, shared with `outer`.
     """
 
@@ -43,6 +45,7 @@ class OpenRegion:
     plans: dict[object, Decided]
     owner: object
     native: torch.autocast | None
+    identity: Identity | None = None
     casts: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -1,0 +1,42 @@
+"""The identity of the policy in force, where Dynamo looks.
+
+Dynamo guards compiled code, and keys its caches on disk, on the autocast state of every device type that torch knows,
+and on nothing that names a policy. So a region writes a number made from its policy's digest into the state of device
+types that are not here: code compiled under one policy is compiled anew under another. While a backend traces, our
+kernels run, and what they cast is compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers
+
+
+def carriers(device_type: str) -> tuple[str, ...]:
+    """The device types whose state carries the identity: absent ones, and not the region's own."""
+    accelerator = torch.accelerator.current_accelerator()
+    taken = (device_type, accelerator.type if accelerator is not None else "")
+    return tuple(name for name in _CARRIERS if name not in taken)
+
+
+class Identity:
+    """The carriers' state before a region of ours wrote its policy there."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, digest: str, device_type: str) -> None:
+        number = int(digest[:12], 16)
+        self._before = []
+        for name in carriers(device_type):
+            self._before.append((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)))
+            number, position = divmod(number, len(_DTYPES))
+            torch.set_autocast_enabled(name, True)
+            torch.set_autocast_dtype(name, _DTYPES[position])
+
+    def restore(self) -> None:
+        """Write back what was there."""
+        for name, enabled, dtype in self._before:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)

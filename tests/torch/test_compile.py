@@ -1,0 +1,82 @@
+"""Regions around compiled code: a policy of ours forces a new graph, or is an error; never a stale one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import narrowcast as nc
+from narrowcast.eager.identity import Identity, carriers
+
+lin = torch.nn.Linear(8, 8)
+x = torch.randn(2, 8)
+TO_FP16 = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "to(fp16)"))
+TO_FP32 = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full"))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_each_policy_gets_its_own_graph(backend):
+    """Whatever was compiled before, under the same native state."""
+    compiled = torch.compile(lambda t: F.gelu(lin(t)), backend=backend)
+    for _ in range(2):
+        for region, dtype in (
+            (torch.autocast("cpu"), torch.bfloat16),
+            (nc.autocast("cpu", policy=TO_FP16), torch.float16),
+            (nc.autocast("cpu", policy=TO_FP32), torch.float32),
+            (nc.autocast("cpu"), torch.bfloat16),
+        ):
+            with region:
+                assert compiled(x).dtype is dtype
+    assert compiled(x).dtype is torch.float32
+
+
+def test_a_region_inside_compiled_code_keeps_its_policy():
+    """By a graph break, if need be."""
+
+    def inside(t):
+        with nc.autocast("cpu", policy=TO_FP16):
+            return F.gelu(lin(t))
+
+    assert torch.compile(inside, backend="aot_eager")(x).dtype is torch.float16
+
+
+def test_place_conditions_inside_compiled_code_are_an_error():
+    """Modules are not on the stack while a backend traces."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="0"))
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(Exception, match="compiled code is traced") as caught, nc.autocast("cpu", policy=policy):
+        compiled(x)
+    assert "Leave the region outside the compiled model" in str(caught.value)
+
+
+def carried():
+    return [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in carriers("cpu")]
+
+
+def test_the_state_that_carries_the_identity_is_restored():
+    """Also after an exception; native regions do not touch it."""
+    before = carried()
+    assert len(before) == 3
+    with nc.autocast("cpu"):
+        assert carried() == before
+    with pytest.raises(ZeroDivisionError), nc.autocast("cpu", policy=TO_FP16), nc.autocast("cpu", policy=TO_FP32):
+        raise ZeroDivisionError
+    assert carried() == before
+
+
+def test_different_policies_carry_different_states_the_same_in_each_process():
+    """Caches on disk are keyed by it."""
+    seen = set()
+    for n in range(200):
+        identity = Identity(f"{n * 7919:012x}" + "0" * 52, "cpu")
+        seen.add(tuple(carried()))
+        identity.restore()
+    assert len(seen) == 200
