@@ -6,18 +6,17 @@ It stands above the front ends because each of them will be explained by it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from narrowcast.eager import autocast, record
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
+from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
@@ -104,7 +103,7 @@ def explain(
     chosen = as_policy(policy)
     resolved = chosen.resolve(device_type)
     fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
-    stands_in = device_type != own_device or not _is_here(device_type)
+    stands_in = device_type != own_device or not is_here(device_type)
     region = autocast("cpu" if stands_in else device_type, fast, policy=resolved if stands_in else chosen)
     if run and stands_in:
         raise RegionError(
@@ -135,22 +134,17 @@ def _device_type(subject: Subject) -> str:
     return "cpu" if found == "meta" else found
 
 
-def _is_here(device_type: str) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
-
-
 def _record(
     subject: Subject, region: autocast, device_type: str, stands_in: bool, real: bool
 ) -> tuple[Ledger, str, str]:
     """The ledger of one run, what it ran on, and a note if that is not what one would expect."""
-    fake_name = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
     failure: Exception | None = None
     if not real:
         try:
-            with _faked(subject) as run, record() as ledger, region:
+            with isolated(subject.model, subject.args, subject.kwargs, fake=True) as run, record() as ledger, region:
                 run()
-            return ledger, fake_name, ""
+            where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
+            return ledger, where, ""
         except Exception as error:
             failure = error
     if _has_meta(subject):
@@ -161,21 +155,16 @@ def _record(
                 "explain with real=True", "the model has meta tensors", advice="Leave real away, or load the weights."
             )
         )
-    with _restored(subject), record() as ledger, region:
+    with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
         try:
-            subject.run()
-        except Exception:
-            if not ledger.refusals and not ledger.calls:
+            run()
+        except Exception as error:
+            if not ledger.refusals:
                 raise
-            return ledger, "the model itself", _raised_note()
+            note = f"The model RAISED under this policy: {_first_line(error)}. What ran before is shown."
+            return ledger, "the model itself", note
     note = f"Fake tensors do not carry it: {_first_line(failure)}" if failure is not None else ""
     return ledger, "the model itself", note
-
-
-def _raised_note() -> str:
-    import sys
-
-    return f"The model RAISED under this policy: {_first_line(sys.exc_info()[1])}. What ran before is shown."
 
 
 def _first_line(error: BaseException | None) -> str:
@@ -183,63 +172,10 @@ def _first_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {text[:160]}"
 
 
-@contextmanager
-def _faked(subject: Subject) -> Iterator[Callable[[], Any]]:
-    """The subject's run with every tensor replaced by a fake one on the cpu, or on the device it is on."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, torch.Tensor] = {}
-
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-            return value
-        if id(value) not in made:
-            device = value.device if value.device.type != "meta" and _is_here(value.device.type) else "cpu"
-            with mode:
-                size, stride = value.size(), value.stride()
-                copy = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
-            if isinstance(value, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
-            elif value.is_leaf:
-                copy.requires_grad_(value.requires_grad)
-            made[id(value)] = copy
-        return made[id(value)]
-
-    args, kwargs = pytree.tree_map(fake, (subject.args, subject.kwargs))
-    model = subject.model
-    if isinstance(model, torch.nn.Module):
-        state = {
-            name: fake(tensor)
-            for name, tensor in (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
-        }
-        with mode:
-            yield lambda: torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-    else:
-        with mode:
-            yield lambda: model(*args, **kwargs)
-
-
 def _has_meta(subject: Subject) -> bool:
     if not isinstance(subject.model, torch.nn.Module):
         return False
     return any(t.is_meta for t in (*subject.model.parameters(), *subject.model.buffers()))
-
-
-@contextmanager
-def _restored(subject: Subject) -> Iterator[None]:
-    """Buffers (batch norm statistics) and the random state are as they were afterwards."""
-    buffers = list(subject.model.buffers()) if isinstance(subject.model, torch.nn.Module) else []
-    kept = [b.detach().clone() for b in buffers]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
 
 
 def _compare(subject: Subject, region: autocast) -> Comparison:
@@ -252,7 +188,7 @@ def _compare(subject: Subject, region: autocast) -> Comparison:
         with region:
             return subject.run()
 
-    with _restored(subject), torch.no_grad():
+    with restored(subject.model), torch.no_grad():
         before = subject.measure()
         with region:
             after = subject.measure()

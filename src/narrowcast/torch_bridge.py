@@ -5,16 +5,14 @@ Every branch on the torch version, and every use of a private torch name that ha
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch._C import DispatchKey, DispatchKeySet
 
 from narrowcast import formats
@@ -23,7 +21,6 @@ from narrowcast.formats import Format
 from narrowcast.policy import Policy, Rule, did_you_mean
 
 OpOverload = torch._ops.OpOverload
-_CHECKPOINT = torch.utils.checkpoint.__file__
 
 DTYPES: dict[Format, torch.dtype] = {
     formats.fp64: torch.float64,
@@ -265,10 +262,13 @@ excluding = torch._C._ExcludeDispatchKeyGuard
 
 
 def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
-    """Inside `__torch_dispatch__`: those of the Autocast keys that were on when the outermost op was called.
+    """Inside `__torch_dispatch__`: those of the Autocast keys that are off now, and were on when the op was called.
 
     torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
     """
+    keys = tuple(key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+    if not keys:
+        return ()
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         on = tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -319,19 +319,6 @@ def autocast_nesting() -> int:
     depth: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth - 1
-
-
-def regions_of_recomputation() -> int:
-    """How many autocast regions torch.utils.checkpoint has entered on this thread's stack, to recompute a forward."""
-    count = 0
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _CHECKPOINT and code.co_name in ("recompute_fn", "backward"):
-            device = frame.f_locals.get("device_autocast_ctx")
-            count += 1 if device is None or isinstance(device, nullcontext) else 2
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
 
 
 def next_sequence_number() -> int:

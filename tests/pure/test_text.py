@@ -70,6 +70,10 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         ('action = "full"', 'action = "to(fp5)"', ValueError, 15, "no such format"),
         ('action = "full"', "action = ", PolicyError, 15, "not TOML"),
         ('extends = "native"', 'cache = "sometimes"', PolicyError, 3, "no such cache"),
+        ('extends = "native"', "extends = [5]", PolicyError, 3, "strings"),
+        ('extends = "native"', "extends = []", PolicyError, 3, "an empty list"),
+        ('module = "encoder', 'torch = "newer"\nmodule = "encoder', PolicyError, 12, "no version range"),
+        ('name = "train"', "layer = [1]", PolicyError, 2, "tables"),
         ('name = "train"', 'nam = "train"', PolicyError, 2, "did you mean 'name'"),
         ('"aten.softmax"  # attention', '"softmax"', PolicyError, 6, "namespace"),
     ],
@@ -112,6 +116,20 @@ def test_a_file_may_extend_a_file(tmp_path):
     assert top.extends == ("native",)
     assert [str(r.action) for r in top.rules] == ["full", "lower"]
     assert Policy.parse(top.to_toml()) == top
+
+
+def test_rules_written_inline_have_the_line_of_their_list():
+    """There are no headers to find them by."""
+    with pytest.raises(PolicyError, match=r"p\.toml:2"):
+        Policy.parse('name = "x"\nrule = [{op = "aten.mm", action = "ful"}]\n', "p.toml")
+
+
+def test_files_that_extend_each_other_in_a_circle_are_refused(tmp_path):
+    """With the files on the way."""
+    (tmp_path / "a.toml").write_text('extends = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"\n')
+    with pytest.raises(PolicyError, match="extends itself"):
+        Policy.load(tmp_path / "a.toml")
 
 
 def test_a_missing_file_is_a_policy_error(tmp_path):

@@ -150,6 +150,43 @@ def test_a_metric_may_take_nothing_and_give_a_number():
     assert list(found.comparison.metric_found.values()) == [pytest.approx(4, rel=1e-2)]
 
 
+class Caches(torch.nn.Module):
+    """Keeps what it computed, as rotary embeddings and KV caches do."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(8, 8)
+        self.table = None
+        self.seen = []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, past=None):
+        if self.table is None:
+            self.table = torch.ones(8)
+        self.steps = self.steps + 1
+        out = self.lin(x) * self.table
+        self.seen.append(out)
+        if past is not None:
+            past["k"] = out
+            x.add_(1)
+        return out
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_what_a_model_keeps_while_it_runs_is_not_kept(real, as_function):
+    """No fake tensor stays in the model or its arguments, and nothing is written to them."""
+    net, past, inputs = Caches(), {}, x.clone()
+    model = (lambda *a, **k: net(*a, **k)) if as_function else net
+    found = nc.explain(model, inputs, past=past, real=real)
+    assert found.ledger.op_formats()["aten.linear.default"] == {"bf16": 1}
+    assert net.table is None and past == {} and net.steps == 0 and type(net.steps) is torch.Tensor
+    assert torch.equal(inputs, x)
+    assert net.seen == [] or as_function  # a list that a function's module appends to cannot be told from the user's
+    net.seen.clear()
+    assert net(inputs).dtype is torch.float32
+
+
 def test_json_has_everything():
     """With schema names."""
     data = json.loads(nc.explain(Net(), x).to_json())

@@ -308,16 +308,46 @@ def test_functional_transforms_pass_through_our_kernels():
         assert torch.func.grad(lambda t: F.gelu(t).sum())(x).dtype is FP
 
 
-def test_autograd_checkpoint_recomputes_under_the_policy():
-    """The recomputation runs inside backward, within the region."""
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint_recomputes_under_the_policy(use_reentrant, inside):
+    """The backward inside the region or after it: the gradients of the same computation without checkpoint."""
     from torch.utils.checkpoint import checkpoint
 
-    a = x.clone().requires_grad_()
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full"), nc.Rule("aten.mul.Tensor", "to(fp16)"))
+    gate = torch.nn.Parameter(torch.randn(8))
+
+    def body(t):
+        return F.gelu(lin(t)) * gate
+
+    def gradients(run):
+        a = x.clone().requires_grad_()
+        lin.zero_grad()
+        gate.grad = None
+        with nc.autocast("cpu", policy=policy):
+            loss = run(a).float().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return a.grad, lin.weight.grad.clone(), gate.grad.clone()
+
+    plain = gradients(body)
+    saved = gradients(lambda a: checkpoint(body, a, use_reentrant=use_reentrant))
+    assert all(torch.equal(p, s) for p, s in zip(plain, saved, strict=True))
+
+
+def test_checkpoint_in_a_native_region_is_native_s():
+    """After regions of ours have been there."""
+    from torch.utils.checkpoint import checkpoint
+
     with nc.autocast("cpu", policy=THREE):
-        out = checkpoint(lambda t: F.gelu(lin(t)), a, use_reentrant=False)
-        assert out.dtype is FP
-        out.sum().backward()
-    assert a.grad is not None
+        pass
+    seen = []
+    with torch.autocast("cpu"):
+        out = checkpoint(lambda t: seen.append(dtypes()) or lin(t), x.clone().requires_grad_(), use_reentrant=False)
+    out.sum().backward()
+    assert seen == [NATIVE, NATIVE]
 
 
 def test_half_of_a_policy_file_is_enough(tmp_path):

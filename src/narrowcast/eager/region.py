@@ -16,6 +16,7 @@ import torch
 from narrowcast.decide import Region
 from narrowcast.eager.identity import Identity
 from narrowcast.eager.kernels import install
+from narrowcast.eager.recomputation import carry_into_recomputation
 from narrowcast.eager.state import Decided, OpenRegion, innermost, set_innermost
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format, fp32
@@ -66,6 +67,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         prepared = self._prepared
         if prepared is not None and prepared.ops and self._native._enabled:
             install(prepared.ops, prepared.changed, self.device)
+            carry_into_recomputation()
         outer = innermost()
         native = copy.copy(self._native)  # torch keeps what to restore in the instance; a copy makes ours re-entrant
         native.__enter__()

@@ -10,8 +10,9 @@ import torch
 
 from narrowcast.decide import Plan, Region
 from narrowcast.eager.identity import Identity
+from narrowcast.eager.recomputation import carried_region
 from narrowcast.policy import Policy
-from narrowcast.torch_bridge import FORMATS, autocast_nesting, regions_of_recomputation
+from narrowcast.torch_bridge import FORMATS, autocast_nesting
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,12 @@ def active_region(device_type: str) -> OpenRegion | None:
     """Our region that rules this device type now; None where a native one does, or none.
 
     The innermost region rules. torch counts nesting, so a `torch.autocast` block entered inside ours shows as a depth
-    that no region of ours accounts for, and is left to torch. (Those that torch.utils.checkpoint enters to recompute
-    are copies of the state in the forward, so ours rules in them.)
+    that no region of ours accounts for, and is left to torch; but where torch.utils.checkpoint recomputes a forward
+    that ran in a region of ours, that region rules.
     """
     region = _innermost.get()
-    if region is None:
-        return None
-    extra = autocast_nesting() - region.depth
-    if extra and extra != regions_of_recomputation():
-        return None
+    if region is None or region.depth != autocast_nesting():
+        return carried_region(device_type)
     while region is not None and region.facts.device_type != device_type:
         outer = region.outer
         if outer is None or outer.depth != region.depth - 1:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import Format, parse_format
 
@@ -134,6 +136,16 @@ class Rule:
                 where=(self.origin,) if self.origin else (),
                 advice=f"Write aten.{self.op.strip('.') or 'mm'}, for example.",
             )
+        if self.torch is not None:
+            try:
+                SpecifierSet(self.torch)
+            except InvalidSpecifier:
+                raise PolicyError(
+                    asked=f"torch = {self.torch!r} of {self.op}",
+                    found="no version range",
+                    where=(self.origin,) if self.origin else (),
+                    advice='Write a range such as ">=2.12" or ">=2.12,<2.15".',
+                ) from None
         if self.argument is not None and self.action.kind not in _PER_ARGUMENT:
             raise PolicyError(
                 asked=f"action {self.action} for argument {self.argument!r} of {self.op}",

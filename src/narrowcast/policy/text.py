@@ -31,7 +31,10 @@ from narrowcast.policy.known_ops import unknown_op
 from narrowcast.policy.policy import Policy, with_origin
 from narrowcast.policy.rules import Rule, did_you_mean, parse_action
 
-_HEADER_KEYS = {"name": str, "extends": (str, list), "description": str, "cache": str, "rule": list, "layer": list}
+_HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
+    "name": str, "extends": (str, list), "description": str, "cache": str, "rule": list, "layer": list,
+}  # fmt: skip
+_LISTS: dict[str, type] = {"extends": str, "op": str, "rule": dict, "layer": dict}  # what such a list holds
 _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
     "op": (str, list), "action": str, "module": str, "class": str, "function": str, "argument": str,
     "reason": str, "source": str, "override": bool, "torch": str,
@@ -57,10 +60,17 @@ class _Block:
         return next((self.line + n for n, line in enumerate(self.lines) if f'"{text}"' in line), self.line)
 
 
-def load_policy(path: Path) -> Policy:
-    """The policy in the file. PolicyError for a file that is missing or wrong, with file:line."""
+def load_policy(path: Path, inside: tuple[Path, ...] = ()) -> Policy:
+    """The policy in the file. PolicyError for a file that is missing or wrong, with file:line.
+
+    `inside` are the files that extend one another on the way here.
+    """
+    if path.resolve() in inside:
+        raise PolicyError(
+            f"policy file {path}", "it extends itself", tuple(Origin(str(p)) for p in inside), "Break the circle."
+        )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(
             asked=f"policy file {path}",
@@ -68,10 +78,10 @@ def load_policy(path: Path) -> Policy:
             where=(Origin(str(path)),),
             advice="Give the path of a TOML policy file, or the name of a built-in one: native, safe.",
         ) from None
-    return parse_policy(text, str(path), folder=path.parent)
+    return parse_policy(text, str(path), path.parent, (*inside, path.resolve()))
 
 
-def parse_policy(text: str, file: str, folder: Path | None = None) -> Policy:
+def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple[Path, ...] = ()) -> Policy:
     """The policy in `text`; `file` names it in errors, and relative `extends` paths start at `folder`."""
     try:
         data = tomllib.loads(text)
@@ -83,17 +93,17 @@ def parse_policy(text: str, file: str, folder: Path | None = None) -> Policy:
         ) from None
     head, blocks = _blocks(text)
     _check_keys(data, _HEADER_KEYS, file, head, "a policy")
-    layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file))]
+    layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file, head))]
     position = 0
     for table in data.get("layer", []):
         rows = table.get("rule", [])
         _check_keys(table, {"rule": list}, file, head, "a layer")
-        layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file)))
+        layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file, head)))
         position += len(rows)
     extends = data.get("extends", [])
     names = [extends] if isinstance(extends, str) else extends
     try:
-        below = _extended([n for n in names if n.endswith(".toml")], folder)
+        below = [load_policy((folder or Path()) / n, inside) for n in names if n.endswith(".toml")]
         policy = Policy(
             name=data.get("name", Path(file).stem),
             layers=tuple(layer for layer in layers if layer),
@@ -189,10 +199,11 @@ def _blocks(text: str) -> tuple[_Block, dict[str, list[_Block]]]:
     return _Block(1, tuple(head_lines)), blocks
 
 
-def _rules(rows: list[Any], blocks: list[_Block], file: str) -> list[Rule]:
+def _rules(rows: list[Any], blocks: list[_Block], file: str, head: _Block) -> list[Rule]:
+    inline = _Block(head.line_of("rule"), ())  # `rule = [{...}]` has no headers to find lines by
     rules: list[Rule] = []
     for number, row in enumerate(rows):
-        block = blocks[number] if number < len(blocks) else _Block(0, ())
+        block = blocks[number] if number < len(blocks) else inline
         _check_keys(row, _RULE_KEYS, file, block, "a rule")
         for key in ("op", "action"):
             if key not in row:
@@ -247,7 +258,7 @@ def _check_keys(row: dict[str, Any], known: dict[str, Any], file: str, block: _B
                 f"key {key!r} of {what}", f"a value of type {type(value).__name__}", (origin,),
                 f"Give a value of type {' or '.join(t.__name__ for t in wanted)}.",
             )  # fmt: skip
-
-
-def _extended(paths: list[str], folder: Path | None) -> list[Policy]:
-    return [load_policy((folder or Path()) / path) for path in paths]
+        if isinstance(value, list) and (not value or any(not isinstance(item, _LISTS[key]) for item in value)):
+            items = "tables" if _LISTS[key] is dict else "strings"
+            found = f"a list of other things than {items}" if value else "an empty list"
+            raise PolicyError(f"key {key!r} of {what}", found, (origin,), f"Give a list of {items}.")

@@ -1,0 +1,78 @@
+"""Our region in the recomputation of torch.utils.checkpoint, which knows only torch's own autocast state.
+
+At the forward, checkpoint asks one function for the state to restore, and keeps what it got until it recomputes. That
+function is wrapped once: what it returns inside a region of ours carries the region. At the recomputation it is found
+on the Python stack, whether the backward was called inside the region or after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from narrowcast.eager.state import OpenRegion
+
+_FILE = torch.utils.checkpoint.__file__
+_FUNCTION = "_get_autocast_kwargs"
+
+
+class _Carrier(dict[str, Any]):
+    """torch's keyword arguments for the cpu region, with ours beside them."""
+
+    region: OpenRegion
+
+
+def carry_into_recomputation() -> None:
+    """Wrap checkpoint's function, once. A torch that has none is left alone."""
+    original = getattr(torch.utils.checkpoint, _FUNCTION, None)
+    if original is None or getattr(original, "carries_narrowcast", False):
+        return
+
+    def with_region(*args: Any, **kwargs: Any) -> Any:
+        from narrowcast.eager.state import innermost
+        from narrowcast.torch_bridge import autocast_nesting
+
+        device, cpu = original(*args, **kwargs)
+        region = innermost()
+        if region is not None and region.depth == autocast_nesting():
+            cpu = _Carrier(cpu)
+            cpu.region = region
+        return device, cpu
+
+    with_region.carries_narrowcast = True  # type: ignore[attr-defined]
+    setattr(torch.utils.checkpoint, _FUNCTION, with_region)
+
+
+def carried_region(device_type: str) -> OpenRegion | None:
+    """The region of the forward that is being recomputed on this stack, if it was ours and its state is in force.
+
+    Its weight cache is not taken along: the casts in it belong to a graph that may be gone.
+    """
+    if torch._C._current_graph_task_id() == -1:  # no backward is running
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _FILE and code.co_name in ("recompute_fn", "backward"):
+            found = frame.f_locals
+            carrier = found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
+            return _of_device(carrier.region, device_type) if isinstance(carrier, _Carrier) else None
+        frame = frame.f_back
+    return None
+
+
+def _of_device(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
+    while region is not None and region.facts.device_type != device_type:
+        region = region.outer
+    if region is None or region.native is None:
+        return None
+    in_force = torch.is_autocast_enabled(device_type) == region.facts.enabled
+    same_format = torch.get_autocast_dtype(device_type) is region.native.fast_dtype
+    return replace(region, casts={}) if in_force and same_format else None

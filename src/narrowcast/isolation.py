@@ -1,0 +1,140 @@
+"""Run a model without leaving a trace in it: on a copy that shares its weights, or has fake ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+def is_here(device_type: str) -> bool:
+    """Whether this machine has such a device."""
+    accelerator = torch.accelerator.current_accelerator()
+    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
+
+
+@contextmanager
+def isolated(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake: bool
+) -> Iterator[Callable[[], Any]]:
+    """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
+
+    What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
+    without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
+    model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
+    runs itself; the attributes and buffers of the modules that it calls are restored.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    stand_in = _Faker(mode) if mode is not None else _share_weights
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(_restored_attributes())
+        own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
+        if mode is not None:
+            stack.enter_context(mode)
+        else:
+            stack.enter_context(restored(own_model))
+        yield lambda: own_model(*own_args, **own_kwargs)
+
+
+class _Faker:
+    """For each tensor one fake tensor of the same size, strides and dtype."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._made:
+            device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
+            with self._mode:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                made.requires_grad_()
+            self._made[id(tensor)] = (tensor, made)
+        return self._made[id(tensor)][1]
+
+
+def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
+    """Parameters are shared with the copy, everything else is cloned."""
+    return tensor if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf else tensor.detach().clone()
+
+
+class _ReplaceTensors(TorchFunctionMode):
+    """While a deep copy is made: what takes the place of each tensor."""
+
+    def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._stand_in(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
+    model, args, kwargs = everything
+    memo: dict[int, Any] = {}
+    if isinstance(model, torch.nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = stand_in(tensor)
+    try:
+        with _ReplaceTensors(stand_in):
+            return copy.deepcopy(everything, memo)
+    except Exception:
+        replaced = pytree.tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        return model, *replaced
+
+
+@contextmanager
+def _restored_attributes() -> Iterator[None]:
+    """Modules that are called get their attributes back (buffers that a forward replaced, caches that it kept)."""
+    before: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
+
+    def keep(module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in before:
+            kept = {name: dict(v) if type(v) is dict else v for name, v in module.__dict__.items()}
+            before[id(module)] = (module, kept)
+
+    hook = register_module_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, kept in before.values():
+            for name in [name for name in module.__dict__ if name not in kept]:
+                del module.__dict__[name]
+            for name, value in kept.items():
+                if type(value) is dict and type(module.__dict__.get(name)) is dict:
+                    module.__dict__[name].clear()
+                    module.__dict__[name].update(value)
+                else:
+                    module.__dict__[name] = value
+
+
+@contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Buffers (batch norm statistics) and the random state are as they were afterwards."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    kept = [b.detach().clone() for b in buffers]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                if buffer.layout is not torch.strided or not torch.equal(buffer, value):
+                    buffer.copy_(value)
