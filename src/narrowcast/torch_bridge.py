@@ -77,6 +77,7 @@ class OpFacts:
     computes: bool
     is_view: bool
     writes: bool
+    has_lists: bool
 
 
 def op_id(op: OpOverload) -> str:
@@ -118,7 +119,9 @@ def op_facts(op: OpOverload) -> OpFacts:
         bool(slots) and makes_tensor and not writes and not aliases and op._opname not in _NO_COMPUTATION
         and not op._opname.endswith("_copy")
     )  # fmt: skip
-    return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, aliases and not writes, writes)
+    has_lists = any(slot.is_list for slot in slots)
+    is_view = aliases and not writes
+    return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, is_view, writes, has_lists)
 
 
 def find_op(identity: str) -> OpOverload | None:

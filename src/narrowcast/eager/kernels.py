@@ -16,7 +16,7 @@ from torch._C import DispatchKeySet
 
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.place import find_place
-from narrowcast.eager.state import Decided, OpenRegion, active_region, native_region
+from narrowcast.eager.state import Decided, OpenRegion, Step, active_region, native_region
 from narrowcast.eager.watch import Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
@@ -41,7 +41,6 @@ from narrowcast.torch_bridge import (
 
 _NUMBERS = (float, int, bool, complex)  # `x * 2` reaches us as mul.Tensor with a number in the place of a tensor
 _ELSEWHERE = object()  # stands for a tensor on another device type: such calls are decided anew each time
-Tensors = list[tuple[Slot, torch.Tensor | None]]
 
 
 class Kernel:
@@ -55,9 +54,8 @@ class Kernel:
         self._below = below(self._key)
         self._native = registered_kernel(op, device_type)
         native_rules = Policy.native(device_type).table.candidates(self.facts.id, not self.facts.writes).whole
-        self._single_tensors = tuple(slot.position for slot in self.facts.slots if not slot.is_list)
-        self._may_give_dtype = self.facts.dtype_position is not None
         self._native_rule = native_rules[0] if native_rules else None
+        self._may_give_dtype = self.facts.dtype_position is not None
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the call as decided."""
@@ -65,11 +63,10 @@ class Kernel:
         watching = watchers()
         if watching:
             return self._run_watched(watching, region, keyset, args, kwargs)
-        if region is None or self.facts.id not in region.changed:
+        if region is None or self.facts.id not in region.prepared.changed:
             return self.run_native(keyset, args, kwargs)
-        tensors = gather(self.facts, args, kwargs)
-        decided = self._decide(tensors, args, kwargs, region)
-        return self.run(decided, region, tensors, keyset, args, kwargs)
+        decided = self._decide(gather(self.facts, args, kwargs), args, kwargs, region)
+        return self.run(decided, region, keyset, args, kwargs)
 
     def _decide(
         self,
@@ -82,19 +79,22 @@ class Kernel:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
         device = self.device_type
         given = self._may_give_dtype and dtype_is_given(self.facts, args, kwargs)
-        came = [None if t is None else t.dtype if t.device.type == device else _ELSEWHERE for _, t in tensors]
+        came = [None if t is None else t.dtype if t.device.type == device else _ELSEWHERE for t in tensors]
+        if self.facts.has_lists:
+            came.append(list_lengths(self.facts, args, kwargs))
         key = (self, given, *came)
-        decided = region.plans.get(key)
+        decided = region.prepared.plans.get(key)
         if decided is not None:
             return decided
-        depends_on_place = region.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
+        depends_on_place = region.prepared.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
         if depends_on_place and place is NOWHERE:
             place = self._place()
-        plan = decide(self._facts_of(tensors, given, place), region.policy, region.facts)
+        slots = slots_of(self.facts, args, kwargs)
+        plan = decide(self._facts_of(slots, tensors, given, place), region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
-        decided = Decided(plan, tuple(None if f is None else DTYPES[f] for f in plan.formats), is_native)
+        decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
         if not depends_on_place and _ELSEWHERE not in came:
-            region.plans[key] = decided
+            region.prepared.plans[key] = decided
         return decided
 
     def _place(self) -> Place:
@@ -106,12 +106,12 @@ class Kernel:
             )
         return find_place()
 
-    def _facts_of(self, tensors: Tensors, given: bool, place: Place) -> Call:
+    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, place: Place) -> Call:
         arguments = tuple(
             Argument(slot.name, None, "", slot.written)
             if t is None
             else Argument(slot.name, FORMATS.get(t.dtype), t.device.type, slot.written)
-            for slot, t in tensors
+            for slot, t in zip(slots, tensors, strict=True)
         )
         return Call(
             self.facts.id, arguments, place, frozenset(["dtype"]) if given else frozenset(), self.facts.computes
@@ -132,11 +132,12 @@ class Kernel:
         place = find_place()
         decided = self._decide(tensors, args, kwargs, region, place)
         if decided.plan.rule is None and decided.plan.changes_nothing:
-            return self.run(decided, region, tensors, keyset, args, kwargs)  # its parts are watched, if any are
+            return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are
+        pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
         for watcher in watching:
-            watcher.begin(self.facts, decided.plan, place, tensors, region.policy)
+            watcher.begin(self.facts, decided.plan, place, pairs, region.prepared.policy)
         try:
-            result = self.run(decided, region, tensors, keyset, args, kwargs)
+            result = self.run(decided, region, keyset, args, kwargs)
         except BaseException as error:
             for watcher in reversed(watching):
                 watcher.fail(error)
@@ -149,7 +150,6 @@ class Kernel:
         self,
         decided: Decided,
         region: OpenRegion,
-        tensors: Tensors,
         keyset: DispatchKeySet,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -157,12 +157,13 @@ class Kernel:
         """Carry out a plan: torch's own kernel where the plan is its plan, else explicit casts around the op."""
         if decided.is_native:
             return self.run_native(keyset, args, kwargs)
-        plan = decided.plan
-        if plan.changes_nothing:
+        if decided.changes_nothing:
             return self._pass_on(keyset, args, kwargs)
+        plan = decided.plan
         if plan.refused is not None:
             raise _refusal(self.facts, plan)
-        args, kwargs = self._cast(decided, tensors, args, kwargs, region)
+        if decided.steps:
+            args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
         with excluding(self._keyset):
             result = self._invoke(plan, args, kwargs)
             return result if plan.output is None else _cast_results(result, DTYPES[plan.output])
@@ -175,8 +176,8 @@ class Kernel:
 
     def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
-        for position in self._single_tensors:
-            if position < len(args) and type(args[position]) in _NUMBERS:
+        for slot in self.facts.slots:
+            if slot.position < len(args) and type(args[slot.position]) in _NUMBERS:
                 # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
                 with excluding(self._keyset):
                     return self._call(args, kwargs)
@@ -200,52 +201,74 @@ class Kernel:
         try:
             return self.facts.op(*args, **kwargs)
         except RuntimeError as error:
-            numbers = [p for p in self._single_tensors if p < len(args) and type(args[p]) in _NUMBERS]
+            single = [slot.position for slot in self.facts.slots if not slot.is_list]
+            numbers = [p for p in single if p < len(args) and type(args[p]) in _NUMBERS]
             if not numbers or "Expected a value of type 'Tensor'" not in str(error):
                 raise
         others = [t for t in args if isinstance(t, torch.Tensor)]
         new_args = [number_as_tensor(a, others) if p in numbers else a for p, a in enumerate(args)]
         return self.facts.op(*new_args, **kwargs)
 
-    def _cast(
-        self, decided: Decided, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with the plan's casts made."""
-        new_args = list(args)
-        lists: dict[str, list[torch.Tensor | None]] = {}
-        for (slot, tensor), dtype in zip(tensors, decided.dtypes, strict=True):
-            if dtype is None and not slot.is_list:
-                continue
-            result: Any = tensor if dtype is None or tensor is None else _cast_cached(tensor, dtype, region)
-            if slot.is_list and (tensor is not None or self._is_list(slot, args, kwargs)):
-                lists.setdefault(slot.name, []).append(result)
-                result = lists[slot.name]
-            if slot.position < len(args):
-                new_args[slot.position] = result
-            else:
-                kwargs = {**kwargs, slot.name: result}
-        return tuple(new_args), kwargs
 
-    def _is_list(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the caller gave this list, which may hold None, or left it out."""
-        return (args[slot.position] if slot.position < len(args) else kwargs[slot.name]) is not None
+Tensors = list[torch.Tensor | None]
 
 
 def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
-    """The tensors of a call with their slots, lists element by element, absent ones as None."""
-    tensors: Tensors = []
-    for slot in facts.slots:
-        if slot.position < len(args):
-            value = args[slot.position]
-        elif slot.name in kwargs:
-            value = kwargs[slot.name]
+    """The tensors of a call in the order of its slots, lists element by element; None where there is none."""
+    given = len(args)
+    values = [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
+    if facts.has_lists:
+        flat: Tensors = []
+        for slot, value in zip(facts.slots, values, strict=True):
+            flat += [value] if value is None or not slot.is_list else value
+        values = flat
+    return [None if type(value) in _NUMBERS else value for value in values]
+
+
+def slots_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
+    """The slot of each tensor that `gather` gives."""
+    if not facts.has_lists:
+        return list(facts.slots)
+    lengths = list_lengths(facts, args, kwargs)
+    return [slot for slot, length in zip(facts.slots, lengths, strict=True) for _ in range(length)]
+
+
+def list_lengths(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """For each slot how many tensors it holds: 1 for what is no list or absent."""
+    values = [args[s.position] if s.position < len(args) else kwargs.get(s.name) for s in facts.slots]
+    return tuple(
+        len(value) if slot.is_list and value is not None else 1 for slot, value in zip(facts.slots, values, strict=True)
+    )
+
+
+def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
+    """The plan's casts by where the tensors are: position or name, index in a list, and dtype."""
+    steps: list[Step] = []
+    seen: dict[str, int] = {}
+    for slot, dst in zip(slots, plan.formats, strict=True):
+        index = seen[slot.name] = seen.get(slot.name, -1) + 1
+        if dst is not None:
+            steps.append((slot.position, slot.name, index if slot.is_list else None, DTYPES[dst]))
+    return tuple(steps)
+
+
+def _cast_arguments(
+    steps: tuple[Step, ...], args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the casts made; the caller's own lists and dict are left alone."""
+    new_args = list(args)
+    given = len(new_args)
+    for position, name, index, dtype in steps:
+        value = new_args[position] if position < given else kwargs[name]
+        if index is None:
+            value = _cast_cached(value, dtype, region) if value.requires_grad else cast(value, dtype)
         else:
-            continue
-        if slot.is_list and value is not None:
-            tensors += [(slot, t) for t in value]
+            value = [_cast_cached(t, dtype, region) if n == index else t for n, t in enumerate(value)]
+        if position < given:
+            new_args[position] = value
         else:
-            tensors.append((slot, None if type(value) in _NUMBERS else value))
-    return tensors
+            kwargs = {**kwargs, name: value}
+    return tuple(new_args), kwargs
 
 
 def dtype_is_given(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -259,11 +282,12 @@ def dtype_is_given(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -> torch.Tensor:
     """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
 
-    Like native's cache, but keyed by version too, so that an in-place update is seen.
+    Like native's cache, but keyed by version too, so that an in-place update is seen, and by grad mode, so that a cast
+    made under no_grad is not taken for one that carries a gradient.
     """
     if not (
         tensor.requires_grad
-        and region.facts.cache
+        and region.prepared.facts.cache
         and tensor.is_leaf
         and tensor.dtype is torch.float32
         and not tensor._is_view()
@@ -271,13 +295,12 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         and torch._C._get_tracing_state() is None
     ):
         return cast(tensor, dtype)
-    key = (id(tensor), dtype)
+    key = (id(tensor), dtype, torch.is_grad_enabled())
     entry = region.casts.get(key)
     if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
         cached: torch.Tensor = entry[2]
         return cached
-    with torch.enable_grad():  # a cast made under no_grad must still carry the gradient of a later use
-        result = cast(tensor, dtype)
+    result = cast(tensor, dtype)
     region.casts[key] = (weakref.ref(tensor), tensor._version, result)
     return result
 

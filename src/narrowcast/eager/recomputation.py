@@ -69,10 +69,10 @@ def carried_region(device_type: str) -> OpenRegion | None:
 
 
 def _of_device(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
-    while region is not None and region.facts.device_type != device_type:
+    while region is not None and region.prepared.facts.device_type != device_type:
         region = region.outer
     if region is None or region.native is None:
         return None
-    in_force = torch.is_autocast_enabled(device_type) == region.facts.enabled
+    in_force = torch.is_autocast_enabled(device_type) == region.prepared.facts.enabled
     same_format = torch.get_autocast_dtype(device_type) is region.native.fast_dtype
     return replace(region, casts={}) if in_force and same_format else None

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,11 +16,11 @@ from narrowcast.decide import Region
 from narrowcast.eager.identity import Identity
 from narrowcast.eager.kernels import install
 from narrowcast.eager.recomputation import carry_into_recomputation
-from narrowcast.eager.state import Decided, OpenRegion, innermost, set_innermost
+from narrowcast.eager.state import Prepared, enter_region, innermost, set_innermost
 from narrowcast.errors import NarrowcastError, RegionError
-from narrowcast.formats import Format, fp32
+from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
-from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,38 +53,38 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     ) -> None:
         self.policy = as_policy(policy)
         self.device = device_type
-        self._native = _native_autocast(device_type, dtype, enabled, cache_enabled, self.policy)
-        self.fast_dtype: torch.dtype = self._native.fast_dtype
-        self._prepared: Prepared | None = None
-        if device_type in DEVICE_TYPES and self.fast_dtype in FORMATS:
-            facts = Region(device_type, FORMATS[self.fast_dtype], self._native._enabled, self._native._cache_enabled)
-            # A library loaded later may register more ops that an open pattern names.
-            prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
-            self._prepared = prepare(self.policy, facts)
+        fast = _checked_dtype(self.policy, device_type, dtype)
+        if cache_enabled is None and self.policy.cache == "off":
+            cache_enabled = False
+        if (
+            fast is torch.float32 and not self.policy.is_native
+        ):  # torch would warn and switch itself off; here it is meant
+            native = torch.autocast(device_type, None, enabled, cache_enabled)
+            native.fast_dtype = fast
+        else:
+            native = torch.autocast(device_type, fast, enabled, cache_enabled)
+        self.fast_dtype: torch.dtype = fast
+        self._enabled = native._enabled
+        # A library loaded later may register more ops that an open pattern names.
+        prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
+        self._prepared: Prepared = prepare(self.policy, device_type, fast, native._enabled, native._cache_enabled)
+        self._native = native
+        self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
 
     def __enter__(self) -> autocast:
         prepared = self._prepared
-        if prepared is not None and prepared.ops and self._native._enabled:
+        identity = None
+        if prepared.ops and self._enabled:
             install(prepared.ops, prepared.changed, self.device)
             carry_into_recomputation()
-        outer = innermost()
-        native = copy.copy(self._native)  # torch keeps what to restore in the instance; a copy makes ours re-entrant
+        try:
+            native = self._spare.pop()
+        except IndexError:
+            native = copy.copy(self._native)
         native.__enter__()
-        depth = autocast_nesting()
-        region = OpenRegion(
-            facts=prepared.facts if prepared else Region(self.device, fp32, enabled=False),
-            policy=prepared.policy if prepared else self.policy,
-            depth=depth,
-            outer=outer,
-            changed=prepared.changed if prepared else frozenset(),
-            plans=prepared.plans if prepared else {},
-            owner=self,
-            native=native,
-            identity=Identity(prepared.policy.digest, self.device) if prepared and prepared.ops else None,
-        )
-        if outer is not None and outer.depth < depth:
-            region.casts = outer.casts
-        set_innermost(region)
+        if prepared.ops:
+            identity = Identity(prepared.policy.digest, self.device)
+        enter_region(prepared, self, native, identity)
         return self
 
     def __exit__(
@@ -108,6 +107,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             region.identity.restore()
         if region.native is not None:
             region.native.__exit__(exc_type, exc_val, exc_tb)
+            self._spare.append(region.native)
 
     def __call__(self, func: F) -> F:
         """The function, running inside the region."""
@@ -132,21 +132,22 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return decorated  # type: ignore[return-value]
 
     def __repr__(self) -> str:
-        return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._native._enabled}, policy={self.policy})"
+        return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
 
 
-def _native_autocast(
-    device_type: str, dtype: torch.dtype | str | Format | None, enabled: bool, cache: bool | None, policy: Policy
-) -> torch.autocast:
-    """torch's own region with these arguments; RegionError for what torch would accept and then ignore, or crash on."""
+def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
+    """The low dtype, or RegionError for what torch would accept and then ignore, or crash on."""
+    if dtype is None and device_type in DEVICE_TYPES:
+        dtype = torch.get_autocast_dtype(device_type)
+    if dtype in _LOW and device_type in DEVICE_TYPES:
+        return dtype
     if not _has_autocast(device_type):
         raise RegionError(
             asked=f"autocast on device type {device_type!r}",
             found="PyTorch has no autocast for it",
             advice=f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type.",
         )
-    is_native = policy.is_native
-    if device_type not in DEVICE_TYPES and not is_native:
+    if device_type not in DEVICE_TYPES and not policy.is_native:
         raise RegionError(
             asked=f"policy {policy.name} on device type {device_type!r}",
             found="only native is known there",
@@ -157,19 +158,18 @@ def _native_autocast(
     except NarrowcastError as error:
         raise RegionError(error.asked, error.found, advice=error.advice) from None
     if fast not in FORMATS or FORMATS[fast].bits < 16 or fast is torch.float64:
+        small = fast in FORMATS and FORMATS[fast].bits < 16
         raise RegionError(
             asked=f"autocast with dtype={fast}",
-            found="8-bit formats need scales that autocasting does not keep" if fast in FORMATS and fast.itemsize == 1
+            found="8-bit formats need scales that autocasting does not keep"
+            if small
             else "not a format to compute in at lower precision",
             advice='Give torch.bfloat16 or torch.float16; a rule may give one op another: action = "to(e4m3fn)".',
-        )  # fmt: skip
-    if cache is None and policy.cache == "off":
-        cache = False
-    if fast is torch.float32 and not is_native:  # torch would warn and switch itself off; these policies mean it
-        native = torch.autocast(device_type, None, enabled, cache)
-        native.fast_dtype = fast
-        return native
-    return torch.autocast(device_type, fast, enabled, cache)
+        )
+    return fast
+
+
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def _has_autocast(device_type: str) -> bool:
@@ -179,21 +179,13 @@ def _has_autocast(device_type: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What entering a region needs and what alike regions share: made once per policy and region."""
-
-    facts: Region
-    policy: Policy
-    ops: tuple[OpOverload, ...]
-    changed: frozenset[str]
-    plans: dict[object, Decided]
-
-
 @lru_cache(maxsize=256)
-def _prepare(policy: Policy, facts: Region) -> Prepared:
-    resolved = policy.resolve(facts.device_type)
-    ops = changed_ops(resolved, facts.device_type)
+def _prepare(policy: Policy, device_type: str, fast: torch.dtype, enabled: bool, cache: bool) -> Prepared:
+    if device_type not in DEVICE_TYPES:
+        return Prepared(Region(device_type, FORMATS[fast], enabled, cache), policy, (), frozenset(), {})
+    resolved = policy.resolve(device_type)
+    ops = changed_ops(resolved, device_type)
+    facts = Region(device_type, FORMATS[fast], enabled, cache)
     return Prepared(facts, resolved, ops, frozenset(op_id(op) for op in ops), {})
 
 

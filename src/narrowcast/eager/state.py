@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +12,34 @@ from narrowcast.decide import Plan, Region
 from narrowcast.eager.identity import Identity
 from narrowcast.eager.recomputation import carried_region
 from narrowcast.policy import Policy
-from narrowcast.torch_bridge import FORMATS, autocast_nesting
+from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting
+
+Step = tuple[int, str, int | None, torch.dtype]  # argument position, name, index if it is a list, dtype to cast to
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A plan with its formats as dtypes, ready to be carried out. `is_native`: torch's own kernel does just this."""
+    """A plan ready to be carried out: its casts as steps. `is_native`: torch's own kernel does just this."""
 
     plan: Plan
-    dtypes: tuple[torch.dtype | None, ...]
     is_native: bool
+    changes_nothing: bool
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What alike regions share, made once: facts, resolved policy, the ops that it changes, and the plans made so far.
+
+    ops, changed: the overloads for which the policy differs from native, and their ids.
+    plans: what was decided for calls whose plan does not depend on the place.
+    """
+
+    facts: Region
+    policy: Policy
+    ops: tuple[OpOverload, ...]
+    changed: frozenset[str]
+    plans: dict[object, Decided]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,24 +48,19 @@ class OpenRegion:
 
     depth:   torch's nesting count inside it.
     outer:   the next region of ours around it.
-    changed: the ids of the ops for which the policy differs from native.
-    plans:   what was decided for calls whose plan does not depend on the place.
     owner:   the object that was entered.
     native:  the torch.autocast that it entered, which knows what to restore.
-    identity: what tells Dynamo that another policy is in force; None under native.
     casts:   the weight cache of our own kernels, shared with `outer`.
+    identity: what tells Dynamo that another policy is in force; None under native.
     """
 
-    facts: Region
-    policy: Policy
+    prepared: Prepared
     depth: int
     outer: OpenRegion | None
-    changed: frozenset[str]
-    plans: dict[object, Decided]
     owner: object
     native: torch.autocast | None
+    casts: dict[Any, Any]
     identity: Identity | None = None
-    casts: dict[Any, Any] = field(default_factory=dict)
 
 
 _innermost: ContextVar[OpenRegion | None] = ContextVar("narrowcast_region", default=None)
@@ -59,8 +72,16 @@ def innermost() -> OpenRegion | None:
 
 
 def set_innermost(region: OpenRegion | None) -> None:
-    """Make `region` the innermost one. Only `autocast` calls this."""
+    """Make `region` the innermost one again. Only `autocast` calls this."""
     _innermost.set(region)
+
+
+def enter_region(prepared: Prepared, owner: object, native: torch.autocast, identity: Identity | None) -> None:
+    """Make a region the innermost one, after torch's own was entered."""
+    outer = _innermost.get()
+    depth = autocast_nesting()
+    casts = outer.casts if outer is not None and outer.depth < depth else {}
+    _innermost.set(OpenRegion(prepared, depth, outer, owner, native, casts, identity))
 
 
 def active_region(device_type: str) -> OpenRegion | None:
@@ -73,7 +94,7 @@ def active_region(device_type: str) -> OpenRegion | None:
     region = _innermost.get()
     if region is None or region.depth != autocast_nesting():
         return carried_region(device_type)
-    while region is not None and region.facts.device_type != device_type:
+    while region is not None and region.prepared.facts.device_type != device_type:
         outer = region.outer
         if outer is None or outer.depth != region.depth - 1:
             return None
@@ -89,5 +110,5 @@ def native_region(device_type: str) -> OpenRegion:
         enabled=torch.is_autocast_enabled(device_type),
         cache=torch.is_autocast_cache_enabled(),
     )
-    policy = Policy.native(device_type)
-    return OpenRegion(facts, policy, autocast_nesting(), None, frozenset(), {}, owner=None, native=None)
+    prepared = Prepared(facts, Policy.native(device_type), (), frozenset(), {})
+    return OpenRegion(prepared, autocast_nesting(), None, None, None, {})
