@@ -111,6 +111,8 @@ def explain(
             advice=f"Leave run away, or move the model: model.to({device_type!r}).",
         )  # fmt: skip
     ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
+    if _has_script(subject):
+        note = f"{note} {_SCRIPT_NOTE}".strip()
     return Explanation(
         subject=subject.name,
         device_type=device_type,
@@ -170,6 +172,20 @@ def _record(
 def _first_line(error: BaseException | None) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:160]}"
+
+
+_SCRIPT_NOTE = (
+    "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
+    "as calls of aten._to_copy, not as casts."
+)
+
+
+def _has_script(subject: Subject) -> bool:
+    """Whether the model is scripted or traced, or a part of it is."""
+    model = subject.model
+    if isinstance(model, torch.nn.Module):
+        return any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+    return isinstance(model, torch.jit.ScriptFunction)
 
 
 def _has_meta(subject: Subject) -> bool:

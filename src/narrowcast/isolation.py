@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,10 +39,22 @@ def isolated(
         stack.enter_context(_restored_attributes())
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
         if mode is not None:
+            stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
             stack.enter_context(mode)
         else:
             stack.enter_context(restored(own_model))
         yield lambda: own_model(*own_args, **own_kwargs)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """What fake tensors cannot carry is said in the explanation; torch would log a traceback too."""
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _Faker:

@@ -194,6 +194,13 @@ def test_json_has_everything():
     assert data["ops"] and data["modules"] and data["ledger"]["casts"]
 
 
+def test_scripted_code_is_said_to_be_out_of_reach():
+    """torch casts it by its own pass."""
+    net = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(8, 8), x), torch.nn.Linear(8, 8))
+    found = nc.explain(net, x)
+    assert "TorchScript" in found.note and "aten._to_copy" in str(found)
+
+
 def test_bad_questions():
     """A device type that is none; running on one that is not here; a subject with arguments."""
     with pytest.raises(RegionError, match="tpu"):
