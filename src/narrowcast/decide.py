@@ -32,7 +32,7 @@ class Call:
     """One op invocation as facts.
 
     `given` holds the names of arguments that the caller passed and that are not tensors (`dtype` matters).
-    `computes` is False for views, copies, conversions and factories; patterns in a policy pass those by.
+    `computes` is False for views, copies, conversions, factories, in-place and out= forms; patterns pass those by.
     """
 
     op: str
@@ -94,11 +94,8 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     if not region.enabled:
         return Plan(untouched)
     device = region.device_type
-    writes = False
-    for a in arguments:
-        writes = writes or a.written
     table = policy.resolve(device).table
-    candidates = table.candidates(call.op, call.computes and not writes)
+    candidates = table.candidates(call.op, call.computes)
     rule = None
     for r in candidates.whole:
         if r.is_unconditional or r.matches_place(call.place):
@@ -110,7 +107,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     overrides = _argument_rules(call, candidates.per_argument) if candidates.per_argument else ()
     if rule is None and not overrides:
         return Plan(untouched)
-    plan = _apply(rule, call, eligible, region.low) if rule is not None else Plan(untouched, shields=True)
+    plan = _apply(rule, call, eligible, region.low) if rule is not None else Plan(untouched)
     return _override(plan, overrides, call, eligible, region.low) if overrides else plan
 
 

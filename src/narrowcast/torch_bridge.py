@@ -16,9 +16,9 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from narrowcast import formats
-from narrowcast.errors import FormatError, UnknownOpError
+from narrowcast.errors import FormatError, PolicyError, UnknownOpError
 from narrowcast.formats import Format
-from narrowcast.policy import Policy, Rule, did_you_mean
+from narrowcast.policy import Kind, Policy, Rule, did_you_mean, known_ops
 
 OpOverload = torch._ops.OpOverload
 
@@ -58,7 +58,10 @@ def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor or tensor list in an op's schema; `position` is its place in args, `name` its key in kwargs."""
+    """A tensor or tensor list in an op's schema; `position` is its place in args, `name` its key in kwargs.
+
+    `written`: the op writes to it, as its schema says or (running statistics of norms) does not say.
+    """
 
     position: int
     name: str
@@ -105,14 +108,16 @@ def op_facts(op: OpOverload) -> OpFacts:
     schema = op._schema
     slots = []
     dtype_position = None
+    writes = False
     for position, argument in enumerate(schema.arguments):
         kind = str(argument.type)
         if kind in ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            slots.append(Slot(position, argument.name, "List" in kind, written))
+            declared = argument.alias_info is not None and argument.alias_info.is_write
+            writes = writes or declared
+            hidden = argument.name in ("running_mean", "running_var") and "norm" in op._opname
+            slots.append(Slot(position, argument.name, "List" in kind, declared or hidden))
         elif argument.name == "dtype":
             dtype_position = position
-    writes = any(slot.written for slot in slots)
     aliases = any(r.alias_info is not None for r in schema.returns)
     makes_tensor = any("Tensor" in str(r.type) for r in schema.returns)
     computes = (
@@ -164,6 +169,14 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     else:
         namespace = rule.op.partition(".")[0]
         found = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
+    _check_fit(rule, found)
+    if not found and rule.is_pattern and any(rule.matches_op(op) for op in known_ops()):
+        raise UnknownOpError(
+            asked=f"op {rule.op!r}",
+            found="it names only views, copies, conversions, in-place or out= forms, which patterns pass by",
+            where=(rule.origin,) if rule.origin else (),
+            advice="Name the overload exactly, aten.add_.Tensor for example, if you mean it.",
+        )
     if not found and not any(ch in rule.op for ch in "*?["):
         packets = {n.replace("::", ".").rpartition(".")[0] for n in torch._C._dispatch_get_all_op_names() if "." in n}
         raise UnknownOpError(
@@ -173,6 +186,26 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
             advice="Correct the name, import the library that registers it, or delete the rule.",
         )
     return found
+
+
+def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
+    """PolicyError for a rule whose argument none of the ops has, or whose action an op that it names cannot take."""
+    where = (rule.origin,) if rule.origin else ()
+    names = sorted({slot.name for op in ops for slot in op_facts(op).slots})
+    if rule.argument is not None and ops and rule.argument not in names:
+        raise PolicyError(
+            asked=f"argument {rule.argument!r} of {rule.op}",
+            found=f"it has no tensor argument of that name{did_you_mean(rule.argument, names)}",
+            where=where,
+            advice=f"Write one of: {', '.join(names)}.",
+        )
+    if rule.action.kind is Kind.FULL_SET_DTYPE and any(op_facts(op).dtype_position is None for op in ops):
+        unfit = next(op_id(op) for op in ops if op_facts(op).dtype_position is None)
+        raise PolicyError(f"action {rule.action} for {rule.op}", f"{unfit} takes no dtype", where, 'Use "full".')
+    if rule.action.kind is Kind.FULL_APPEND_DTYPE and any(overload_with_dtype(op) is None for op in ops):
+        unfit = next(op_id(op) for op in ops if overload_with_dtype(op) is None)
+        found = f"{unfit} has no overload with a dtype besides"
+        raise PolicyError(f"action {rule.action} for {rule.op}", found, where, 'Use "full".')
 
 
 def check_ops(policy: Policy) -> None:

@@ -164,6 +164,14 @@ def test_safe_extends_native_with_reasons_and_issue_numbers():
     assert Policy.safe("cpu").cache == "off"
 
 
+def test_the_cache_setting_is_inherited_unless_given():
+    """safe switches it off; a policy over safe may switch it on."""
+    over = Policy("p", ((Rule("aten.gelu", "full"),),), extends=("safe",))
+    assert over.effective_cache == "off" == over.resolve("cpu").effective_cache
+    assert Policy("p", extends=("safe",), cache="native").effective_cache == "native"
+    assert Policy.native().effective_cache == "native"
+
+
 def test_rules_may_hold_for_some_torch_versions():
     """rms_norm came with 2.12: for an older torch the rule is not there."""
     from narrowcast.policy.policy import exists_in
@@ -183,6 +191,8 @@ def test_actions_are_parsed_and_printed():
         parse_action("to(fp12)")
     with pytest.raises(PolicyError):
         Action(Kind.TO)
+    with pytest.raises(PolicyError, match="no tensor is stored as tf32"):
+        parse_action("to(tf32)")
 
 
 @pytest.mark.parametrize("op", ["mm", "aten.", ".mm", ""])

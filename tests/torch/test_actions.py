@@ -146,7 +146,10 @@ def test_custom_ops_per_argument_and_inside(custom_op):
     with under(*rules), nc.record() as ledger:
         out = custom_op(x.bfloat16(), x, 2.0)
     assert out.dtype is BF
-    assert [(c.argument, c.src, c.dst) for c in ledger.casts] == [("x", "bf16", "fp32")]
+    assert [(c.argument, c.src, c.dst) for c in ledger.casts] == [
+        ("x", "bf16", "fp32"),
+        ("result", "fp32", "bf16"),
+    ]
     assert torch.equal(out, (x.bfloat16().float() * 2.0 + x).bfloat16())
 
 

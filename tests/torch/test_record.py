@@ -1,5 +1,7 @@
 """Recording: every cast with its op, place, rule; forward and backward."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -191,3 +193,74 @@ def test_ops_whose_kernels_call_listed_ops_are_recorded_as_they_run():
         with nc.record(), torch.autocast("cpu"):
             recorded = op()
         assert plain.dtype is recorded.dtype and torch.equal(plain, recorded)
+
+
+@pytest.mark.parametrize(
+    "activation", [torch.relu, torch.exp, torch.tanh, torch.sigmoid, lambda t: torch.softmax(t, -1)]
+)
+def test_a_training_step_is_recorded_as_it_runs(activation):
+    """Ops whose autograd node saves their output; the thread's autocast state is as before."""
+    net = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+
+    def step():
+        net.zero_grad()
+        with torch.autocast("cpu"):
+            out = net[1](activation(net[0](x)))
+            assert torch.is_autocast_enabled("cpu")
+            out.sum().backward()
+        return out.detach(), *[p.grad.clone() for p in net.parameters()]
+
+    plain = step()
+    with nc.record() as ledger:
+        recorded = step()
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    assert not torch.is_autocast_enabled("cpu")
+    assert ledger.op_formats()["aten.linear.default"] == {"bf16": 2}
+    assert sum(c.direction == "backward" for c in ledger.casts) == 4
+
+
+def test_the_cast_back_of_inside_is_a_cast():
+    """No silent cast."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "inside"))
+    with nc.record() as ledger, nc.autocast("cpu", policy=policy):
+        F.gelu(x.bfloat16())
+    assert [(c.argument, c.src, c.dst) for c in ledger.casts] == [("self", "bf16", "fp32"), ("result", "fp32", "bf16")]
+
+
+def test_without_the_cache_nothing_is_cached():
+    """Also where a kernel calls listed ops, which the mode does not see."""
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    with torch.no_grad(), nc.record() as ledger, torch.autocast("cpu", cache_enabled=False):
+        layer(torch.randn(2, 5, 32))
+    assert ledger.casts and {c.how for c in ledger.casts} == {"copied"}
+
+
+SCRIPT = """
+import sys, threading, torch, narrowcast as nc
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+x = torch.randn(4, 8)
+policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="nothing"))
+with nc.autocast("cpu", policy=policy):
+    net(x)
+done = threading.Event()
+def work():
+    for _ in range(600):
+        with torch.autocast("cpu"):
+            net(x).sum()
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+for t in threads:
+    t.start()
+for _ in range(40):
+    with nc.record() as ledger, torch.autocast("cpu"):
+        net(x)
+    assert len(ledger.casts) == 5
+for t in threads:
+    t.join(60)
+sys.exit(any(t.is_alive() for t in threads))
+"""
+
+
+def test_threads_with_native_regions_run_beside_regions_and_recordings():
+    """They neither lock each other out nor crash."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

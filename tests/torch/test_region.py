@@ -358,3 +358,120 @@ def test_half_of_a_policy_file_is_enough(tmp_path):
     THREE.save(file)
     with nc.autocast("cpu", policy=str(file)):
         assert dtypes() == OURS
+
+
+def test_running_statistics_are_never_cast():
+    """The schema of batch_norm does not say that it writes to them."""
+    norm = torch.nn.BatchNorm1d(8, affine=False)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.*batch_norm*", "lower"))
+    with nc.autocast("cpu", policy=policy), nc.record() as ledger:
+        assert norm(x).dtype is BF
+    assert norm.running_mean.abs().sum() > 0 and norm.running_mean.dtype is FP
+    assert not {c.argument for c in ledger.casts} & {"running_mean", "running_var"}
+
+
+def test_regions_left_out_of_order_leave_nothing_behind():
+    """Two generators, closed in the order in which they were opened."""
+
+    def generator():
+        with nc.autocast("cpu", policy=THREE):
+            yield dtypes()
+
+    first, second = generator(), generator()
+    assert next(first) == next(second) == OURS
+    first.close()
+    second.close()
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    assert depth == 1
+    torch.set_autocast_enabled("cpu", False)  # torch restores in the order of leaving, and so do we
+    assert dtypes() == [FP] * 4
+
+
+def test_a_region_stays_in_its_thread_with_asyncio():
+    """asyncio.to_thread copies context variables; torch's state is per thread."""
+    import asyncio
+
+    def native():
+        with torch.autocast("cpu"):
+            return dtypes()
+
+    async def run():
+        with nc.autocast("cpu", policy=THREE):
+            return await asyncio.to_thread(native), dtypes()
+
+    assert asyncio.run(run()) == (NATIVE, OURS)
+
+
+def test_equal_policies_keep_their_own_words():
+    """Errors name the policy and the reason that were given."""
+    for name in ("one", "two"):
+        policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason=f"reason {name}"), name=name)
+        with pytest.raises(RefusedError, match=f"reason {name}"), nc.autocast("cpu", policy=policy):
+            F.gelu(x)
+
+
+def test_module_paths_of_shared_and_moved_modules():
+    """The name under which the module was called."""
+    shared = torch.nn.Linear(8, 8)
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc, self.dec = torch.nn.Sequential(shared), torch.nn.Sequential(shared)
+
+        def forward(self, x):
+            return self.enc(x).dtype, self.dec(x).dtype
+
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="dec"))
+    with nc.autocast("cpu", policy=policy):
+        assert Both()(x) == (BF, FP)
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+
+    class Pair(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            return [part(x).dtype for part in self.parts]
+
+    pair = Pair()
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="parts.0"))
+    with nc.autocast("cpu", policy=policy):
+        assert pair(x) == [FP, BF]
+        model[0], model[1] = model[1], model[0]
+        assert pair(x) == [FP, BF]
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (nc.Rule("aten.linear", "full", argument="wieght"), "did you mean 'weight'"),
+        (nc.Rule("aten.gelu", "full_set_dtype"), "takes no dtype"),
+        (nc.Rule("aten.gelu", "full_append_dtype"), "no overload with a dtype"),
+        (nc.Rule("aten.view", "full"), "patterns pass by"),
+    ],
+)
+def test_rules_that_no_op_can_take_are_refused_when_the_region_opens(rule, said):
+    """Not at run time, and not silently."""
+    with pytest.raises(nc.errors.PolicyError, match=said):
+        nc.autocast("cpu", policy=nc.Policy.native().with_rules(rule))
+
+
+def test_a_rule_about_one_argument_leaves_the_inside_of_an_unlisted_op_to_autocast():
+    """tensordot calls mm."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.tensordot", "follow", argument="self"))
+    with nc.autocast("cpu", policy=policy):
+        assert torch.tensordot(x, x.t(), dims=1).dtype is BF
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.tensordot", "full", argument="self"))
+    with nc.autocast("cpu", policy=policy):
+        assert torch.tensordot(x.bfloat16(), x.t(), dims=1).dtype is BF
+
+
+def test_inference_tensors_are_cast_and_not_cached():
+    """They have no version."""
+    with torch.inference_mode():
+        weight = torch.nn.Parameter(torch.randn(8))
+    with torch.no_grad(), nc.autocast("cpu", policy=nc.Policy.native().with_rules(nc.Rule("aten.mul.Tensor", "lower"))):
+        assert torch.mul(weight, x).dtype is BF

@@ -19,7 +19,7 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 def show(policy: PolicyName, device: Device = None) -> None:
     """The rules of a policy, in the order in which they win."""
     found = _resolved(policy, device)
-    typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, weight cache {found.cache}")
+    typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, weight cache {found.effective_cache}")
     for layer in reversed(found.layers):
         reason = None
         for rule in layer:
@@ -49,7 +49,8 @@ def diff(before: PolicyName, after: PolicyName, device: Device = None) -> None:
     changes = old.diff(new)
     for change in changes:
         typer.echo(str(change))
-    cache = "" if old.cache == new.cache else f"; weight cache {old.cache} -> {new.cache}"
+    before_cache, after_cache = old.effective_cache, new.effective_cache
+    cache = "" if before_cache == after_cache else f"; weight cache {before_cache} -> {after_cache}"
     typer.echo(f"{old.name} -> {new.name}: {len(changes)} rules differ{cache}")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch._C import DispatchKeySet
 
 from narrowcast.decide import Argument, Call, Plan, decide
+from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.place import find_place
 from narrowcast.eager.state import Decided, OpenRegion, Step, active_region, native_region
 from narrowcast.eager.watch import Watcher, watchers
@@ -44,7 +45,11 @@ _ELSEWHERE = object()  # stands for a tensor on another device type: such calls 
 
 
 class Kernel:
-    """The kernel of one op at one Autocast key. Called by the dispatcher with (keyset, *args, **kwargs)."""
+    """The kernel of one op at one Autocast key. Called by the dispatcher with (keyset, *args, **kwargs).
+
+    Native's rules are carried out here like any others, not by torch's kernel: Python would call that with the
+    interpreter locked, and it waits for the lock of torch's weight cache, whose holder may wait for the interpreter.
+    """
 
     def __init__(self, op: OpOverload, device_type: str) -> None:
         self.facts: OpFacts = op_facts(op)
@@ -64,7 +69,9 @@ class Kernel:
         if watching:
             return self._run_watched(watching, region, keyset, args, kwargs)
         if region is None or self.facts.id not in region.prepared.changed:
-            return self.run_native(keyset, args, kwargs)
+            if self._native is None:
+                return self._pass_on(keyset, args, kwargs)
+            region = native_region(self.device_type)
         decided = self._decide(gather(self.facts, args, kwargs), args, kwargs, region)
         return self.run(decided, region, keyset, args, kwargs)
 
@@ -135,7 +142,7 @@ class Kernel:
             return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
         for watcher in watching:
-            watcher.begin(self.facts, decided.plan, place, pairs, region.prepared.policy)
+            watcher.begin(self.facts, decided.plan, place, pairs, region.prepared.policy, region.prepared.facts.cache)
         try:
             result = self.run(decided, region, keyset, args, kwargs)
         except BaseException as error:
@@ -154,25 +161,21 @@ class Kernel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Carry out a plan: torch's own kernel where the plan is its plan, else explicit casts around the op."""
-        if decided.is_native:
-            return self.run_native(keyset, args, kwargs)
+        """Carry out a plan: casts around the op, which runs with autocast off inside."""
         if decided.changes_nothing:
             return self._pass_on(keyset, args, kwargs)
         plan = decided.plan
         if plan.refused is not None:
+            if decided.is_native and self._native is not None:
+                return self._native.call_boxed(keyset, *args, **kwargs)  # torch's own error
             raise _refusal(self.facts, plan)
         if decided.steps:
             args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
+        if not plan.shields:
+            return self._pass_on(keyset, args, kwargs)
         with excluding(self._keyset):
             result = self._invoke(plan, args, kwargs)
             return result if plan.output is None else _cast_results(result, DTYPES[plan.output])
-
-    def run_native(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch does without us: its kernel at this key, or the next key."""
-        if self._native is not None:
-            return self._native.call_boxed(keyset, *args, **kwargs)
-        return self._pass_on(keyset, args, kwargs)
 
     def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
@@ -283,7 +286,7 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
     """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
 
     Like native's cache, but keyed by version too, so that an in-place update is seen, and by grad mode, so that a cast
-    made under no_grad is not taken for one that carries a gradient.
+    made under no_grad is not taken for one that carries a gradient. Native regions keep torch's rules, faults included.
     """
     if not (
         tensor.requires_grad
@@ -292,9 +295,12 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         and tensor.dtype is torch.float32
         and not tensor._is_view()
         and not torch.is_inference_mode_enabled()
+        and not tensor.is_inference()
         and torch._C._get_tracing_state() is None
     ):
         return cast(tensor, dtype)
+    if region.owner is None:
+        return native_cast(tensor, dtype, DTYPES[region.prepared.facts.low])
     key = (id(tensor), dtype, torch.is_grad_enabled())
     entry = region.casts.get(key)
     if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
@@ -359,10 +365,10 @@ def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
 
 
 def remove_visiting(device_type: str) -> None:
-    """Undo one `install_visiting`."""
+    """Undo one `install_visiting`. While other threads may be in the middle of an op, the kernels stay for the next."""
     with _lock:
         count, registration = _visiting.pop(device_type)
-        if count > 1:
+        if count > 1 or threading.active_count() > 1:
             _visiting[device_type] = (count - 1, registration)
         else:
             registration.remove()

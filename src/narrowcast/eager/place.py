@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path as FilePath
@@ -14,14 +15,14 @@ from torch.nn.modules.module import Module
 from narrowcast.policy import Place
 
 _LIBRARIES = tuple(
-    str(path)
+    f"{path}{os.sep}"
     for path in (
         FilePath(torch.__file__).parent,
         FilePath(__file__).parent.parent,
         sysconfig.get_paths()["stdlib"],
     )
 )
-_PACKAGES = (str(FilePath(torch.__file__).parent.parent),)  # site-packages lies inside stdlib's folder
+_PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 _SKIP, _USER, _MODULE = 0, 1, 2
@@ -75,20 +76,35 @@ def find_place() -> Place:
 
 
 def _path(modules: list[Module]) -> str:
-    """The dotted path of the innermost module below the outermost (`modules` is innermost first)."""
+    """The dotted path of the innermost module below the outermost (`modules` is innermost first).
+
+    It is put together from the modules between them, so that a shared module has the name under which it was called.
+    """
     outermost = len(modules) - 1
     while outermost > 0 and type(modules[outermost]).__name__ in _WRAPPERS:
         outermost -= 1
-    root, module = modules[outermost], modules[0]
-    if module is root:
+    names = [_name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
+    return ".".join(name for name in names if name)
+
+
+def _name_in(parent: Module, module: Module) -> str:
+    """The name of a module inside the one that called it; `<Class>` if it is not registered there."""
+    if module is parent:
         return ""
-    names = _names.get(root)
+    names = _names.get(parent)
     name = names.get(module) if names is not None else None
-    if name is None:
-        names = WeakKeyDictionary((m, n) for n, m in root.named_modules())
-        _names[root] = names
+    if name is None or not _is_at(parent, name, module):
+        names = WeakKeyDictionary()
+        for found, m in parent.named_modules(remove_duplicate=False):
+            names.setdefault(m, found)
+        _names[parent] = names
         name = names.get(module)
-    if name is None:  # called by the model but not registered in it
-        parent = _path(modules[1 : outermost + 1])
-        name = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
-    return name
+    return f"<{type(module).__name__}>" if name is None else name
+
+
+def _is_at(parent: Module, name: str, module: Module) -> bool:
+    """Whether a name that was found before still leads to the module."""
+    found: Module | None = parent
+    for part in name.split("."):
+        found = found._modules.get(part) if found is not None else None
+    return found is module

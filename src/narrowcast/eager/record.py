@@ -87,6 +87,7 @@ class _Watched:
     place: Place
     tensors: list[tuple[Slot, torch.Tensor | None]]
     policy: Policy
+    caches: bool
     came: str
     seen: list[bool]
     widens: bool
@@ -113,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self._keys = tuple(autocast_key(device_type) for device_type in device_types)
         self._local = threading.local()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
+        self._weights: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._forward_casts: dict[int, Cast] = {}
 
@@ -132,6 +134,7 @@ class Recorder(TorchDispatchMode):
         place: Place,
         tensors: list[tuple[Slot, torch.Tensor | None]],
         policy: Policy,
+        caches: bool,
     ) -> None:
         """A call reaches a kernel."""
         came = _names([t.dtype for _, t in tensors if t is not None])
@@ -141,7 +144,7 @@ class Recorder(TorchDispatchMode):
         state = self._state
         again = state.executing is facts.op and not state.entered
         state.entered = state.entered or again
-        state.calls.append(_Watched(facts, plan, place, tensors, policy, came, seen, widens, again))
+        state.calls.append(_Watched(facts, plan, place, tensors, policy, caches, came, seen, widens, again))
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
@@ -153,11 +156,7 @@ class Recorder(TorchDispatchMode):
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
                 slot, tensor = call.tensors[position]
-                if tensor is not None and tensor.is_leaf and tensor.requires_grad:
-                    how = "cached"
-                else:
-                    how = "copied" if state.executing is not None else "inside"
-                self._add_cast(call, slot.name, tensor, str(dst), how)
+                self._add_cast(call, slot.name, tensor, str(dst), self._how_unseen(call, tensor, str(dst)))
         if call.widens and not call.seen_widening:
             slot, tensor = call.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
@@ -166,6 +165,17 @@ class Recorder(TorchDispatchMode):
         else:
             computes = _planned_names(plan, call.tensors)
         self._count(call.facts.id, call.place, call.came, computes, result, plan, call.policy, call.op_bytes)
+
+    def _how_unseen(self, call: _Watched, tensor: torch.Tensor | None, dst: str) -> str:
+        """What became of a cast that was planned and that the mode did not see."""
+        if tensor is None:
+            return "inside"
+        cacheable = call.caches and tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+        before = self._weights.get((id(tensor), dst))
+        if cacheable and (self._state.executing is None or (before is not None and before() is tensor)):
+            return "cached"
+        self._weights[id(tensor), dst] = weakref.ref(tensor)
+        return "copied" if self._state.executing is not None else "inside"
 
     def fail(self, error: BaseException) -> None:
         """The call raised."""
@@ -239,6 +249,11 @@ class Recorder(TorchDispatchMode):
                 if src.requires_grad and torch.is_grad_enabled():
                     self._forward_casts[next_sequence_number() - 1] = cast
                 return True
+        if call.plan.output is dst and not any(src is t for _, t in call.tensors):
+            cast = self._add_cast(call, "result", src, str(dst), "copied")
+            if src.requires_grad and torch.is_grad_enabled():
+                self._forward_casts[next_sequence_number() - 1] = cast
+            return True
         if call.widens and not call.seen_widening and call.tensors[0][1] is src and result.dtype is torch.float32:
             call.seen_widening = True
             self._add_cast(call, call.tensors[0][0].name, src, "fp32", "copied")

@@ -54,7 +54,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         self.policy = as_policy(policy)
         self.device = device_type
         fast = _checked_dtype(self.policy, device_type, dtype)
-        if cache_enabled is None and self.policy.cache == "off":
+        if cache_enabled is None and self.policy.effective_cache == "off":
             cache_enabled = False
         if (
             fast is torch.float32 and not self.policy.is_native
@@ -67,7 +67,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         self._enabled = native._enabled
         # A library loaded later may register more ops that an open pattern names.
         prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
-        self._prepared: Prepared = prepare(self.policy, device_type, fast, native._enabled, native._cache_enabled)
+        self._prepared: Prepared = prepare(
+            self.policy, device_type, fast, native._enabled, native._cache_enabled, self.policy.wording
+        )
         self._native = native
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
 
@@ -93,16 +95,19 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,
     ) -> None:
-        region = innermost()
+        inner, region = None, innermost()
         while region is not None and region.owner is not self:
-            region = region.outer
+            inner, region = region, region.outer
         if region is None:
             raise RegionError(
                 asked="leaving an autocast region",
                 found="this one was not entered in this thread or context",
                 advice="Leave it where it was entered, or write it as a with statement.",
             )
-        set_innermost(region.outer)
+        if inner is None:
+            set_innermost(region.outer)
+        else:  # left out of order, as interleaved generators do: those inside it stay open
+            inner.outer = region.outer
         if region.identity is not None:
             region.identity.restore()
         if region.native is not None:
@@ -180,7 +185,8 @@ def _has_autocast(device_type: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _prepare(policy: Policy, device_type: str, fast: torch.dtype, enabled: bool, cache: bool) -> Prepared:
+def _prepare(policy: Policy, device_type: str, fast: torch.dtype, enabled: bool, cache: bool, wording: str) -> Prepared:
+    del wording  # in the key: equal policies may differ in names, reasons and places
     if device_type not in DEVICE_TYPES:
         return Prepared(Region(device_type, FORMATS[fast], enabled, cache), policy, (), frozenset(), {})
     resolved = policy.resolve(device_type)

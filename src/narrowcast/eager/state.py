@@ -1,8 +1,8 @@
-"""Which regions are open on this thread: the one piece of mutable state, a ContextVar."""
+"""Which regions are open on this thread: the one piece of mutable state."""
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,25 +63,31 @@ class OpenRegion:
     identity: Identity | None = None
 
 
-_innermost: ContextVar[OpenRegion | None] = ContextVar("narrowcast_region", default=None)
+class _Stack(threading.local):
+    """The innermost region of each thread: torch's autocast state is per thread, so ours is."""
+
+    innermost: OpenRegion | None = None
+
+
+_stack = _Stack()
 
 
 def innermost() -> OpenRegion | None:
     """The region entered last on this thread, whatever its device type."""
-    return _innermost.get()
+    return _stack.innermost
 
 
 def set_innermost(region: OpenRegion | None) -> None:
     """Make `region` the innermost one again. Only `autocast` calls this."""
-    _innermost.set(region)
+    _stack.innermost = region
 
 
 def enter_region(prepared: Prepared, owner: object, native: torch.autocast, identity: Identity | None) -> None:
     """Make a region the innermost one, after torch's own was entered."""
-    outer = _innermost.get()
+    outer = _stack.innermost
     depth = autocast_nesting()
     casts = outer.casts if outer is not None and outer.depth < depth else {}
-    _innermost.set(OpenRegion(prepared, depth, outer, owner, native, casts, identity))
+    _stack.innermost = OpenRegion(prepared, depth, outer, owner, native, casts, identity)
 
 
 def active_region(device_type: str) -> OpenRegion | None:
@@ -91,7 +97,7 @@ def active_region(device_type: str) -> OpenRegion | None:
     that no region of ours accounts for, and is left to torch; but where torch.utils.checkpoint recomputes a forward
     that ran in a region of ours, that region rules.
     """
-    region = _innermost.get()
+    region = _stack.innermost
     if region is None or region.depth != autocast_nesting():
         return carried_region(device_type)
     while region is not None and region.prepared.facts.device_type != device_type:

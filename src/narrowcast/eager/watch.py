@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +22,9 @@ class Watcher(Protocol):
         place: Place,
         tensors: list[tuple[Slot, torch.Tensor | None]],
         policy: Policy,
+        caches: bool,
     ) -> None:
-        """The call with its arguments as they came, and what will be done with it."""
+        """The call with its arguments as they came, what will be done with it, and whether weights are cached."""
 
     def end(self, result: Any) -> None:
         """The call's result."""
@@ -32,19 +33,25 @@ class Watcher(Protocol):
         """The call raised."""
 
 
-_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("narrowcast_watchers", default=())
+class _Watchers(threading.local):
+    """Per thread, as a recording's dispatch mode is."""
+
+    now: tuple[Watcher, ...] = ()
+
+
+_watchers = _Watchers()
 
 
 def watchers() -> tuple[Watcher, ...]:
     """The watchers of this thread, outermost first."""
-    return _watchers.get()
+    return _watchers.now
 
 
 def add_watcher(watcher: Watcher) -> None:
     """Start telling `watcher`."""
-    _watchers.set((*_watchers.get(), watcher))
+    _watchers.now = (*_watchers.now, watcher)
 
 
 def remove_watcher(watcher: Watcher) -> None:
     """Stop telling `watcher`."""
-    _watchers.set(tuple(w for w in _watchers.get() if w is not watcher))
+    _watchers.now = tuple(w for w in _watchers.now if w is not watcher)

@@ -1,5 +1,6 @@
 """Policies: rules as data, their precedence, their TOML text form and their lint."""
 
+from narrowcast.policy.known_ops import known_ops
 from narrowcast.policy.lint import Finding, lint_policy
 from narrowcast.policy.policy import (
     CACHES,
@@ -31,6 +32,7 @@ __all__ = [
     "check_device_type",
     "did_you_mean",
     "installed_torch",
+    "known_ops",
     "lint_policy",
     "parse_action",
 ]

@@ -41,7 +41,7 @@ class Policy:
     A later layer wins over an earlier one; inside a layer the more specific rule wins; two rules of one layer about
     exactly the same calls are an error unless the later one says `override`. `extends` holds `native` (resolved for
     the region's device type), `native:cuda` (for that device type), or `safe`. `cache` is `native` (torch's weight
-    cache, as `cache_enabled` asks) or `off` (weights are cast at every use).
+    cache, as `cache_enabled` asks), `off` (weights are cast at every use), or None (as in what it extends).
 
     Two policies are equal when they decide alike: names, reasons and comments take no part.
     """
@@ -50,12 +50,12 @@ class Policy:
     layers: tuple[tuple[Rule, ...], ...] = ()
     extends: tuple[str, ...] = ()
     description: str = field(default="", compare=False)
-    cache: str = "native"
+    cache: str | None = None
     text: str | None = field(default=None, compare=False, repr=False)
     text_layers: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.cache not in CACHES:
+        if self.cache is not None and self.cache not in CACHES:
             raise PolicyError(asked=f"cache {self.cache!r}", found="no such cache", advice=f"Write one of: {CACHES}.")
         for name in self.extends:
             check_builtin_name(name)
@@ -129,12 +129,12 @@ class Policy:
             layers=self.layers + other.layers,
             extends=self.extends + extra,
             description=self.description or other.description,
-            cache=other.cache if other.cache != "native" else self.cache,
+            cache=other.cache or self.cache,
         )
 
     def resolve(self, device_type: str) -> Policy:
         """This policy with the built-in layers for one device type written out. Cheap after the first time."""
-        return self if not self.extends and not self._has_versions else _resolve(self, device_type)
+        return self if not self.extends and not self._has_versions else _resolve(self, device_type, self.wording)
 
     # -- questions
 
@@ -156,6 +156,13 @@ class Policy:
             lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for rule in layer]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    @cached_property
+    def wording(self) -> str:
+        """A digest of all that the digest leaves out: names, reasons, sources, places in files."""
+        lines = [self.name, self.description]
+        lines += [f"{rule.reason}|{rule.source}|{rule.origin}" for rule in self.rules]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
     def diff(self, other: Policy) -> tuple[RuleChange, ...]:
         """What changes from this policy to `other`, rule by rule; built-in layers are compared by name.
 
@@ -171,10 +178,15 @@ class Policy:
         """The last rule about each set of calls."""
         return {rule.conditions: rule for rule in self.rules}
 
+    @cached_property
+    def effective_cache(self) -> str:
+        """`native` or `off`: its own setting, or that of what it extends."""
+        return self.resolve("cpu").cache or "native" if self.extends else self.cache or "native"
+
     @property
     def is_native(self) -> bool:
         """Whether this is torch's own behaviour, neither more nor less."""
-        return self.extends == ("native",) and not self.layers and self.cache == "native"
+        return self.extends == ("native",) and not self.layers and self.cache in (None, "native")
 
     @cached_property
     def has_open_patterns(self) -> bool:
@@ -265,13 +277,14 @@ def _existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], .
 
 
 @lru_cache(maxsize=256)
-def _resolve(policy: Policy, device_type: str) -> Policy:
+def _resolve(policy: Policy, device_type: str, wording: str) -> Policy:
+    del wording  # in the key: equal policies may differ in names, reasons and places
     below: list[tuple[Rule, ...]] = []
     for name in policy.extends:
         base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
         below += [layer for layer in base.layers if layer not in below]
-    caches = [load_builtin(name).cache for name in policy.extends if name == "safe"]
-    cache = policy.cache if policy.cache != "native" else next(iter(caches), "native")
+    caches = [load_builtin(name).cache for name in policy.extends if name != "native"]
+    cache = policy.cache or next((c for c in caches if c is not None), None)
     return replace(
         policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, text=None, text_layers=0
     )

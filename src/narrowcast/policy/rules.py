@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from narrowcast.errors import Origin, PolicyError
-from narrowcast.formats import Format, parse_format
+from narrowcast.formats import Format, parse_format, tf32
 
 
 class Kind(enum.Enum):
@@ -42,6 +42,12 @@ class Action:
                 asked=f"action {self.kind.value!r}",
                 found="to(...) needs a format, and no other action takes one",
                 advice='Write action = "to(bf16)", for example.',
+            )
+        if self.format is tf32:
+            raise PolicyError(
+                asked="action 'to(tf32)'",
+                found="no tensor is stored as tf32: it is a way in which products of fp32 tensors are computed",
+                advice="Set torch.backends.cuda.matmul.fp32_precision, or name a format that tensors have.",
             )
 
     def __str__(self) -> str:

@@ -109,7 +109,7 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
             layers=tuple(layer for layer in layers if layer),
             extends=tuple(n for n in names if not n.endswith(".toml")),
             description=data.get("description", ""),
-            cache=data.get("cache", "native"),
+            cache=data.get("cache"),
             text=None if below else text,
             text_layers=sum(1 for layer in layers if layer),
         )
@@ -131,7 +131,7 @@ def print_policy(policy: Policy) -> str:
     if policy.text is not None:
         if document.get("name") != policy.name:
             document["name"] = policy.name
-        if document.get("cache", "native") != policy.cache:
+        if policy.cache is not None and document.get("cache") != policy.cache:
             document["cache"] = policy.cache
     if later and done == 0 and "rule" not in document:
         document["rule"] = _array_of_rules(later.pop(0))
@@ -158,7 +158,7 @@ def _header(policy: Policy) -> tomlkit.TOMLDocument:
         document["description"] = policy.description
     if policy.extends:
         document["extends"] = policy.extends[0] if len(policy.extends) == 1 else list(policy.extends)
-    if policy.cache != "native":
+    if policy.cache is not None:
         document["cache"] = policy.cache
     return document
 

@@ -1,0 +1,51 @@
+"""torch's weight cache, for native regions whose ops pass through kernels of ours.
+
+torch's own cannot be reached from Python without risking a deadlock (see kernels.py), so its rules are repeated here:
+one cast per weight, whatever its version and whatever the format, until an outermost region closes and torch clears its
+cache. That is one function, which is wrapped once so that ours is cleared with it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from narrowcast.torch_bridge import cast
+
+
+class _Casts(threading.local):
+    """Per thread: a weight's id, the weight (so that the id stays its own), and its cast."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_casts = _Casts()
+
+
+def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made anew."""
+    if dtype is not low:
+        return cast(weight, dtype)
+    entry = _casts.by_id.get(id(weight))
+    if entry is not None:
+        return entry[1]
+    _clear_with_torch()
+    with torch.enable_grad():  # as torch does: a cast made under no_grad carries the gradient of a later use
+        made = cast(weight, dtype)
+    _casts.by_id[id(weight)] = (weight, made)
+    return made
+
+
+def _clear_with_torch() -> None:
+    original = torch.clear_autocast_cache
+    if getattr(original, "clears_narrowcast", False):
+        return
+
+    def clear_autocast_cache() -> None:
+        _casts.by_id.clear()
+        original()
+
+    clear_autocast_cache.clears_narrowcast = True  # type: ignore[attr-defined]
+    torch.clear_autocast_cache = clear_autocast_cache
