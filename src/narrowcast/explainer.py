@@ -42,6 +42,11 @@ class Subject:
     name: str = ""
 
     def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise NarrowcastError(
+                asked=f"a Subject whose model is a {type(self.model).__name__}", found="it cannot be called",
+                advice="Give a Module or a function.",
+            )  # fmt: skip
         self.args = tuple(self.args)
         self.kwargs = dict(self.kwargs or {})
         self.name = self.name or getattr(self.model, "__name__", type(self.model).__name__)
@@ -140,23 +145,22 @@ def _record(
     subject: Subject, region: autocast, device_type: str, stands_in: bool, real: bool
 ) -> tuple[Ledger, str, str]:
     """The ledger of one run, what it ran on, and a note if that is not what one would expect."""
+    why = ""
     failure: Exception | None = None
     if not real:
         try:
             with isolated(subject.model, subject.args, subject.kwargs, fake=True) as run, record() as ledger, region:
                 run()
-            where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
-            return ledger, where, ""
+            why = _not_shown_by_fakes(ledger)
+            if not why or _has_meta(subject):
+                where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
+                return ledger, where, " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
         except Exception as error:
             failure = error
+            why = f"Fake tensors do not carry it: {_first_line(error)}"
     if _has_meta(subject):
-        raise (
-            failure
-            if failure is not None
-            else NarrowcastError(
-                "explain with real=True", "the model has meta tensors", advice="Leave real away, or load the weights."
-            )
-        )
+        advice = "Leave real away, or load the weights."
+        raise failure or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
     with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
         try:
             run()
@@ -165,13 +169,37 @@ def _record(
                 raise
             note = f"The model RAISED under this policy: {_first_line(error)}. What ran before is shown."
             return ledger, "the model itself", note
-    note = f"Fake tensors do not carry it: {_first_line(failure)}" if failure is not None else ""
-    return ledger, "the model itself", note
+    return ledger, "the model itself", why
 
 
 def _first_line(error: BaseException | None) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:160]}"
+
+
+# Unlisted ops whose real kernels call ops that autocast casts; fake ones do not. Found by comparing the ledgers of fake
+# and real runs of every op in torch's op_db, and of the fused modules.
+_CALLS_OPS_INSIDE = (
+    "aten._transformer_encoder_layer_fwd",
+    "aten._trilinear",
+    "aten.linalg_pinv",
+    "aten._scaled_mm",
+    "aten._scaled_mm_v2",
+)
+
+
+def _not_shown_by_fakes(ledger: Ledger) -> str:
+    """A sentence naming the ops of a fake run inside which a real one would cast; empty if there are none."""
+    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & set(_CALLS_OPS_INSIDE)
+    return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
+
+
+def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
+    """Where the cpu's kernels stand for others that autocast treats otherwise."""
+    recurrent = any(k.op.startswith("aten.mkldnn_rnn_layer") for k in ledger.calls)
+    if stands_in and recurrent and device_type != "cpu":
+        return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
+    return ""
 
 
 _SCRIPT_NOTE = (

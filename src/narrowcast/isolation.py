@@ -149,5 +149,5 @@ def restored(model: Any) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, kept, strict=True):
-                if buffer.layout is not torch.strided or not torch.equal(buffer, value):
+                if buffer.layout is torch.strided and not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -19,6 +19,12 @@ def subject():
 def other():
     return 3
 
+def leaving():
+    raise SystemExit(3)
+
+def no_model():
+    return nc.Subject(5)
+
 def failing():
     raise KeyError("weights")
 """
@@ -78,6 +84,8 @@ def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
         ("{}:other", "returned a int"),
         ("{}:failing", "KeyError"),
         ("{}:missing", "defines no function missing()"),
+        ("{}:leaving", "SystemExit"),
+        ("{}:no_model", "cannot be called"),
         ("json", "defines no function subject()"),
     ],
 )
@@ -130,6 +138,7 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
         (("--policy", "none.toml"), "none.toml"),
         (("--device", "cuda", "--run"), "Leave run away"),
         (("--nonsense",), "No such option"),
+        (("--json", "/nowhere/x.json"), "its folder does not exist"),
     ],
 )
 def test_bad_options_exit_with_2(cli, target, options, said):

@@ -201,6 +201,32 @@ def test_scripted_code_is_said_to_be_out_of_reach():
     assert "TorchScript" in found.note and "aten._to_copy" in str(found)
 
 
+def test_kernels_that_call_listed_ops_are_run_for_real():
+    """Fake ones do not call them; a wrong picture would follow."""
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    with torch.no_grad():
+        found = nc.explain(layer, torch.randn(2, 5, 32))
+        real = nc.explain(layer, torch.randn(2, 5, 32), real=True)
+    assert found.ran_on == "the model itself" and "_transformer_encoder_layer_fwd" in found.note
+    assert len(found.ledger.casts) == len(real.ledger.casts) > 0
+
+
+def test_sparse_buffers_and_outputs_are_survived():
+    """In real runs and comparisons."""
+
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(4).to_sparse())
+            self.lin = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.lin(x), self.adjacency * 2
+
+    found = nc.explain(nc.Subject(Sparse(), (x,)), run=True, real=True)
+    assert [o.sqnr_db > 20 for o in found.comparison.outputs] == [True, True]
+
+
 def test_bad_questions():
     """A device type that is none; running on one that is not here; a subject with arguments."""
     with pytest.raises(RegionError, match="tpu"):

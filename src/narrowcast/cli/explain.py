@@ -10,6 +10,7 @@ import typer
 
 from narrowcast.cli.target import load_subject
 from narrowcast.console import print_all, terminal
+from narrowcast.errors import TargetError
 from narrowcast.explainer import explain
 from narrowcast.files import replace_text
 from narrowcast.report.explain_text import explanation_parts
@@ -26,6 +27,10 @@ def explain_command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,
 ) -> None:
     """Run TARGET's model under a policy; show in which format every op computes, every cast, and what it costs."""
+    if json_file is not None and str(json_file) != "-" and not json_file.parent.is_dir():
+        raise TargetError(
+            f"--json {json_file}", "its folder does not exist", advice="Make the folder, or name another."
+        )
     subject = load_subject(target)
     with torch.no_grad():
         explanation = explain(subject, policy=policy, dtype=dtype, device=device, run=run, real=real)

@@ -29,7 +29,7 @@ def load_subject(target: str) -> Subject:
         raise TargetError(f"target {target!r}", f"it defines no function {name}()", (origin,), _ADVICE)
     try:
         subject = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(
             f"target {target!r}", f"{name}() raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
         ) from error
@@ -63,7 +63,7 @@ def _import(path: str, target: str) -> ModuleType:
         finally:
             sys.path.pop(0)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(
             f"target {target!r}", f"importing it raised {type(error).__name__}: {error}", _where(error, path), _ADVICE
         ) from error

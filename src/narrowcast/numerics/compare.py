@@ -58,6 +58,7 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
     for (name, ref), (_, x) in pairs:
         if not ref.is_floating_point() or ref.shape != x.shape:
             continue
+        ref, x = _dense(ref), _dense(x)
         largest = _difference(ref.detach().double(), x.detach().double()).abs()
         rows.append(
             OutputError(
@@ -70,6 +71,10 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
             )
         )
     return tuple(rows)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
