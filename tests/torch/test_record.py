@@ -180,6 +180,25 @@ def test_recording_changes_no_bits():
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("make", [torch.autocast, nc.autocast])
+def test_recording_keeps_the_faults_of_native_s_weight_cache(make):
+    """A weight that is changed inside the region keeps its cast, recorded or not: a recording shows what happens."""
+
+    def twice():
+        net = torch.nn.Linear(8, 8)
+        with make("cpu"):
+            first = net(x)
+            with torch.no_grad():
+                net.weight.mul_(2)
+            return torch.equal(first, net(x))
+
+    plain = twice()
+    with nc.record() as ledger:
+        recorded = twice()
+    assert plain == recorded is True
+    assert [c.how for c in ledger.casts if c.argument == "weight"] == ["copied", "cached"]
+
+
 def test_ops_whose_kernels_call_listed_ops_are_recorded_as_they_run():
     """torch switches autocast off under a dispatch mode; a recording must not change results."""
     for op in (

@@ -71,7 +71,7 @@ class Kernel:
         if region is None or self.facts.id not in region.prepared.changed:
             if self._native is None:
                 return self._pass_on(keyset, args, kwargs)
-            region = native_region(self.device_type)
+            region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
         decided = self._decide(gather(self.facts, args, kwargs), args, kwargs, region)
         return self.run(decided, region, keyset, args, kwargs)
 
@@ -132,11 +132,12 @@ class Kernel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the call and tell the watchers, under native regions too."""
-        if region is None:
+        """Run the call as `__call__` does and tell the watchers, under native regions too."""
+        policy = region.prepared.policy if region is not None else Policy.native(self.device_type)
+        if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)
         tensors = gather(self.facts, args, kwargs)
-        place = find_place()
+        place = find_place(region.prepared.policy.table.asks_for_names)
         decided = self._decide(tensors, args, kwargs, region, place)
         if decided.plan.rule is None and decided.plan.changes_nothing:
             return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are

@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
             calls[-1].op_bytes += moved
         else:
             came = _names([t.dtype for t in arguments])
-            self._count(facts.id, find_place(), came, came, result, None, None, moved)
+            self._count(facts.id, find_place(with_names=False), came, came, result, None, None, moved)
         return result
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,9 +21,12 @@ class Candidates:
 
 
 class Table:
-    """The look-up of a policy's rules by op id. Built once per policy; op ids are added as they are met."""
+    """The look-up of a policy's rules by op id. Built once per policy; op ids are added as they are met.
 
-    __slots__ = ("_known", "_ranked")
+    asks_for_names: whether any rule names a class or a function.
+    """
+
+    __slots__ = ("_known", "_ranked", "asks_for_names")
 
     def __init__(self, layers: tuple[tuple[Rule, ...], ...]) -> None:
         ranked = [
@@ -33,6 +36,7 @@ class Table:
         ]
         ranked.sort(key=lambda row: row[:3], reverse=True)
         self._ranked = [row[3] for row in ranked]
+        self.asks_for_names = any(rule.module_class or rule.function for rule in self._ranked)
         self._known: dict[tuple[str, bool], Candidates] = {}
 
     def candidates(self, op: str, takes_patterns: bool) -> Candidates:
