@@ -143,7 +143,7 @@ class Kernel:
             return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
         for watcher in watching:
-            watcher.begin(self.facts, decided.plan, place, pairs, region.prepared.policy, region.prepared.facts.cache)
+            watcher.begin(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache)
         try:
             result = self.run(decided, region, keyset, args, kwargs)
         except BaseException as error:
