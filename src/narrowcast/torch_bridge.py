@@ -363,6 +363,19 @@ def next_sequence_number() -> int:
     return number
 
 
+def never_trace(*functions: Callable[..., Any]) -> None:
+    """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
+
+    What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second. A torch without the
+    means to say so is left alone.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
+        skip = frames._FrameAction.SKIP
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 def tracing_compiled_code() -> bool:
     """Whether a backend of torch.compile is tracing on this thread: the user's frames are not on the stack then."""
     return torch._guards.TracingContext.try_get() is not None

@@ -39,16 +39,23 @@ def test_each_policy_gets_its_own_graph(backend):
     assert compiled(x).dtype is torch.float32
 
 
-def test_a_region_inside_compiled_code_keeps_its_policy():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", [TO_FP16, None])
+def test_a_region_inside_compiled_code_keeps_its_policy(backend, policy):
     """By a graph break, if need be."""
 
     def inside(t):
-        with nc.autocast("cpu", policy=TO_FP16):
-            return F.gelu(lin(t))
+        t = t * 2
+        with nc.autocast("cpu", policy=policy):
+            out = F.gelu(lin(t))
+        return out + 0
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo says that it breaks the graph
-        assert torch.compile(inside, backend="aot_eager")(x).dtype is torch.float16
+        compiled = torch.compile(inside, backend=backend)
+        for _ in range(2):
+            assert compiled(x).dtype is (torch.bfloat16 if policy is None else torch.float16)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_place_conditions_inside_compiled_code_are_an_error():

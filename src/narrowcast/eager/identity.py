@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from narrowcast.torch_bridge import never_trace
+
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers
 
@@ -40,3 +42,6 @@ class Identity:
         for name, enabled, dtype in self._before:
             torch.set_autocast_enabled(name, enabled)
             torch.set_autocast_dtype(name, dtype)
+
+
+never_trace(Identity.__init__, Identity.restore)

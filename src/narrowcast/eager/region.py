@@ -20,7 +20,7 @@ from narrowcast.eager.state import Prepared, enter_region, innermost, set_innerm
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
-from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, never_trace, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,6 +51,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         *,
         policy: Policy | str | None = None,
     ) -> None:
+        _break_graph()
         self.policy = as_policy(policy)
         self.device = device_type
         fast = _checked_dtype(self.policy, device_type, dtype)
@@ -74,6 +75,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
 
     def __enter__(self) -> autocast:
+        _break_graph()
         prepared = self._prepared
         identity = None
         if prepared.ops and self._enabled:
@@ -95,6 +97,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,
     ) -> None:
+        _break_graph()
         inner, region = None, innermost()
         while region is not None and region.owner is not self:
             inner, region = region, region.outer
@@ -138,6 +141,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
+
+
+def _break_graph() -> None:
+    """Dynamo must not trace how a region is opened: what is inside runs in eager code."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()
 
 
 def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
@@ -210,3 +219,6 @@ def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
         if ours != native.table.candidates(facts.id, facts.computes):
             changed.append(op)
     return tuple(changed)
+
+
+never_trace(autocast.__init__, autocast.__enter__, autocast.__exit__)
