@@ -70,8 +70,8 @@ class _Plan:
     def __init__(self):
         self.plan = None
 
-    def begin(self, facts, plan, place, tensors, policy, caches):
-        self.op, self.plan, self.tensors = facts.id, plan, tensors
+    def begin(self, call):
+        self.op, self.plan, self.tensors = call.facts.id, call.plan, call.tensors
         raise _Planned
 
 

@@ -18,7 +18,7 @@ from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.place import find_place
 from narrowcast.eager.state import Decided, OpenRegion, Step, active_region, native_region
-from narrowcast.eager.watch import Watcher, watchers
+from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.torch_bridge import (
@@ -142,8 +142,9 @@ class Kernel:
         if decided.plan.rule is None and decided.plan.changes_nothing:
             return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
+        call = DecidedCall(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache)
         for watcher in watching:
-            watcher.begin(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache)
+            watcher.begin(call)
         try:
             result = self.run(decided, region, keyset, args, kwargs)
         except BaseException as error:

@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowcast.decide import Plan
 from narrowcast.eager.kernels import install_visiting, remove_visiting
 from narrowcast.eager.place import find_place
-from narrowcast.eager.watch import add_watcher, remove_watcher
+from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import DEVICE_TYPES, Place, Policy, Rule
 from narrowcast.torch_bridge import (
     DTYPES,
     FORMATS,
-    OpFacts,
     OpOverload,
     Slot,
     autocast_key,
@@ -82,12 +81,7 @@ class _Watched:
     `again`: the op that the mode is executing has come round to its own kernel; it is counted already.
     """
 
-    facts: OpFacts
-    plan: Plan
-    place: Place
-    tensors: list[tuple[Slot, torch.Tensor | None]]
-    policy: Policy
-    caches: bool
+    decided: DecidedCall
     came: str
     seen: list[bool]
     widens: bool
@@ -127,50 +121,51 @@ class Recorder(TorchDispatchMode):
 
     # -- told by kernels ----------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        facts: OpFacts,
-        plan: Plan,
-        place: Place,
-        tensors: list[tuple[Slot, torch.Tensor | None]],
-        policy: Policy,
-        caches: bool,
-    ) -> None:
+    def begin(self, call: DecidedCall) -> None:
         """A call reaches a kernel."""
-        came = _names([t.dtype for _, t in tensors if t is not None])
-        seen = [f is None for f in plan.formats]
+        tensors, plan = call.tensors, call.plan
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
         state = self._state
-        again = state.executing is facts.op and not state.entered
+        again = state.executing is call.facts.op and not state.entered
         state.entered = state.entered or again
-        state.calls.append(_Watched(facts, plan, place, tensors, policy, caches, came, seen, widens, again))
+        came = _names([t.dtype for _, t in tensors if t is not None])
+        state.calls.append(_Watched(call, came, [f is None for f in plan.formats], widens, again))
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
         state = self._state
         call = state.calls.pop()
-        plan = call.plan
+        plan = call.decided.plan
         if call.again:
             return
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
-                slot, tensor = call.tensors[position]
+                slot, tensor = call.decided.tensors[position]
                 self._add_cast(call, slot.name, tensor, str(dst), self._how_unseen(call, tensor, str(dst)))
         if call.widens and not call.seen_widening:
-            slot, tensor = call.tensors[0]
+            slot, tensor = call.decided.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
         if plan.rule is None and not plan.argument_rules:
             computes = call.came
         else:
-            computes = _planned_names(plan, call.tensors)
-        self._count(call.facts.id, call.place, call.came, computes, result, plan, call.policy, call.op_bytes)
+            computes = _planned_names(plan, call.decided.tensors)
+        self._count(
+            call.decided.facts.id,
+            call.decided.place,
+            call.came,
+            computes,
+            result,
+            plan,
+            call.decided.policy,
+            call.op_bytes,
+        )
 
     def _how_unseen(self, call: _Watched, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
         if tensor is None:
             return "inside"
-        cacheable = call.caches and tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+        cacheable = call.decided.caches and tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
         before = self._weights.get((id(tensor), dst))
         if cacheable and (self._state.executing is None or (before is not None and before() is tensor)):
             return "cached"
@@ -180,10 +175,17 @@ class Recorder(TorchDispatchMode):
     def fail(self, error: BaseException) -> None:
         """The call raised."""
         call = self._state.calls.pop()
-        if call.plan.refused is not None:
-            place = call.place
+        if call.decided.plan.refused is not None:
+            place = call.decided.place
             self.ledger.refusals.append(
-                Refusal(call.facts.id, place.module_path, place.file, place.line, call.policy.name, call.plan.refused)
+                Refusal(
+                    call.decided.facts.id,
+                    place.module_path,
+                    place.file,
+                    place.line,
+                    call.decided.policy.name,
+                    call.decided.plan.refused,
+                )
             )
 
     # -- seen by the mode ---------------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ class Recorder(TorchDispatchMode):
         Meanwhile the mode sees nothing, so casts asked for by such inner calls are listed as they were planned.
         """
         state = self._state
-        if (state.calls and state.calls[-1].plan.shields) or state.executing is not None:
+        if (state.calls and state.calls[-1].decided.plan.shields) or state.executing is not None:
             return func(*args, **kwargs)
         on = autocast_was_on(self._keys)
         if not on:
@@ -242,21 +244,26 @@ class Recorder(TorchDispatchMode):
             return self._see_backward_cast(src, result)
         call = calls[-1]
         dst = FORMATS[result.dtype]
-        for position, (slot, tensor) in enumerate(call.tensors):
-            if tensor is src and not call.seen[position] and call.plan.formats[position] is dst:
+        for position, (slot, tensor) in enumerate(call.decided.tensors):
+            if tensor is src and not call.seen[position] and call.decided.plan.formats[position] is dst:
                 call.seen[position] = True
                 cast = self._add_cast(call, slot.name, src, str(dst), "copied")
                 if src.requires_grad and torch.is_grad_enabled():
                     self._forward_casts[next_sequence_number() - 1] = cast
                 return True
-        if call.plan.output is dst and not any(src is t for _, t in call.tensors):
+        if call.decided.plan.output is dst and not any(src is t for _, t in call.decided.tensors):
             cast = self._add_cast(call, "result", src, str(dst), "copied")
             if src.requires_grad and torch.is_grad_enabled():
                 self._forward_casts[next_sequence_number() - 1] = cast
             return True
-        if call.widens and not call.seen_widening and call.tensors[0][1] is src and result.dtype is torch.float32:
+        if (
+            call.widens
+            and not call.seen_widening
+            and call.decided.tensors[0][1] is src
+            and result.dtype is torch.float32
+        ):
             call.seen_widening = True
-            self._add_cast(call, call.tensors[0][0].name, src, "fp32", "copied")
+            self._add_cast(call, call.decided.tensors[0][0].name, src, "fp32", "copied")
             return True
         return False
 
@@ -283,7 +290,7 @@ class Recorder(TorchDispatchMode):
 
     def _add_cast(self, call: _Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
         """Append one line to the ledger."""
-        rule = dict(call.plan.argument_rules).get(argument, call.plan.rule)
+        rule = dict(call.decided.plan.argument_rules).get(argument, call.decided.plan.rule)
         elements = src_size = 0
         src, kind, repeated = "?", "input", False
         if tensor is not None:
@@ -295,12 +302,12 @@ class Recorder(TorchDispatchMode):
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)
         dst_size = _SIZES[dst]
-        place = call.place
+        place = call.decided.place
         cast = Cast(
-            op=call.facts.id, argument=argument, module_path=place.module_path, file=place.file, line=place.line,
-            src=src, dst=dst, elements=elements, moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
+            op=call.decided.facts.id, argument=argument, module_path=place.module_path,
+            file=place.file, line=place.line, src=src, dst=dst, elements=elements, moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
             how=how, direction="forward", kind=kind, action=str(rule.action) if rule else "", rule=str(rule or ""),
-            reason=rule.reason if rule else "", source=rule.source if rule else "", policy=call.policy.name,
+            reason=rule.reason if rule else "", source=rule.source if rule else "", policy=call.decided.policy.name,
             repeated=repeated,
         )  # fmt: skip
         self.ledger.casts.append(cast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,19 +13,26 @@ from narrowcast.policy import Place, Policy
 from narrowcast.torch_bridge import OpFacts, Slot
 
 
+@dataclass(frozen=True, slots=True)
+class DecidedCall:
+    """A call with its tensors as they came, what will be done with it, and by which policy.
+
+    `caches`: whether the region casts weights once.
+    """
+
+    facts: OpFacts
+    plan: Plan
+    place: Place
+    tensors: list[tuple[Slot, torch.Tensor | None]]
+    policy: Policy
+    caches: bool
+
+
 class Watcher(Protocol):
     """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest."""
 
-    def begin(
-        self,
-        facts: OpFacts,
-        plan: Plan,
-        place: Place,
-        tensors: list[tuple[Slot, torch.Tensor | None]],
-        policy: Policy,
-        caches: bool,
-    ) -> None:
-        """The call with its arguments as they came, what will be done with it, and whether weights are cached."""
+    def begin(self, call: DecidedCall) -> None:
+        """The call is about to run."""
 
     def end(self, result: Any) -> None:
         """The call's result."""
