@@ -304,12 +304,25 @@ class Recorder(TorchDispatchMode):
         dst_size = _SIZES[dst]
         place = call.decided.place
         cast = Cast(
-            op=call.decided.facts.id, argument=argument, module_path=place.module_path,
-            file=place.file, line=place.line, src=src, dst=dst, elements=elements, moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
-            how=how, direction="forward", kind=kind, action=str(rule.action) if rule else "", rule=str(rule or ""),
-            reason=rule.reason if rule else "", source=rule.source if rule else "", policy=call.decided.policy.name,
+            op=call.decided.facts.id,
+            argument=argument,
+            module_path=place.module_path,
+            file=place.file,
+            line=place.line,
+            src=src,
+            dst=dst,
+            elements=elements,
+            moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
+            how=how,
+            direction="forward",
+            kind=kind,
+            action=str(rule.action) if rule else "",
+            rule=str(rule or ""),
+            reason=rule.reason if rule else "",
+            source=rule.source if rule else "",
+            policy=call.decided.policy.name,
             repeated=repeated,
-        )  # fmt: skip
+        )
         self.ledger.casts.append(cast)
         return cast
 
