@@ -35,6 +35,7 @@ from narrowcast.torch_bridge import (
 )
 
 _TO_COPY = torch.ops.aten._to_copy.default
+_DETACH = torch.ops.aten.detach.default
 _UNLISTED = "runs as its inputs are"
 
 
@@ -119,8 +120,6 @@ class Recorder(TorchDispatchMode):
             state = self._local.state = _ThreadState()
         return state
 
-    # -- told by kernels ----------------------------------------------------------------------------------------------
-
     def begin(self, call: DecidedCall) -> None:
         """A call reaches a kernel."""
         tensors, plan = call.tensors, call.plan
@@ -188,25 +187,22 @@ class Recorder(TorchDispatchMode):
                 )
             )
 
-    # -- seen by the mode ---------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
             return func(*args, **kwargs)
-        result = self._execute(func, args, kwargs)
-        if func is _TO_COPY:
-            if self._see_cast(args[0], result):
-                self._made[id(result)] = weakref.ref(result)
-                return result
-        results = tensors_in(result)
-        for tensor in results:
-            self._made[id(tensor)] = weakref.ref(tensor)
         facts = op_facts(func)
-        if facts.is_view or not results or func is torch.ops.aten.detach.default:
-            return result  # nothing is moved
+        if facts.is_view or func is _DETACH:  # nothing is moved, and nothing is called inside
+            result = func(*args, **kwargs)
+            self._note_made(tensors_in(result))
+            return result
+        result = self._execute(func, args, kwargs)
+        results = tensors_in(result)
+        self._note_made(results)
+        if not results or (func is _TO_COPY and self._see_cast(args[0], result)):
+            return result
         arguments = tensors_in(args, kwargs)
         moved = _nbytes(arguments) + _nbytes(results)
         calls = self._state.calls
@@ -216,6 +212,11 @@ class Recorder(TorchDispatchMode):
             came = _names([t.dtype for t in arguments])
             self._count(facts.id, find_place(with_names=False), came, came, result, None, None, moved)
         return result
+
+    def _note_made(self, tensors: list[torch.Tensor]) -> None:
+        """These were made inside the recording."""
+        for tensor in tensors:
+            self._made[id(tensor)] = weakref.ref(tensor)
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op with autocast as it would be without us: kernels that call other ops must find it on.
@@ -285,8 +286,6 @@ class Recorder(TorchDispatchMode):
             )
         )  # fmt: skip
         return True
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def _add_cast(self, call: _Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
         """Append one line to the ledger."""
