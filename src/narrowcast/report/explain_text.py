@@ -13,7 +13,7 @@ from narrowcast.ledger import Cast
 from narrowcast.ledger.text import argument_text, cast_table, how_text, line_text, refusals, totals_line
 from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
 
 
