@@ -16,7 +16,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from narrowcast import formats
-from narrowcast.errors import FormatError, PolicyError, UnknownOpError
+from narrowcast.errors import PolicyError, UnknownOpError
 from narrowcast.formats import Format
 from narrowcast.policy import Kind, Policy, Rule, did_you_mean, known_ops
 
@@ -34,16 +34,6 @@ DTYPES: dict[Format, torch.dtype] = {
     formats.e5m2fnuz: torch.float8_e5m2fnuz,
 }
 FORMATS: dict[torch.dtype, Format] = {dtype: f for f, dtype in DTYPES.items() if f is not formats.tf32}
-
-
-def to_format(dtype: torch.dtype) -> Format:
-    """The format of a floating dtype; FormatError for integers, booleans and complex numbers."""
-    found = FORMATS.get(dtype)
-    if found is None:
-        raise FormatError(
-            asked=f"the format of {dtype}", found="it is no floating dtype", advice="Give a floating torch.dtype."
-        )
-    return found
 
 
 def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:

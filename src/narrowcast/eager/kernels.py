@@ -54,13 +54,12 @@ class Kernel:
     def __init__(self, op: OpOverload, device_type: str) -> None:
         self.facts: OpFacts = op_facts(op)
         self.device_type = device_type
-        self._key = autocast_key(device_type)
-        self._keyset = DispatchKeySet(self._key)
-        self._below = below(self._key)
+        key = autocast_key(device_type)
+        self._keyset = DispatchKeySet(key)
+        self._below = below(key)
         self._native = registered_kernel(op, device_type)
-        native_rules = Policy.native(device_type).table.candidates(self.facts.id, not self.facts.writes).whole
+        native_rules = Policy.native(device_type).table.candidates(self.facts.id, self.facts.computes).whole
         self._native_rule = native_rules[0] if native_rules else None
-        self._may_give_dtype = self.facts.dtype_position is not None
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the call as decided."""
@@ -85,7 +84,7 @@ class Kernel:
     ) -> Decided:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
         device = self.device_type
-        given = self._may_give_dtype and dtype_is_given(self.facts, args, kwargs)
+        given = dtype_is_given(self.facts, args, kwargs)
         came = [None if t is None else t.dtype if t.device.type == device else _ELSEWHERE for t in tensors]
         if self.facts.has_lists:
             came.append(list_lengths(self.facts, args, kwargs))
@@ -218,10 +217,15 @@ class Kernel:
 Tensors = list[torch.Tensor | None]
 
 
+def _values(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What the caller gave for each slot; None if nothing."""
+    given = len(args)
+    return [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
+
+
 def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
     """The tensors of a call in the order of its slots, lists element by element; None where there is none."""
-    given = len(args)
-    values = [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
+    values = _values(facts, args, kwargs)
     if facts.has_lists:
         flat: Tensors = []
         for slot, value in zip(facts.slots, values, strict=True):
@@ -240,10 +244,8 @@ def slots_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def list_lengths(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """For each slot how many tensors it holds: 1 for what is no list or absent."""
-    values = [args[s.position] if s.position < len(args) else kwargs.get(s.name) for s in facts.slots]
-    return tuple(
-        len(value) if slot.is_list and value is not None else 1 for slot, value in zip(facts.slots, values, strict=True)
-    )
+    pairs = zip(facts.slots, _values(facts, args, kwargs), strict=True)
+    return tuple(len(value) if slot.is_list and value is not None else 1 for slot, value in pairs)
 
 
 def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
@@ -263,12 +265,16 @@ def _cast_arguments(
     """The arguments with the casts made; the caller's own lists and dict are left alone."""
     new_args = list(args)
     given = len(new_args)
+    copied: dict[str, list[Any]] = {}
     for position, name, index, dtype in steps:
         value = new_args[position] if position < given else kwargs[name]
         if index is None:
             value = _cast_cached(value, dtype, region) if value.requires_grad else cast(value, dtype)
         else:
-            value = [_cast_cached(t, dtype, region) if n == index else t for n, t in enumerate(value)]
+            if name not in copied:
+                copied[name] = list(value)
+            value = copied[name]
+            value[index] = _cast_cached(value[index], dtype, region)
         if position < given:
             new_args[position] = value
         else:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from narrowcast.decide import Plan
 from narrowcast.eager.kernels import install_visiting, remove_visiting
 from narrowcast.eager.place import find_place
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import DEVICE_TYPES, Place, Policy, Rule
 from narrowcast.torch_bridge import (
@@ -248,14 +249,10 @@ class Recorder(TorchDispatchMode):
         for position, (slot, tensor) in enumerate(call.decided.tensors):
             if tensor is src and not call.seen[position] and call.decided.plan.formats[position] is dst:
                 call.seen[position] = True
-                cast = self._add_cast(call, slot.name, src, str(dst), "copied")
-                if src.requires_grad and torch.is_grad_enabled():
-                    self._forward_casts[next_sequence_number() - 1] = cast
+                self._add_seen_cast(call, slot.name, src, dst)
                 return True
         if call.decided.plan.output is dst and not any(src is t for _, t in call.decided.tensors):
-            cast = self._add_cast(call, "result", src, str(dst), "copied")
-            if src.requires_grad and torch.is_grad_enabled():
-                self._forward_casts[next_sequence_number() - 1] = cast
+            self._add_seen_cast(call, "result", src, dst)
             return True
         if (
             call.widens
@@ -268,6 +265,12 @@ class Recorder(TorchDispatchMode):
             return True
         return False
 
+    def _add_seen_cast(self, call: _Watched, argument: str, src: torch.Tensor, dst: Format) -> None:
+        """List a cast that was made, and remember its autograd node for the backward."""
+        cast = self._add_cast(call, argument, src, str(dst), "copied")
+        if src.requires_grad and torch.is_grad_enabled():
+            self._forward_casts[next_sequence_number() - 1] = cast
+
     def _see_backward_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
         node = current_autograd_node()
         if node is None:
@@ -277,14 +280,17 @@ class Recorder(TorchDispatchMode):
             return False
         elements = src.numel()
         self.ledger.casts.append(
-            Cast(
-                op=cast.op, argument=cast.argument, module_path=cast.module_path, file=cast.file, line=cast.line,
-                src=str(FORMATS[src.dtype]), dst=str(FORMATS[result.dtype]), elements=elements,
-                moved_bytes=elements * (src.itemsize + result.itemsize), how="copied", direction="backward",
-                kind=cast.kind, action=cast.action, rule=cast.rule,
-                reason=f"gradient of the forward cast to {cast.dst}", source=cast.source, policy=cast.policy,
+            replace(
+                cast,
+                src=str(FORMATS[src.dtype]),
+                dst=str(FORMATS[result.dtype]),
+                elements=elements,
+                moved_bytes=elements * (src.itemsize + result.itemsize),
+                direction="backward",
+                reason=f"gradient of the forward cast to {cast.dst}",
+                repeated=False,
             )
-        )  # fmt: skip
+        )
         return True
 
     def _add_cast(self, call: _Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:

@@ -57,9 +57,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         fast = _checked_dtype(self.policy, device_type, dtype)
         if cache_enabled is None and self.policy.effective_cache == "off":
             cache_enabled = False
-        if (
-            fast is torch.float32 and not self.policy.is_native
-        ):  # torch would warn and switch itself off; here it is meant
+        if fast is torch.float32 and not self.policy.is_native:
+            # torch would warn and switch itself off; here it is meant.
             native = torch.autocast(device_type, None, enabled, cache_enabled)
             native.fast_dtype = fast
         else:

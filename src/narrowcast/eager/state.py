@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -110,11 +111,17 @@ def active_region(device_type: str) -> OpenRegion | None:
 
 def native_region(device_type: str) -> OpenRegion:
     """The native region that holds for this device type, as torch keeps it, in the form of one of ours."""
-    facts = Region(
-        device_type=device_type,
-        low=FORMATS[torch.get_autocast_dtype(device_type)],
-        enabled=torch.is_autocast_enabled(device_type),
-        cache=torch.is_autocast_cache_enabled(),
+    prepared = _native_prepared(
+        device_type,
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_enabled(device_type),
+        torch.is_autocast_cache_enabled(),
     )
-    prepared = Prepared(facts, Policy.native(device_type), (), frozenset(), {})
     return OpenRegion(prepared, autocast_nesting(), None, None, None, {})
+
+
+@lru_cache(maxsize=64)
+def _native_prepared(device_type: str, low: torch.dtype, enabled: bool, cache: bool) -> Prepared:
+    """Shared, so that what was decided for native regions is remembered like the rest."""
+    facts = Region(device_type, FORMATS[low], enabled, cache)
+    return Prepared(facts, Policy.native(device_type), (), frozenset(), {})
