@@ -111,6 +111,15 @@ def test_set_dtype_shows_as_a_cast_of_the_first_argument():
     ]
 
 
+def test_the_gradient_of_a_widened_argument_is_a_cast_too():
+    """softmax with dtype=float32 converts its input; the backward converts back."""
+    leaf = x.clone().requires_grad_()
+    with nc.record() as ledger, nc.autocast("cpu", policy="native:cuda"):
+        torch.softmax(leaf.bfloat16(), -1).sum().backward()
+    found = [(c.op, c.src, c.dst, c.direction) for c in ledger.casts]
+    assert ("aten.softmax.int", "fp32", "bf16", "backward") in found
+
+
 def test_refusals_are_recorded_and_still_raised():
     """By our kernels and by torch's."""
     refusing = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason="no"))

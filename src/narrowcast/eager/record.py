@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
             and result.dtype is torch.float32
         ):
             call.seen_widening = True
-            self._add_cast(call, call.decided.tensors[0][0].name, src, "fp32", "copied")
+            self._add_seen_cast(call, call.decided.tensors[0][0].name, src, dst)
             return True
         return False
 
