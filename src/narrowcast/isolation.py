@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_here(device_type: str) -> bool:
@@ -41,8 +42,6 @@ def isolated(
         if mode is not None:
             stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
             stack.enter_context(mode)
-        else:
-            stack.enter_context(restored(own_model))
         yield lambda: own_model(*own_args, **own_kwargs)
 
 
@@ -114,13 +113,17 @@ def _copied(everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor]) -
 
 @contextmanager
 def _restored_attributes() -> Iterator[None]:
-    """Modules that are called get their attributes back (buffers that a forward replaced, caches that it kept)."""
+    """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     before: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def keep(module: torch.nn.Module, args: Any) -> None:
         if id(module) not in before:
             kept = {name: dict(v) if type(v) is dict else v for name, v in module.__dict__.items()}
             before[id(module)] = (module, kept)
+            with _disable_current_modes():
+                own = [b for b in module._buffers.values() if b is not None and not isinstance(b, FakeTensor)]
+                buffers.extend((b, b.detach().clone()) for b in own)
 
     hook = register_module_forward_pre_hook(keep)
     try:
@@ -136,18 +139,24 @@ def _restored_attributes() -> Iterator[None]:
                     module.__dict__[name].update(value)
                 else:
                     module.__dict__[name] = value
+        _write_back(buffers)
 
 
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
     """Buffers (batch norm statistics) and the random state are as they were afterwards."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    kept = [b.detach().clone() for b in buffers]
+    kept = [(b, b.detach().clone()) for b in buffers]
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                if buffer.layout is torch.strided and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        _write_back(kept)
+
+
+def _write_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each (buffer, value) its value, where it has changed."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value):
+                buffer.copy_(value)

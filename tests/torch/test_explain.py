@@ -194,6 +194,17 @@ def test_json_has_everything():
     assert data["ops"] and data["modules"] and data["ledger"]["casts"]
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_statistics_of_modules_that_a_function_calls_are_restored(real):
+    """A closure cannot be copied."""
+    norm = torch.nn.BatchNorm1d(8)
+    before = state(norm)
+    nc.explain(lambda t: norm(t), x, real=real)
+    assert unchanged(norm, before)
+    norm(x)
+    assert norm.num_batches_tracked == 1
+
+
 def test_scripted_code_is_said_to_be_out_of_reach():
     """torch casts it by its own pass."""
     net = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(8, 8), x), torch.nn.Linear(8, 8))
