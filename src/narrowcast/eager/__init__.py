@@ -1,8 +1,8 @@
 """The eager front end: regions, kernels at the Autocast keys, recording."""
 
-from narrowcast.eager.place import find_place
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast, changed_ops
-from narrowcast.eager.state import active_region, native_region
+from narrowcast.regions.place import find_place
+from narrowcast.regions.state import active_region, native_region
 
 __all__ = ["active_region", "autocast", "changed_ops", "find_place", "native_region", "record"]

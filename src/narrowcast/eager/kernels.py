@@ -16,11 +16,11 @@ from torch._C import DispatchKeySet
 
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.native_cache import native_cast
-from narrowcast.eager.place import find_place
-from narrowcast.eager.state import Decided, OpenRegion, Step, active_region, native_region
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.regions.place import find_place
+from narrowcast.regions.state import Decided, OpenRegion, Step, active_region, native_region
 from narrowcast.torch_bridge import (
     DTYPES,
     FORMATS,

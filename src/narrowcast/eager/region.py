@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.decide import Region
-from narrowcast.eager.identity import Identity
 from narrowcast.eager.kernels import install
-from narrowcast.eager.recomputation import carry_into_recomputation
-from narrowcast.eager.state import Prepared, enter_region, innermost, set_innermost
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.regions.identity import Identity
+from narrowcast.regions.recomputation import carry_into_recomputation
+from narrowcast.regions.state import Prepared, enter_region, innermost, set_innermost
 from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, never_trace, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region
-from narrowcast.eager.identity import Identity
-from narrowcast.eager.recomputation import carried_region
 from narrowcast.policy import Policy
+from narrowcast.regions.identity import Identity
+from narrowcast.regions.recomputation import carried_region
 from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting
 
 Step = tuple[int, str, int | None, torch.dtype]  # argument position, name, index if it is a list, dtype to cast to

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 if TYPE_CHECKING:
     from types import FrameType
 
-    from narrowcast.eager.state import OpenRegion
+    from narrowcast.regions.state import OpenRegion
 
 _FILE = torch.utils.checkpoint.__file__
 _FUNCTION = "_get_autocast_kwargs"
@@ -36,7 +36,7 @@ def carry_into_recomputation() -> None:
         return
 
     def with_region(*args: Any, **kwargs: Any) -> Any:
-        from narrowcast.eager.state import innermost
+        from narrowcast.regions.state import innermost
         from narrowcast.torch_bridge import autocast_nesting
 
         device, cpu = original(*args, **kwargs)
