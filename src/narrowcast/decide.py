@@ -33,6 +33,7 @@ class Call:
 
     `given` holds the names of arguments that the caller passed and that are not tensors (`dtype` matters).
     `computes` is False for views, copies, conversions, factories, in-place and out= forms; patterns pass those by.
+    `direction` is `forward`; or, for what autograd runs, `dgrad`, `wgrad`, or `backward` where it is neither.
     """
 
     op: str
@@ -40,6 +41,7 @@ class Call:
     place: Place = NOWHERE
     given: frozenset[str] = frozenset()
     computes: bool = True
+    direction: str = "forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
         return Plan(untouched)
     device = region.device_type
     table = policy.resolve(device).table
-    candidates = table.candidates(call.op, call.computes)
+    candidates = table.candidates(call.op, call.computes, call.direction)
     rule = None
     for r in candidates.whole:
         if r.is_unconditional or r.matches_place(call.place):

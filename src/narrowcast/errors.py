@@ -77,3 +77,15 @@ class TargetError(NarrowcastError):
 
 class LedgerError(NarrowcastError, ValueError):
     """A ledger file cannot be read: not JSON, or another schema version."""
+
+
+class ProgramError(NarrowcastError, ValueError):
+    """A program, or an edit of one, is not well formed; or program text does not parse."""
+
+
+class CaptureError(NarrowcastError, RuntimeError):
+    """A graph cannot be captured as asked; what could not be captured runs as native autocast would run it."""
+
+
+class BackwardError(NarrowcastError, RuntimeError):
+    """A compiled backward runs under another autocast state than the one that it was compiled for."""

@@ -5,6 +5,7 @@ Every branch on the torch version, and every use of a private torch name that ha
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,17 @@ def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
     if isinstance(wanted, torch.dtype):
         return wanted
     return DTYPES[formats.parse_format(wanted) if isinstance(wanted, str) else wanted]
+
+
+_SHORT = {
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+    torch.bool: "bool", torch.complex32: "c32", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def short_type(dtype: torch.dtype) -> str:
+    """The format's name, or a short name for another element type (`i64`)."""
+    return FORMATS[dtype].name if dtype in FORMATS else _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
@@ -154,10 +166,10 @@ def _ops_in(namespace: str) -> tuple[OpOverload, ...]:
 def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     """The overloads that a rule names. UnknownOpError, with the rule's file:line, if there is none."""
     if not rule.is_pattern:
-        op = find_op(rule.op)
+        op = find_op(rule.target)
         found: tuple[OpOverload, ...] = (op,) if op is not None else ()
     else:
-        namespace = rule.op.partition(".")[0]
+        namespace = rule.target.partition(".")[0]
         found = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
     _check_fit(rule, found)
     if not found and rule.is_pattern and any(rule.matches_op(op) for op in known_ops()):
@@ -167,11 +179,11 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
             where=(rule.origin,) if rule.origin else (),
             advice="Name the overload exactly, aten.add_.Tensor for example, if you mean it.",
         )
-    if not found and not any(ch in rule.op for ch in "*?["):
+    if not found and not any(ch in rule.target for ch in "*?["):
         packets = {n.replace("::", ".").rpartition(".")[0] for n in torch._C._dispatch_get_all_op_names() if "." in n}
         raise UnknownOpError(
             asked=f"op {rule.op!r}",
-            found=f"this torch has no such op that a rule can change{did_you_mean(rule.op, sorted(packets))}",
+            found=f"this torch has no such op that a rule can change{did_you_mean(rule.target, sorted(packets))}",
             where=(rule.origin,) if rule.origin else (),
             advice="Correct the name, import the library that registers it, or delete the rule.",
         )
@@ -222,6 +234,33 @@ def overload_with_dtype(op: OpOverload) -> OpOverload | None:
 def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
     """The default values of the positional arguments from number `given` on (trailing ones are left out)."""
     return tuple(a.default_value for a in op._schema.arguments[given:] if not a.kwarg_only)
+
+
+@cache
+def is_composite(op: OpOverload, device_type: str) -> bool:
+    """Whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
+    if not op._can_decompose():
+        return False
+    own = (device_type.upper(), f"Autograd{device_type.upper()}")
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in own)
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether the op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+@lru_cache(maxsize=1)
+def aten_composites() -> tuple[OpOverload, ...]:
+    """Every aten overload that is made of others on some device type."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        space, _, rest = name.partition("::")
+        if space == "aten":
+            op = find_op(f"aten.{rest if '.' in rest else rest + '.default'}")
+            if op is not None and op._can_decompose():
+                found.append(op)
+    return tuple(found)
 
 
 # -- dispatch keys and kernels -----------------------------------------------------------------------------------------
@@ -368,7 +407,32 @@ def never_trace(*functions: Callable[..., Any]) -> None:
 
 def tracing_compiled_code() -> bool:
     """Whether a backend of torch.compile is tracing on this thread: the user's frames are not on the stack then."""
-    return torch._guards.TracingContext.try_get() is not None
+    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
+
+
+def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
+    """What Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' files and lines.
+
+    Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    root = getattr(getattr(convert, "tls", None), "current_tx", None)
+    if root is None:
+        return None
+    frames = []
+    inner = tx = root.output.current_tx
+    while inner is not None:
+        frames.append((inner.f_code.co_filename, inner.lineno))
+        inner = getattr(inner, "parent", None)
+    return dict(tx.nn_module_stack), tuple(reversed(frames))
+
+
+def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
+    """Have Dynamo call this when it is done with what it traces now, or gives it up. Nothing if it traces nothing."""
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    root = getattr(getattr(convert, "tls", None), "current_tx", None)
+    if root is not None:
+        root.output.add_cleanup_hook(clean_up)
 
 
 def current_autograd_node() -> Any | None:

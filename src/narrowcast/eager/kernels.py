@@ -19,6 +19,7 @@ from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.regions.graph_place import traced_place
 from narrowcast.regions.place import find_place
 from narrowcast.regions.state import Decided, OpenRegion, Step, active_region, native_region
 from narrowcast.torch_bridge import (
@@ -105,10 +106,13 @@ class Kernel:
 
     def _place(self) -> Place:
         if tracing_compiled_code():
+            place = traced_place()
+            if place is not None:
+                return place
             raise RegionError(
                 asked=f"a rule about {self.facts.id} that names a module, class or function, inside torch.compile",
-                found="compiled code is traced without the modules on the stack",
-                advice="Leave the region outside the compiled model, or write rules about ops alone.",
+                found="the backend traces this graph without saying where its calls are made",
+                advice="Compile with nc.compile, leave the region outside, or write rules about ops alone.",
             )
         return find_place()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowcast.errors import LedgerError, Origin
 from narrowcast.files import replace_text
-from narrowcast.ledger.records import CallKind, Cast, Refusal, Tally
+from narrowcast.ledger.records import CallKind, Cast, EditRecord, Refusal, Tally
 
 SCHEMA = "narrowcast.ledger/1"
 
@@ -60,11 +60,12 @@ class CastChange:
 
 @dataclass(slots=True)
 class Ledger:
-    """Casts and refusals in the order in which they happened, and tallies of all calls."""
+    """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs."""
 
     casts: list[Cast] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     calls: dict[CallKind, Tally] = field(default_factory=dict)
+    edits: list[EditRecord] = field(default_factory=list)
 
     def count_call(self, kind: CallKind, moved_bytes: int) -> None:
         """Add one call."""
@@ -110,6 +111,7 @@ class Ledger:
         for ledger in (self, *others):
             merged.casts += ledger.casts
             merged.refusals += ledger.refusals
+            merged.edits += ledger.edits
             for kind, tally in ledger.calls.items():
                 into = merged.calls.setdefault(kind, Tally())
                 into.calls += tally.calls
@@ -132,6 +134,7 @@ class Ledger:
             "casts": [asdict(c) for c in self.casts],
             "refusals": [asdict(r) for r in self.refusals],
             "calls": [{**asdict(kind), **asdict(tally)} for kind, tally in self.calls.items()],
+            "edits": [asdict(e) for e in self.edits],
         }
         return json.dumps(data, indent=indent)
 
@@ -151,6 +154,7 @@ class Ledger:
             ledger = Ledger(
                 [_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]]
             )
+            ledger.edits = [_record(EditRecord, row) for row in data.get("edits", ())]  # added later than the rest
             for row in data["calls"]:
                 ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])
         except (KeyError, TypeError) as error:

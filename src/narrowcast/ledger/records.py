@@ -80,6 +80,34 @@ class CallKind:
     direction: str = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class EditRecord:
+    """One edit that a pass made to a graph.
+
+    kind: `insert`, `share`, `fold`, `remove`, `move` (of a cast; remove also of a region's edge) or `set dtype`.
+    by:   the pass. op, argument: what the cast is for; `cast` if the edit is about a cast that was there.
+    src, dst, moved_bytes: the cast's formats, and the bytes that it reads and writes; empty and 0 if sizes are symbolic
+    or it is no cast. graph: which of a program's graphs.
+    """
+
+    kind: str
+    by: str
+    op: str
+    argument: str
+    module_path: str
+    file: str
+    line: int
+    src: str
+    dst: str
+    moved_bytes: int
+    direction: str
+    action: str
+    rule: str
+    reason: str
+    policy: str
+    graph: str = ""
+
+
 @dataclass(slots=True)
 class Tally:
     """How often calls of one kind ran, and the bytes that they read and wrote."""

@@ -42,17 +42,17 @@ def _packets() -> frozenset[str]:
 
 def unknown_op(rule: Rule) -> str | None:
     """None where the rule's op exists or cannot be judged; else a phrase naming the nearest op (maybe empty)."""
-    namespace = rule.op.partition(".")[0]
+    namespace = rule.target.partition(".")[0]
     if namespace != "aten" or rule.torch is not None:
         return None
     if Version(installed_torch()).release > Version(listed_torch()).release:
         return None
-    if "*" in rule.op or "?" in rule.op or "[" in rule.op:
-        known = any(fnmatchcase(op, rule.op) for op in known_ops())
+    if "*" in rule.target or "?" in rule.target or "[" in rule.target:
+        known = any(fnmatchcase(op, rule.target) for op in known_ops())
     elif rule.is_pattern:
-        known = rule.op in _packets()
+        known = rule.target in _packets()
     else:
-        known = rule.op in known_ops()
+        known = rule.target in known_ops()
     if known:
         return None
-    return did_you_mean(rule.op, known_ops() if rule.op.count(".") > 1 else tuple(sorted(_packets())))
+    return did_you_mean(rule.target, known_ops() if rule.target.count(".") > 1 else tuple(sorted(_packets())))

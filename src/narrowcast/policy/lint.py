@@ -39,7 +39,7 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
             if nearest is not None:
                 findings.append(Finding("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
                 continue
-            covered = [op for op in ops if rule.matches_op(op)] or [rule.op]
+            covered = [op for op in ops if rule.matches_op(op)] or [rule.target]
             shadow = _shadow(policy, number, rule, covered)
             if shadow is not None:
                 message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"

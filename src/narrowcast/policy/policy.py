@@ -191,7 +191,19 @@ class Policy:
     @cached_property
     def has_open_patterns(self) -> bool:
         """Whether a pattern names ops of other libraries, so that what it covers depends on what is loaded."""
-        return any(rule.is_pattern and not rule.op.startswith("aten.") for rule in self.rules)
+        return any(rule.is_pattern and not rule.target.startswith("aten.") for rule in self.rules)
+
+    @cached_property
+    def has_backward_rules(self) -> bool:
+        """Whether a rule is about what autograd runs, which only compiled code can change."""
+        return any(rule.direction != "forward" for rule in self.rules)
+
+    def forward(self) -> Policy:
+        """This policy without its rules about the backward."""
+        if not self.has_backward_rules:
+            return self
+        layers = tuple(tuple(r for r in layer if r.direction == "forward") for layer in self.layers)
+        return replace(self, layers=layers, text=None, text_layers=0)
 
     @cached_property
     def _has_versions(self) -> bool:

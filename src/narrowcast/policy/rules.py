@@ -104,6 +104,9 @@ class Place:
 
 NOWHERE = Place()
 
+DIRECTIONS = ("backward", "dgrad", "wgrad")
+"""What a rule's op may start with, if it is about what autograd runs: all of it, or gradients of inputs or weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -111,6 +114,8 @@ class Rule:
 
     op:       `aten.softmax.int` is one overload, `aten.softmax` every functional overload, and a glob (`aten.*norm*`)
               every op that computes; patterns never reach views, copies, in-place or out= forms: name those exactly.
+              `backward.aten.mm` is about what autograd runs in compiled code, `dgrad.` and `wgrad.` about gradients of
+              inputs and of weights alone.
     module:   glob on the module path (`encoder.layer.3`, `encoder.layer.*.attention`); it holds for everything
               inside the modules that it names.
     module_class: glob on the class name, qualified or not, of any module around the call.
@@ -134,7 +139,7 @@ class Rule:
     def __post_init__(self) -> None:
         if isinstance(self.action, str):  # Rule("aten.gelu", "full") reads better than a nested constructor
             object.__setattr__(self, "action", parse_action(self.action))
-        namespace, dot, name = self.op.partition(".")
+        namespace, dot, name = self.target.partition(".")
         if not (namespace and dot and name):
             raise PolicyError(
                 asked=f"op {self.op!r}",
@@ -161,9 +166,25 @@ class Rule:
             )
 
     @property
+    def direction(self) -> str:
+        """`forward`, or one of DIRECTIONS."""
+        first = self.op.partition(".")[0]
+        return first if first in DIRECTIONS else "forward"
+
+    @property
+    def target(self) -> str:
+        """The op without the direction."""
+        return self.op if self.direction == "forward" else self.op.partition(".")[2]
+
+    @property
     def is_pattern(self) -> bool:
         """Whether `op` names more than one overload (a glob, or a name without overload)."""
-        return "*" in self.op or "?" in self.op or "[" in self.op or self.op.count(".") < 2
+        return self.is_glob or self.target.count(".") < 2
+
+    @property
+    def is_glob(self) -> bool:
+        """Whether `op` has wildcards."""
+        return "*" in self.op or "?" in self.op or "[" in self.op
 
     @property
     def is_unconditional(self) -> bool:
@@ -178,7 +199,9 @@ class Rule:
     @property
     def specificity(self) -> tuple[int, ...]:
         """Orders the rules of one layer: place first, then how exactly the op is named."""
-        exactness = 10_000 if not self.is_pattern else 5_000 if self.op.count(".") == 1 and "*" not in self.op else 0
+        exactness = 10_000 if not self.is_pattern else 0 if self.is_glob else 5_000
+        if self.direction in ("dgrad", "wgrad"):
+            exactness += 20_000
         return (
             _literals(self.module),
             _literals(self.module_class),
@@ -188,11 +211,16 @@ class Rule:
 
     def matches_op(self, op: str) -> bool:
         """Whether the op id `namespace.name.overload` is one that the rule names."""
+        target = self.target
         if not self.is_pattern:
-            return self.op == op
-        if "*" in self.op or "?" in self.op or "[" in self.op:
-            return fnmatchcase(op, self.op)
-        return op.rpartition(".")[0] == self.op
+            return target == op
+        if self.is_glob:
+            return fnmatchcase(op, target)
+        return op.rpartition(".")[0] == target
+
+    def matches_direction(self, direction: str) -> bool:
+        """Whether the rule is about calls of this direction (`forward`, `backward`, `dgrad` or `wgrad`)."""
+        return self.direction == direction or (self.direction == "backward" and direction != "forward")
 
     def matches_place(self, place: Place) -> bool:
         """Whether the call's place satisfies the module, class and function conditions."""

@@ -37,17 +37,22 @@ class Table:
         ranked.sort(key=lambda row: row[:3], reverse=True)
         self._ranked = [row[3] for row in ranked]
         self.asks_for_names = any(rule.module_class or rule.function for rule in self._ranked)
-        self._known: dict[tuple[str, bool], Candidates] = {}
+        self._known: dict[tuple[str, bool, str], Candidates] = {}
 
-    def candidates(self, op: str, takes_patterns: bool) -> Candidates:
+    def candidates(self, op: str, takes_patterns: bool, direction: str = "forward") -> Candidates:
         """The rules about `op`; patterns count only where `takes_patterns` (the op computes and writes nothing)."""
-        found = self._known.get((op, takes_patterns))
+        key = (op, takes_patterns, direction)
+        found = self._known.get(key)
         if found is None:
-            found = self._known[op, takes_patterns] = self._find(op, takes_patterns)
+            found = self._known[key] = self._find(*key)
         return found
 
-    def _find(self, op: str, takes_patterns: bool) -> Candidates:
-        matching = [r for r in self._ranked if (takes_patterns or not r.is_pattern) and r.matches_op(op)]
+    def _find(self, op: str, takes_patterns: bool, direction: str) -> Candidates:
+        matching = [
+            r
+            for r in self._ranked
+            if (takes_patterns or not r.is_pattern) and r.matches_direction(direction) and r.matches_op(op)
+        ]
         whole: list[Rule] = []
         for rule in matching:
             if rule.argument is None:

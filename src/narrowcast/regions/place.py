@@ -33,15 +33,27 @@ _names: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDicti
 def _kind(code: CodeType) -> int:
     """Whose frame: the user's (or a model library's), torch's own module call, or to be passed by."""
     file = code.co_filename
-    if file.startswith("<"):
-        kind = _SKIP
-    elif file.startswith(_LIBRARIES):
-        foreign = file.startswith(_PACKAGES) and not file.startswith(_LIBRARIES[:2])
-        kind = _USER if foreign else _SKIP
-    else:
-        kind = _USER
-    _kinds[code] = kind
+    kind = _kinds[code] = _USER if is_user_file(file) else _SKIP
     return kind
+
+
+def is_user_file(file: str) -> bool:
+    """Whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
+    if file.startswith("<") or file.startswith(_LIBRARIES[:2]):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
+
+
+def called_modules() -> list[Module]:
+    """The modules that are being called on this thread's Python stack, innermost first."""
+    found: list[Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    code = Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return [m for m in found if not isinstance(m, torch.fx.GraphModule)]
 
 
 def find_place(with_names: bool = True) -> Place:
@@ -70,7 +82,7 @@ def find_place(with_names: bool = True) -> Place:
             modules.append(frame.f_locals["self"])
         frame = frame.f_back
     return Place(
-        module_path=_path(modules) if modules else "",
+        module_path=module_path(modules) if modules else "",
         classes=tuple(f"{type(m).__module__}.{type(m).__qualname__}" for m in modules) if with_names else (),
         functions=tuple(functions),
         file=line_frame.f_code.co_filename if line_frame is not None else "",
@@ -78,7 +90,7 @@ def find_place(with_names: bool = True) -> Place:
     )
 
 
-def _path(modules: list[Module]) -> str:
+def module_path(modules: list[Module]) -> str:
     """The dotted path of the innermost module below the outermost (`modules` is innermost first).
 
     It is put together from the modules between them, so that a shared module has the name under which it was called.
@@ -86,11 +98,11 @@ def _path(modules: list[Module]) -> str:
     outermost = len(modules) - 1
     while outermost > 0 and type(modules[outermost]).__name__ in _WRAPPERS:
         outermost -= 1
-    names = [_name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
+    names = [name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
     return ".".join(name for name in names if name)
 
 
-def _name_in(parent: Module, module: Module) -> str:
+def name_in(parent: Module, module: Module) -> str:
     """The name of a module inside the one that called it; `<Class>` if it is not registered there."""
     if module is parent:
         return ""

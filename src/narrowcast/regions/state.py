@@ -109,6 +109,13 @@ def active_region(device_type: str) -> OpenRegion | None:
     return region
 
 
+def region_on(device_type: str) -> OpenRegion | None:
+    """The region that rules this device type, native or ours; None where autocast is off, or unknown to the device."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return active_region(device_type) or native_region(device_type)
+
+
 def native_region(device_type: str) -> OpenRegion:
     """The native region that holds for this device type, as torch keeps it, in the form of one of ours."""
     prepared = _native_prepared(

@@ -1,0 +1,218 @@
+"""capture: from the graph that Dynamo made to one of ATen calls, with the region's real formats in force.
+
+The graph is run on fake tensors while torch's pre-dispatch tracing records the calls above autocast. Regions are really
+opened and closed on the way, so each value has the format that eager code would give it, and what code asks of a
+format (`y.float()` on an fp32 y) is answered as in eager. Composite ops that no rule is about are recorded as the calls
+inside them, which rules may be about. Bodies of higher-order ops are captured one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch.fx.experimental.proxy_tensor import (
+    _temp_remove_pre_dispatch_torch_function_mode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+
+from narrowcast.policy import NOWHERE, Place
+from narrowcast.regions.graph_place import node_place, placed_at, traced_place
+from narrowcast.regions.marks import MARKS, enter_marked
+from narrowcast.regions.place import called_modules
+from narrowcast.regions.state import region_on
+from narrowcast.torch_bridge import OpOverload, aten_composites, is_composite, op_facts, tensors_in
+
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_BACKWARD_BODIES = {"autograd_function_apply": 1}  # which of a higher-order op's bodies runs in the backward
+
+
+@dataclass(slots=True)
+class Captured:
+    """A captured graph. flags: of each placeholder, bodies' included, whether it requires grad and is a weight."""
+
+    graph: torch.fx.GraphModule
+    flags: dict[torch.fx.Node, tuple[bool, bool]] = field(default_factory=dict)
+    placeholders: list[tuple[torch.fx.GraphModule, list[tuple[bool, bool]]]] = field(default_factory=list)
+
+
+def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Captured:
+    """The ATen form of a Dynamo graph; `graph` is left as it is. inputs: the fake tensors and sizes of its placeholders.
+
+    Must be called with the regions open that the graph is to run in. Raises whatever running the graph raises.
+    """
+    flags = [_flags(value) for value in inputs]
+    captured = Captured(graph)
+    runner = _Runner(graph, captured, called_modules(), torch.is_autocast_cache_enabled())
+    table = _decompositions(runner)
+    with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state():
+        made = make_fx(
+            runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True
+        )(*[_fresh(value) for value in inputs])
+    _copy_placeholders(graph, made)
+    captured.graph = made
+    captured.placeholders.append((made, flags))
+    for module, found in captured.placeholders:
+        nodes = module.graph.find_nodes(op="placeholder")
+        captured.flags.update(zip(nodes, found, strict=False))
+    return captured
+
+
+def _flags(value: Any) -> tuple[bool, bool]:
+    """Whether a value requires grad, and whether the weight cache would keep its cast."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return False, False
+    return True, value.is_leaf and value.dtype is torch.float32 and not value._is_view()
+
+
+def _fresh(value: Any) -> Any:
+    """A tensor like this one, on the same memory, whose autograd state may change without touching the original's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.no_grad():
+        fresh = value.detach()
+    fresh.requires_grad_(value.requires_grad)
+    return fresh if value.is_leaf or not value.requires_grad else fresh.view_as(fresh)
+
+
+def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> None:
+    """Names, sources and metadata of the inputs, which AOTAutograd and Inductor read, go over."""
+    new.meta.update(old.meta)
+    pairs = zip(old.graph.find_nodes(op="placeholder"), new.graph.find_nodes(op="placeholder"), strict=True)
+    for before, after in pairs:
+        after.meta = {**before.meta, "val": after.meta.get("val", before.meta.get("example_value"))}
+
+
+class _Runner(torch.fx.Interpreter):
+    """Runs a Dynamo graph, or the body of a higher-order op in one, while make_fx records."""
+
+    def __init__(
+        self, graph: torch.fx.GraphModule, captured: Captured, called: list[torch.nn.Module], cached: bool
+    ) -> None:
+        super().__init__(graph)
+        self.captured = captured
+        self.called = tuple(called)
+        self.cached = [cached]
+        self.current: torch.fx.Node | None = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self.current = n
+        if n.op != "call_function":
+            return super().run_node(n)
+        with placed_at(self.place_of(n)):
+            return super().run_node(n)
+
+    def place_of(self, node: torch.fx.Node) -> Place:
+        return node_place(node.meta, self.called)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _ENTER:
+            return self._enter(args)
+        if target is _EXIT:
+            args[0].__exit__(None, None, None)
+            self.cached.pop()
+            return None
+        if target in MARKS:
+            return self._mark(target, args)
+        if isinstance(target, torch._ops.HigherOrderOperator) and any(
+            isinstance(a, torch.fx.GraphModule) for a in torch.utils._pytree.tree_leaves((args, kwargs))
+        ):
+            return self._higher_order(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def get_attr(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fetch_attr(target)
+
+    def _enter(self, args: tuple[Any, ...]) -> Any:
+        """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
+        device, dtype, enabled, cache = args
+        cache = self.cached[-1] if cache is None else cache
+        region = torch.amp.autocast_mode._UnmanagedAutocast(device, dtype, enabled, False)
+        region.__enter__()
+        node = next(reversed(_tracer().graph.nodes))
+        node.args = (*node.args[:3], cache)
+        self.cached.append(cache)
+        return region
+
+    def _mark(self, target: Callable[[str], None], args: tuple[Any, ...]) -> None:
+        node = _tracer().create_node("call_function", target, args, {})
+        node.meta["val"] = None
+        if target is enter_marked:
+            self.cached.append(self.cached[-1])
+        else:
+            self.cached.pop()
+        target(*args)
+
+    def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op with its bodies captured. Its results are those that Dynamo foresaw."""
+        tracer = _tracer()
+        bodies = 0
+        backward = _BACKWARD_BODIES.get(target._name)
+
+        def captured_body(leaf: Any) -> Any:
+            nonlocal bodies
+            if not isinstance(leaf, torch.fx.GraphModule):
+                return leaf
+            off = torch._C._DisableAutocast() if bodies == backward else nullcontext()
+            bodies += 1
+            with off:
+                made = self._body(leaf)
+            name = tracer.get_fresh_qualname("body")
+            tracer.root.register_module(name, made)
+            return made
+
+        new_args, new_kwargs = torch.utils._pytree.tree_map(captured_body, (args, kwargs))
+        proxies = torch.utils._pytree.tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
+        out = tracer.create_proxy("call_function", target, *proxies, name=target._name)
+        example = torch.utils._pytree.tree_map(_fresh, self.current.meta["example_value"] if self.current else None)
+        return track_tensor_tree(example, out, constant=None, tracer=tracer)
+
+    def _body(self, body: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        values = [n.meta["example_value"] for n in body.graph.find_nodes(op="placeholder")]
+        runner = _Runner(body, self.captured, list(self.called), self.cached[-1])
+        with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
+            made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
+        made.meta.update(body.meta)
+        self.captured.placeholders.append((made, [_flags(v) for v in values]))
+        return made
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    return mode.tracer if mode is not None else None
+
+
+def _decompositions(runner: _Runner) -> dict[OpOverload, Callable[..., Any]]:
+    """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
+    ops = dict.fromkeys(aten_composites())
+    for node in runner.module.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and node.target._can_decompose():
+            ops[node.target] = None
+    return {op: _decomposed_if_undecided(op) for op in ops}
+
+
+def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
+    facts = op_facts(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return NotImplemented
+        for device in dict.fromkeys(t.device.type for t in tensors_in(args, kwargs)):
+            region = region_on(device)
+            if region is None or not is_composite(op, device):
+                continue
+            found = region.prepared.policy.table.candidates(facts.id, facts.computes)
+            place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
+            if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
+                return NotImplemented
+            return op.decompose(*args, **kwargs)
+        return NotImplemented
+
+    return run

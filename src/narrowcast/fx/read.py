@@ -1,0 +1,344 @@
+"""read: a graph of ATen calls as a program. Forward graphs, joint graphs and exported ones alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from narrowcast.decide import Region
+from narrowcast.fx.operands import operands_of
+from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value
+from narrowcast.regions.graph_place import node_place
+from narrowcast.regions.marks import enter_marked, exit_marked, marked_region
+from narrowcast.regions.state import Prepared, region_on
+from narrowcast.torch_bridge import FORMATS, OpOverload, is_random, op_facts, short_type
+
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_TO = torch.ops.aten.to.dtype
+_CASTS = (torch.ops.aten._to_copy.default, _TO, torch.ops.prims.convert_element_type.default)
+
+Flags = Mapping[Node, tuple[bool, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The regions that a graph starts in, by device type, and the modules around it (innermost first)."""
+
+    regions: Mapping[str, Prepared] = field(default_factory=dict)
+    called: tuple[torch.nn.Module, ...] = ()
+
+    @staticmethod
+    def now(device_types: tuple[str, ...], called: tuple[torch.nn.Module, ...] = ()) -> Ambient:
+        """Those that are open on this thread."""
+        found = {d: region_on(d) for d in device_types}
+        return Ambient({d: r.prepared for d, r in found.items() if r is not None}, called)
+
+
+@dataclass(slots=True)
+class Reading:
+    """A program, and what it was read from.
+
+    nodes: by step id, and ids by node. modules: the graph module of each block, in the order in which they were read.
+    policies: by digest.
+    """
+
+    program: Program
+    nodes: dict[int, Node]
+    ids: dict[Node, int]
+    modules: list[GraphModule]
+    policies: dict[str, Policy]
+
+
+def read_graph(
+    graph: GraphModule,
+    name: str = "forward",
+    ambient: Ambient | None = None,
+    flags: Flags | None = None,
+    grad_mode: bool = True,
+    joint: Mapping[Node, str] | None = None,
+) -> Reading:
+    """The graph as a program; it is not changed.
+
+    flags: of placeholders, whether they require grad and whether they are weights. joint: directions of nodes other
+    than forward.
+    """
+    return _Reader(name, ambient or Ambient(), flags or {}, grad_mode, joint or {}).run(graph)
+
+
+class _Reader:
+    def __init__(
+        self, name: str, ambient: Ambient, flags: Flags, grad_mode: bool, joint: Mapping[Node, str]
+    ) -> None:
+        self.name = name
+        self.flags = flags
+        self.joint = joint
+        self.called = ambient.called
+        self.grad_mode = grad_mode
+        self.regions: dict[OpenedRegion, int] = {}
+        self.policies: dict[str, Policy] = {}
+        self.session = 0
+        self.sessions = 0
+        self.nodes: dict[int, Node] = {}
+        self.ids: dict[Node, int] = {}
+        self.values: dict[int, Value] = {}
+        self.modules: list[GraphModule] = []
+        self.places: dict[tuple[Any, ...], Place] = {}
+        self.open: list[dict[str, int]] = [
+            {device: self._region(prepared.facts, prepared.policy) for device, prepared in ambient.regions.items()}
+        ]
+
+    def run(self, graph: GraphModule) -> Reading:
+        body = self._block(graph, "main")
+        program = Program(self.name, body, tuple(self.regions))
+        return Reading(program, self.nodes, self.ids, self.modules, self.policies)
+
+    # -- regions
+
+    def _region(self, facts: Region, policy: Policy) -> int:
+        digest = policy.digest[:16]
+        self.policies.setdefault(digest, policy)
+        return self.regions.setdefault(OpenedRegion(facts, digest, self.session), len(self.regions))
+
+    def _open_region(self, facts: Region, policy: Policy) -> None:
+        if not any(self.open[-1].values()) and len(self.open) == 1 and not self.open[0]:
+            self.sessions += 1
+            self.session = self.sessions
+        self.open.append({**self.open[-1], facts.device_type: self._region(facts, policy)})
+
+    def _region_of(self, devices: list[str]) -> int | None:
+        """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is no reason."""
+        now = self.open[-1]
+        found = [d for d in devices if d in now]
+        return now[next((d for d in found if d != "cpu"), found[0])] if found else None
+
+    # -- blocks and steps
+
+    def _block(self, graph: GraphModule, name: str) -> Block:
+        self.modules.append(graph)
+        parameters: list[Value] = []
+        steps: list[Step] = []
+        returns: tuple[int, ...] = ()
+        grad_before, regions_before = self.grad_mode, len(self.open)
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                requires_grad, weight = self.flags.get(node, (False, False))
+                parameters.append(self._value(node, requires_grad, weight))
+            elif node.op == "output":
+                returns = tuple(self.ids[n] for n in node.all_input_nodes if n in self.ids)
+            elif node.op == "get_attr" and isinstance(_attribute(graph, node), GraphModule):
+                continue
+            else:
+                steps.append(self._step(graph, node))
+        self.grad_mode = grad_before
+        del self.open[regions_before:]
+        return Block(name, tuple(parameters), tuple(steps), returns)
+
+    def _value(self, node: Node, gradient: bool, weight: bool = False) -> Value:
+        number = len(self.ids)
+        self.ids[node] = number
+        self.nodes[number] = node
+        found = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(found, torch.Tensor):
+            shape = tuple(int(s) if isinstance(s, int) else str(s) for s in found.shape)
+            gradient = gradient and (found.is_floating_point() or found.is_complex())
+            value = Value(number, short_type(found.dtype), shape, found.device.type, gradient, weight)
+        else:
+            value = Value(number, _type_of(found), gradient=gradient and isinstance(found, (tuple, list)))
+        self.values[number] = value
+        return value
+
+    def _step(self, graph: GraphModule, node: Node) -> Step:
+        target = node.target
+        if target is _ENTER or target is enter_marked:
+            return self._enter(node)
+        if target is _EXIT or target is exit_marked:
+            return self._exit(node)
+        if target is torch._C._set_grad_enabled:
+            self.grad_mode = bool(node.args[0])
+            return Step(self._value(node, False), "set_grad_enabled", constants=str(node.args[0]), effects=("order",))
+        if isinstance(target, OpOverload):
+            return self._call(node, target)
+        return self._other(graph, node)
+
+    def _enter(self, node: Node) -> Step:
+        if node.target is enter_marked:
+            prepared = marked_region(str(node.args[0]))
+            self._open_region(prepared.facts, prepared.policy)
+        else:
+            device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
+            self._open_native(str(device), dtype, bool(enabled), cached is not False)
+        constants = ", ".join(map(str, node.args))
+        return Step(self._value(node, False), ENTER, constants=constants, effects=("order",))
+
+    def _open_native(self, device: str, dtype: Any, enabled: bool, cached: bool) -> None:
+        low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
+        self._open_region(Region(device, low, enabled, cached), Policy.native(device))
+
+    def _exit(self, node: Node) -> Step:
+        if len(self.open) > 1:
+            self.open.pop()
+        operands = tuple(Operand("region", self.ids[n]) for n in node.all_input_nodes)
+        return Step(self._value(node, False), EXIT, operands, effects=("order",))
+
+    def _call(self, node: Node, op: OpOverload) -> Step:
+        facts = op_facts(op)
+        written = {slot.name for slot in facts.slots if slot.written}
+        operands = tuple(Operand(name, self.ids[n], name in written) for name, n in operands_of(node))
+        inputs = [self.values[o.value] for o in operands]
+        gradient = self.grad_mode and op is not torch.ops.aten.detach.default and any(v.gradient for v in inputs)
+        value = self._value(node, gradient)
+        aliases = _alias_names(op)
+        given, constants = _constants(node, op)
+        shared = tuple(n for n, o in enumerate(operands) if aliases is None or o.name in aliases)
+        if op in _CASTS and _is_cast(value, inputs, given, op, node):
+            return Step(
+                value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
+                self._region_of([value.device]), self.grad_mode, self.joint.get(node, "forward"), (), (), (),
+                self._place(node),
+            )  # fmt: skip
+        if gradient and any(o.written for o in operands):
+            self._pass_gradient([o.value for o in operands if o.written])
+        return Step(
+            value,
+            facts.id,
+            operands,
+            constants,
+            given,
+            facts.computes,
+            self._region_of([v.device for v in inputs if v.shape is not None]),
+            self.grad_mode,
+            self.joint.get(node, "forward"),
+            shared,
+            ("random",) if is_random(op) else (),
+            (),
+            self._place(node),
+        )
+
+    def _pass_gradient(self, values: list[int]) -> None:
+        """What an in-place op wrote to now takes part in autograd."""
+        for value in values:
+            known = self.values[value]
+            self.values[value] = Value(known.id, known.type, known.shape, known.device, True, known.weight)
+
+    def _other(self, graph: GraphModule, node: Node) -> Step:
+        """A higher-order op, an attribute, or a Python function."""
+        if node.op == "get_attr":
+            attribute = _attribute(graph, node)
+            requires_grad = isinstance(attribute, torch.Tensor) and attribute.requires_grad
+            weight = requires_grad and attribute.is_leaf and attribute.dtype is torch.float32
+            return Step(self._value(node, requires_grad, weight), "attribute", constants=str(node.target))
+        bodies = [a for n in node.all_input_nodes if isinstance(a := _attribute(graph, n), GraphModule)]
+        blocks = self._blocks(node, bodies)
+        pure = node.target in _PURE or getattr(node.target, "__module__", "") in ("_operator", "math")
+        writes = not pure and (not blocks or any(s.writes for b in blocks for _, s in b.walk()))
+        inputs = [n for n in node.all_input_nodes if n in self.ids]
+        operands = tuple(Operand(f"a{k}", self.ids[n], writes) for k, n in enumerate(inputs))
+        gradient = self.grad_mode and any(self.values[o.value].gradient for o in operands)
+        name = "getitem" if node.target is operator.getitem else _target_name(node)
+        constants = str(node.args[1]) if name == "getitem" else ""
+        return Step(
+            self._value(node, gradient), name, operands, constants,
+            grad_mode=self.grad_mode, direction=self.joint.get(node, "forward"), aliases=tuple(range(len(operands))),
+            effects=() if pure else ("order",), blocks=blocks, place=self._place(node),
+        )  # fmt: skip
+
+    def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
+        name = _target_name(node)
+        before, grad_before = len(self.open), self.grad_mode
+        if name.endswith("wrap_with_autocast"):
+            device, dtype, enabled, cached = node.args[:4]
+            self._open_native(str(device), dtype, bool(enabled), cached is not False)
+        if name.endswith("wrap_with_set_grad_enabled"):
+            self.grad_mode = bool(node.args[0])
+        blocks = []
+        for k, body in enumerate(bodies):
+            if name.endswith("autograd_function_apply") and k == 1:  # what the user wrote as backward: no region
+                self.open.append({})
+                blocks.append(self._block(body, f"body{k}"))
+                self.open.pop()
+            else:
+                blocks.append(self._block(body, f"body{k}"))
+        del self.open[before:]
+        self.grad_mode = grad_before
+        return tuple(blocks)
+
+    def _place(self, node: Node) -> Place:
+        trace, stack = node.meta.get("stack_trace"), node.meta.get("nn_module_stack")
+        if not trace and not stack and not self.called:
+            return NOWHERE
+        key = (trace, tuple(stack) if stack else ())
+        place = self.places.get(key)
+        if place is None:
+            place = self.places[key] = node_place(node.meta, self.called)
+        return place
+
+
+_PURE = (operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_float, torch.sym_int)
+
+
+def _attribute(graph: GraphModule, node: Node) -> Any:
+    if node.op != "get_attr":
+        return None
+    found: Any = graph
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _target_name(node: Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target._name}"
+    return str(getattr(target, "__qualname__", target)).replace(" ", "_").replace("(", "[").replace(")", "]")
+
+
+def _type_of(found: Any) -> str:
+    if found is None:
+        return "none"
+    if isinstance(found, (tuple, list)):
+        return "tuple"
+    return type(found).__name__.lower()
+
+
+@cache
+def _alias_names(op: OpOverload) -> frozenset[str] | None:
+    """The arguments whose memory the result may share; None if that may be any."""
+    schema = op._schema
+    if any(r.alias_info is not None for r in schema.returns):
+        return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
+    return None if op._can_decompose() else frozenset()
+
+
+def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
+    """Names of arguments that were given and are no tensors, and all of them as text."""
+    given = []
+    texts = []
+    arguments = op._schema.arguments
+    for position, value in enumerate(node.args):
+        if not isinstance(value, Node) and value is not None:
+            given.append(arguments[position].name)
+            texts.append(f"{arguments[position].name}={value}")
+    for name, value in node.kwargs.items():
+        if not isinstance(value, Node) and value is not None:
+            given.append(name)
+            texts.append(f"{name}={value}")
+    return frozenset(given) & _MATTERS, ", ".join(texts)
+
+
+_MATTERS = frozenset(["dtype"])
+
+
+def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOverload, node: Node) -> bool:
+    """Whether a conversion changes the floating format, and nothing else."""
+    if len(inputs) != 1 or value.format is None or inputs[0].format is None or value.device != inputs[0].device:
+        return False
+    if op is _TO:
+        return value.format is not inputs[0].format and not any(a is True for a in node.args[2:])
+    return set(node.kwargs) <= {"dtype"} and len(node.args) <= 2

@@ -1,0 +1,99 @@
+"""assign: what `decide` says about each call becomes explicit casts, and the regions go.
+
+Before, and after:
+
+    %2: none = region.enter()                                %4: bf16[2, 4] cpu = cast(self=%1)
+    %3: bf16[2, 8] cpu = aten.mm.default(self=%1, ...)       %5: bf16[4, 8] cpu = cast(self=%0)
+    %9: none = region.exit(region=%2)                        %3: bf16[2, 8] cpu = aten.mm.default(self=%4, ...)
+
+Exact: the casts are those that eager autocast makes, in the same places. Refuses: a call that the policy refuses
+(RefusedError). Recurses into all blocks. Idempotent: afterwards no step runs in a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from narrowcast.decide import Argument, Call, Plan, decide
+from narrowcast.errors import Origin, RefusedError
+from narrowcast.formats import fp32
+from narrowcast.policy import Policy
+from narrowcast.program import ENTER, EXIT, CastResult, Edit, InsertCast, Program, Remove, SetDtype, Step, Why
+
+NAME = "assign"
+Overload = Callable[[str], str]
+
+
+def assign_casts(
+    program: Program, policies: Mapping[str, Policy], overload_with_dtype: Overload = lambda op: op
+) -> list[Edit]:
+    """The edits that make every format explicit.
+
+    policies: by digest, resolved for their region's device type. overload_with_dtype: from an op id to that of the
+    overload that takes a dtype besides.
+    """
+    edits: list[Edit] = []
+    for _, step in program.body.walk():
+        if step.op in (ENTER, EXIT):
+            edits.append(Remove(step.id, Why(NAME, "its casts are explicit now")))
+        elif step.region is not None and not step.is_cast and not step.blocks:
+            edits += _decided(program, step, policies, overload_with_dtype)
+    return edits
+
+
+def call_of(program: Program, step: Step) -> Call:
+    """The step as `decide` asks for it."""
+    values = program.values
+    arguments = tuple(
+        Argument(o.name, values[o.value].format, values[o.value].device, o.written) for o in step.operands
+    )
+    return Call(step.op, arguments, step.place, step.given, step.computes, step.direction)
+
+
+def _decided(
+    program: Program, step: Step, policies: Mapping[str, Policy], overload_with_dtype: Overload
+) -> Iterator[Edit]:
+    region = program.regions[step.region or 0]
+    if not region.facts.enabled:
+        return
+    policy = policies[region.policy]
+    plan = decide(call_of(program, step), policy, region.facts)
+    if plan.refused is not None:
+        raise _refusal(step, plan)
+    rules = dict(plan.argument_rules)
+    for position, (operand, dst) in enumerate(zip(step.operands, plan.formats, strict=True)):
+        if dst is not None:
+            rule = rules.get(operand.name, plan.rule)
+            reason = rule.reason if rule is not None else ""
+            yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name))
+    why = Why(NAME, plan.rule.reason if plan.rule else "", plan.rule, policy.name)
+    if plan.set_dtype:
+        yield SetDtype(step.id, fp32, why)
+    if plan.append_dtype:
+        yield SetDtype(step.id, fp32, why, overload_with_dtype(step.op))
+    if plan.output is not None:
+        for result in _floating_results(program, step):
+            yield CastResult(result, plan.output, why)
+
+
+def _floating_results(program: Program, step: Step) -> list[int]:
+    """The step itself, or the elements taken from the tuple that it makes."""
+    if step.value.shape is not None:
+        return [step.id] if step.value.format is not None else []
+    return [
+        s.id
+        for s in program.steps.values()
+        if s.op == "getitem" and s.operands[0].value == step.id and s.value.format is not None
+    ]
+
+
+def _refusal(step: Step, plan: Plan) -> RefusedError:
+    where = [Origin(step.place.file, step.place.line, f"in module {step.place.module_path}")] if step.place.file else []
+    if plan.rule is not None and plan.rule.origin is not None:
+        where.append(Origin(plan.rule.origin.file, plan.rule.origin.line, f"the rule: {plan.rule}"))
+    return RefusedError(
+        asked=f"{step.op} under autocast",
+        found=plan.refused or "",
+        where=tuple(where),
+        advice='Cast its inputs yourself, or give the op a rule: action = "align", "full" or "follow".',
+    )

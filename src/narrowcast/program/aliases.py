@@ -1,0 +1,57 @@
+"""Which values may share memory, and where it is written to."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from narrowcast.program.model import Block
+
+
+class Writes:
+    """The writes of one block by what they may reach: values that may share memory count as one.
+
+    Conservative: views of views, results of in-place ops and elements of tuples share; what a higher-order op may
+    write to is said by its operands.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._root: dict[int, int] = {}
+        self.position = {step.id: n for n, step in enumerate(block.steps)}
+        self._last = len(block.steps)
+        for step in block.steps:
+            for operand in step.aliases:
+                self._join(step.id, step.operands[operand].value)
+        self._at: dict[int, list[int]] = {}
+        for n, step in enumerate(block.steps):
+            for o in step.operands:
+                if o.written:
+                    self._at.setdefault(self._find(o.value), []).append(n)
+
+    def _find(self, value: int) -> int:
+        path = []
+        while self._root.get(value, value) != value:
+            path.append(value)
+            value = self._root[value]
+        for step in path:
+            self._root[step] = value
+        return value
+
+    def _join(self, a: int, b: int) -> None:
+        self._root[self._find(a)] = self._find(b)
+
+    def share_memory(self, a: int, b: int) -> bool:
+        """Whether two values may be views of one memory."""
+        return self._find(a) == self._find(b)
+
+    def is_written(self, value: int, after: int, before: int) -> bool:
+        """Whether a step between two steps (ids; neither of them counts) may write to what the value shows."""
+        at = self._at.get(self._find(value))
+        if not at:
+            return False
+        start, end = self.position.get(after, -1), self.position.get(before, self._last)
+        following = bisect_right(at, start)
+        return following < len(at) and at[following] < end
+
+    def is_written_after(self, value: int, step: int) -> bool:
+        """Whether anything after a step may write to what the value shows."""
+        return self.is_written(value, step, -1)

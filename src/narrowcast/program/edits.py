@@ -1,0 +1,208 @@
+"""Edits: the only ways in which a pass may change a program. Each says why, and lands in the ledger.
+
+insert, remove, retarget, share and move a cast; besides, a region's edge may be removed, and a call may be given the
+dtype that a policy sets. Nothing else of a program can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from narrowcast.errors import ProgramError
+from narrowcast.formats import Format
+from narrowcast.policy import Rule
+from narrowcast.program.model import CAST, Block, Operand, Program, Step, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Which pass wants an edit, its reason, and the rule and policy behind it, if any."""
+
+    by: str
+    reason: str
+    rule: Rule | None = None
+    policy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InsertCast:
+    """Cast operand number `operand` of a step to `dst`, just before the step."""
+
+    step: int
+    operand: int
+    dst: Format
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class CastResult:
+    """Cast the result of a step to `dst`, just after it; everything that read it reads the cast."""
+
+    step: int
+    dst: Format
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class SetDtype:
+    """Give a call the argument dtype=`dst`; `op` is the overload that takes it, if it is another."""
+
+    step: int
+    dst: Format
+    why: Why
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Remove a step: a region's edge, a cast without readers, or one whose readers then read `instead`."""
+
+    step: int
+    why: Why
+    instead: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Remove a cast; its readers read the earlier, equal cast `keep`."""
+
+    step: int
+    keep: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Retarget:
+    """Let a cast read another value."""
+
+    step: int
+    source: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move a cast to just before another step of its block."""
+
+    step: int
+    before: int
+    why: Why
+
+
+Edit = InsertCast | CastResult | SetDtype | Remove | Share | Retarget | Move
+
+
+def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
+    """The program with all edits made, in one walk. New casts are numbered in the order of the program.
+
+    ProgramError for an edit about a step that is not there, or one that is not allowed about it.
+    """
+    return _Editor(program, edits).run() if edits else program
+
+
+class _Editor:
+    """The edits arranged by step."""
+
+    def __init__(self, program: Program, edits: Sequence[Edit]) -> None:
+        self.program = program
+        self.next_id = max(program.values, default=-1) + 1
+        self.inserts: dict[int, list[InsertCast]] = {}
+        self.results: dict[int, CastResult] = {}
+        self.dtypes: dict[int, SetDtype] = {}
+        self.sources: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.instead: dict[int, int] = {}
+        self.moved: dict[int, list[int]] = {}
+        for edit in edits:
+            self._file(edit)
+        self.moving = {step for steps in self.moved.values() for step in steps}
+
+    def _file(self, edit: Edit) -> None:
+        step = self.program.steps.get(edit.step)
+        if step is None:
+            raise ProgramError(f"{type(edit).__name__} about %{edit.step}", "the program has no such step")
+        if isinstance(edit, InsertCast):
+            self.inserts.setdefault(edit.step, []).append(edit)
+        elif isinstance(edit, CastResult):
+            self.results[edit.step] = edit
+        elif isinstance(edit, SetDtype):
+            self.dtypes[edit.step] = edit
+        else:
+            if not step.is_cast and not step.op.startswith("region."):
+                raise ProgramError(f"{type(edit).__name__} about %{edit.step}", f"{step.op} is no cast")
+            if isinstance(edit, Remove):
+                self._remove(edit.step, edit.instead)
+            elif isinstance(edit, Share):
+                self._remove(edit.step, edit.keep)
+            elif isinstance(edit, Retarget):
+                self.sources[edit.step] = edit.source
+            else:
+                self.moved.setdefault(edit.before, []).append(edit.step)
+
+    def _remove(self, step: int, instead: int | None) -> None:
+        self.gone.add(step)
+        if instead is not None:
+            self.instead[step] = instead
+
+    def _now(self, value: int) -> int:
+        """The value that is read in the place of this one."""
+        seen = []
+        while value in self.instead:
+            seen.append(value)
+            value = self.instead[value]
+        for earlier in seen:
+            self.instead[earlier] = value
+        return value
+
+    def run(self) -> Program:
+        return replace(self.program, body=self._block(self.program.body))
+
+    def _block(self, block: Block) -> Block:
+        steps: list[Step] = []
+        for step in block.steps:
+            for moved in self.moved.get(step.id, ()):
+                self._add(self.program.steps[moved], steps)
+            if step.id not in self.moving:
+                self._add(step, steps)
+        returns = tuple(self._now(value) for value in block.returns)
+        return replace(block, steps=tuple(steps), returns=returns)
+
+    def _add(self, step: Step, steps: list[Step]) -> None:
+        """The step as it is after the edits, with the casts before and after it."""
+        if step.id in self.gone:
+            return
+        operands = [self._operand(o) for o in step.operands]
+        if step.id in self.sources:
+            operands[0] = replace(operands[0], value=self.sources[step.id])
+        for edit in self.inserts.get(step.id, ()):
+            cast = self._cast(operands[edit.operand].value, edit.dst, step)
+            steps.append(cast)
+            operands[edit.operand] = replace(operands[edit.operand], value=cast.id)
+        dtype = self.dtypes.get(step.id)
+        made = replace(step, operands=tuple(operands), blocks=tuple(self._block(b) for b in step.blocks))
+        if dtype is not None:
+            made = replace(made, op=dtype.op or step.op, given=step.given | {f"dtype={dtype.dst}"})
+        steps.append(made)
+        if step.id in self.results:
+            cast = self._cast(step.id, self.results[step.id].dst, step)
+            steps.append(cast)
+            self.instead[step.id] = cast.id
+
+    def _operand(self, operand: Operand) -> Operand:
+        value = self._now(operand.value)
+        return operand if value == operand.value else replace(operand, value=value)
+
+    def _cast(self, source: int, dst: Format, step: Step) -> Step:
+        known = self.program.values[source]
+        value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
+        self.next_id += 1
+        return Step(
+            value,
+            CAST,
+            (Operand("self", source),),
+            region=step.region,
+            grad_mode=step.grad_mode,
+            direction=step.direction,
+            place=step.place,
+        )

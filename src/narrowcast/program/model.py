@@ -1,0 +1,177 @@
+"""The program: the IR-neutral picture of a graph.
+
+A program is a block of steps. A step is a call, a cast, or the edge of a region; it makes one value, which has the
+step's id. Programs are immutable: passes return edits (edits.py), and applying these gives the next program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from narrowcast.decide import Region
+from narrowcast.formats import FORMATS, Format
+from narrowcast.policy import NOWHERE, Place
+
+CAST = "cast"
+ENTER = "region.enter"
+EXIT = "region.exit"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is known of a value before the program runs.
+
+    type:     name of a floating format (`bf16`), of another element type (`i64`, `bool`), or of what is no tensor
+              (`tuple`, `int`, `none`).
+    shape:    sizes, a text where a size is symbolic; None if the value is no tensor.
+    gradient: autograd may follow it.
+    weight:   an fp32 leaf that requires grad: what autocast's weight cache keeps.
+    """
+
+    id: int
+    type: str
+    shape: tuple[int | str, ...] | None = None
+    device: str = ""
+    gradient: bool = False
+    weight: bool = False
+
+    @property
+    def format(self) -> Format | None:
+        """The floating format; None for everything else."""
+        return FORMATS.get(self.type) if self.shape is not None else None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 0 if a size is symbolic or it is no tensor."""
+        if self.shape is None or any(isinstance(size, str) for size in self.shape):
+            return 0
+        return math.prod(size for size in self.shape if isinstance(size, int))
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory; 0 where `elements` is."""
+        if self.format is not None:
+            return self.elements * self.format.bits // 8
+        digits = "".join(c for c in self.type if c.isdigit())
+        return self.elements * (int(digits) // 8 if digits else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A value that a step reads: the name of the op's argument (a list's elements share it), and the value's id."""
+
+    name: str
+    value: int
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of a program.
+
+    value:     what it makes; its id is the step's.
+    op:        an op id (`aten.mm.default`), `cast`, `region.enter`, `region.exit`, or the name of another callable.
+    constants: the other arguments, as text.
+    given:     names of arguments that were passed and are no tensors (`dtype` matters).
+    computes:  False for views, copies, conversions, factories and whatever writes.
+    region:    number of the region that it runs in, in `Program.regions`; None if there is none.
+    grad_mode: whether autograd records here.
+    direction: forward, or backward; of a joint graph also dgrad and wgrad, where that is known.
+    aliases:   positions of operands whose memory the result may share.
+    effects:   `random`, `order` (may be neither removed nor repeated), or none.
+    blocks:    bodies of a higher-order op.
+    """
+
+    value: Value
+    op: str
+    operands: tuple[Operand, ...] = ()
+    constants: str = ""
+    given: frozenset[str] = frozenset()
+    computes: bool = False
+    region: int | None = None
+    grad_mode: bool = True
+    direction: str = "forward"
+    aliases: tuple[int, ...] = ()
+    effects: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    place: Place = NOWHERE
+
+    @property
+    def id(self) -> int:
+        """Unique in the program."""
+        return self.value.id
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it does nothing but change the format."""
+        return self.op == CAST
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes a value that exists."""
+        return any(o.written for o in self.operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Steps in order, the values that come in, and the ids of those that go out."""
+
+    name: str
+    parameters: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    returns: tuple[int, ...]
+
+    def walk(self) -> Iterator[tuple[Block, Step]]:
+        """Every step with its block, those of inner blocks before the step that has them."""
+        for step in self.steps:
+            for inner in step.blocks:
+                yield from inner.walk()
+            yield self, step
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRegion:
+    """A region that steps run in.
+
+    policy:  digest of its policy. session: regions nested in one outermost region share a weight cache, and this.
+    """
+
+    facts: Region
+    policy: str
+    session: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A named block, and the regions that its steps run in."""
+
+    name: str
+    body: Block
+    regions: tuple[OpenedRegion, ...] = ()
+
+    @cached_property
+    def values(self) -> dict[int, Value]:
+        """Every value by its id."""
+        found = {v.id: v for v in self.body.parameters}
+        for _, step in self.body.walk():
+            for inner in step.blocks:
+                found.update((v.id, v) for v in inner.parameters)
+            found[step.id] = step.value
+        return found
+
+    @cached_property
+    def steps(self) -> dict[int, Step]:
+        """Every step by its id, in the order of the program, those of inner blocks first."""
+        return {step.id: step for _, step in self.body.walk()}
+
+    def casts(self) -> list[Step]:
+        """All casts in order."""
+        return [step for step in self.steps.values() if step.is_cast]
+
+    def __str__(self) -> str:
+        from narrowcast.program.text import print_program
+
+        return print_program(self)

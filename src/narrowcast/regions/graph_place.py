@@ -1,0 +1,175 @@
+"""Where a call of a graph is made: what Dynamo and torch.export noted beside each node, as a Place.
+
+The modules that were called before the compiled frame are on the Python stack; those inside it are in the node's
+`nn_module_stack`. Together they give the path that eager code has.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import Module
+
+from narrowcast.policy import NOWHERE, Place
+from narrowcast.regions.place import called_modules, is_user_file, module_path, name_in
+from narrowcast.torch_bridge import dynamo_frames
+
+
+class _Now(threading.local):
+    """The place of the node that a front end is running on this thread."""
+
+    place: Place | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def placed_at(place: Place) -> Iterator[None]:
+    """Calls inside are made at this place."""
+    before, _now.place = _now.place, place
+    try:
+        yield
+    finally:
+        _now.place = before
+
+
+def traced_place() -> Place | None:
+    """The place of the call that Dynamo, AOTAutograd or one of our front ends is tracing; None if it is not known."""
+    if _now.place is not None:
+        return _now.place
+    found = dynamo_frames()
+    if found is not None:
+        modules, frames = found
+        return _place(modules, frames, tuple(called_modules()))
+    meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
+    return node_place(meta, tuple(called_modules())) if "nn_module_stack" in meta or "stack_trace" in meta else None
+
+
+def node_place(meta: Mapping[str, Any], called: tuple[Module, ...] = ()) -> Place:
+    """The place of a node. called: the modules that were called outside the graph, innermost first."""
+    trace = meta.get("stack_trace") or ""
+    return _place(meta.get("nn_module_stack") or {}, tuple(_frames(trace)), called)
+
+
+def _place(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], called: tuple[Module, ...]) -> Place:
+    if not modules and not frames and not called:
+        return NOWHERE
+    users = [frame for frame in frames if is_user_file(frame[0])]
+    file, line = users[-1] if users else ("", 0)
+    classes = [_class_name(entry[1]) for entry in modules.values()]
+    classes = classes[::-1] + [_class_name(type(m)) for m in called]
+    return Place(
+        module_path=_path(modules, called),
+        classes=tuple(classes),
+        functions=tuple(_function(*frame) for frame in reversed(users)),
+        file=file,
+        line=line,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _frames(trace: str) -> tuple[tuple[str, int], ...]:
+    """Files and lines of a stack trace as text, outermost first."""
+    found = []
+    for text in trace.splitlines():
+        start = text.strip()
+        if start.startswith('File "'):
+            file, _, rest = start[6:].partition('", line ')
+            number = rest.partition(",")[0]
+            if number.isdigit():
+                found.append((file, int(number)))
+    return tuple(found)
+
+
+def _class_name(found: Any) -> str:
+    return found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
+
+
+def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> str:
+    """The dotted path of the innermost module."""
+    outer = module_path(list(called)) if called else ""
+    names = [outer] if outer else []
+    parent: Module | None = called[0] if called else None
+    before = ""
+    for key, (source, _) in modules.items():
+        module = _members(parent).get(key) if parent is not None else None
+        if module is not None and parent is not None:
+            names.append(name_in(parent, module))
+            parent = module
+        else:
+            parent = None
+            if before or called or not _is_root(source):
+                names.append(_relative(before, source))
+        before = source
+    return ".".join(name for name in names if name)
+
+
+def _is_root(source: str) -> bool:
+    """Whether the text is that of a module that the traced frame reached by itself: `L['self']`, `G['model']`, ``."""
+    return source == "" or (source[:2] in ("L[", "G[") and source.endswith("]"))
+
+
+def _relative(before: str, source: str) -> str:
+    """`L['self'].a.b` inside `L['self'].a` is b; export writes a.b inside a."""
+    if before and source.startswith(before):
+        return source[len(before) :].strip(".")
+    return source.partition("].")[2] if source[:2] in ("L[", "G[") else source
+
+
+_known_members: dict[int, tuple[Module, dict[str, Module]]] = {}
+
+
+def _members(module: Module) -> dict[str, Module]:
+    """The modules inside one, by their ids as Dynamo writes them. The last one asked about is remembered."""
+    known = _known_members.get(0)
+    if known is None or known[0] is not module:
+        known = _known_members[0] = (module, {str(id(m)): m for m in module.modules()})
+    return known[1]
+
+
+@lru_cache(maxsize=4096)
+def _function(file: str, line: int) -> str:
+    """The qualified name of the function around a line, `package.module.Class.method`."""
+    qualname = next((name for start, end, name in _functions(file) if start <= line <= end), "<module>")
+    return f"{_module_name(file)}.{qualname}"
+
+
+@lru_cache(maxsize=256)
+def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
+    """First line, last line and qualified name of every function of a file, the innermost first."""
+    found: list[tuple[int, int, str]] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((child.lineno, child.end_lineno or child.lineno, f"{prefix}{child.name}"))
+                visit(child, f"{prefix}{child.name}.<locals>.")
+            elif isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    try:
+        visit(ast.parse(Path(file).read_text(encoding="utf-8")), "")
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    return tuple(sorted(found, key=lambda row: row[1] - row[0]))
+
+
+@lru_cache(maxsize=256)
+def _module_name(file: str) -> str:
+    """The name under which a file was imported."""
+    import sys
+
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == file:
+            return name
+    return Path(file).stem

@@ -1,0 +1,65 @@
+"""Regions of ours inside a graph: a pair of calls that name the region by a key.
+
+torch's own regions are `_enter_autocast` and `_exit_autocast` in a graph; ours carry a policy, which no graph can hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from narrowcast.regions.state import Prepared
+from narrowcast.torch_bridge import on_dynamo_cleanup
+
+
+class Markable(Protocol):
+    """A region that can be entered and left: `narrowcast.autocast`."""
+
+    _prepared: Prepared
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+class _Open(threading.local):
+    """The keys of the marked regions that are open on this thread."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+
+_marked: dict[str, Markable] = {}
+_open = _Open()
+
+
+def mark(key: str, region: Markable) -> None:
+    """Keep a region under a key, so that a graph may name it. Equal keys mean equal regions: the first stays."""
+    _marked.setdefault(key, region)
+
+
+def marked_region(key: str) -> Prepared:
+    """The facts of the region with that key."""
+    return _marked[key]._prepared
+
+
+def enter_marked(key: str) -> None:
+    """In a graph: open the region. While Dynamo traces, it is closed at the latest when that ends."""
+    _marked[key].__enter__()
+    _open.keys.append(key)
+    depth = len(_open.keys)
+    on_dynamo_cleanup(lambda: _close_down_to(depth - 1))
+
+
+def exit_marked(key: str) -> None:
+    """In a graph: close the region."""
+    _open.keys.remove(key)
+    _marked[key].__exit__(None, None, None)
+
+
+def _close_down_to(depth: int) -> None:
+    while len(_open.keys) > depth:
+        _marked[_open.keys.pop()].__exit__(None, None, None)
+
+
+MARKS = (enter_marked, exit_marked)
