@@ -13,6 +13,7 @@ from narrowcast.policy import Action, Place, Policy, Rule, lint_policy
 from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
+    from narrowcast.compiler import compile
     from narrowcast.eager import autocast
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
@@ -23,6 +24,7 @@ __version__ = "0.1.0.dev0"
 # The torch half is imported when it is first asked for: policies, ledgers and reports need no torch.
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
+    "compile": "narrowcast.compiler",
     "record": "narrowcast.eager",
     "Subject": "narrowcast.explainer",
     "explain": "narrowcast.explainer",
@@ -46,6 +48,7 @@ __all__ = [
     "Subject",
     "__version__",
     "autocast",
+    "compile",
     "decide",
     "errors",
     "explain",

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -245,6 +245,17 @@ def is_composite(op: OpOverload, device_type: str) -> bool:
     return not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in own)
 
 
+def composite_kernel(op: OpOverload) -> Callable[..., Any]:
+    """What runs the calls inside a composite op: those of eager code, not of the Python version that compilers prefer.
+
+    Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone.
+    """
+    key = DispatchKey.CompositeImplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return partial(op._op_dk, key)
+    return op.decompose
+
+
 def is_random(op: OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
@@ -425,6 +436,18 @@ def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None
         frames.append((inner.f_code.co_filename, inner.lineno))
         inner = getattr(inner, "parent", None)
     return dict(tx.nn_module_stack), tuple(reversed(frames))
+
+
+def inner_compiler(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """The compiler that torch.compile makes of these arguments; equal arguments give equal compilers."""
+    made: Callable[..., Any]
+    if backend == "inductor":
+        made = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    else:
+        made = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+    return made
 
 
 def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:

@@ -53,6 +53,14 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     ) -> None:
         _break_graph()
         self.policy = as_policy(policy)
+        if self.policy.has_backward_rules:
+            rule = next(r for r in self.policy.rules if r.direction != "forward")
+            raise RegionError(
+                asked=f"a region with a rule about the backward, {rule}",
+                found="eager autograd runs after the region, and asks no policy",
+                where=(rule.origin,) if rule.origin else (),
+                advice="Give the policy to narrowcast.compile, or call backward() inside a region of its own.",
+            )
         self.device = device_type
         fast = _checked_dtype(self.policy, device_type, dtype)
         if cache_enabled is None and self.policy.effective_cache == "off":

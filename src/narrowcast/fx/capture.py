@@ -24,11 +24,10 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from narrowcast.policy import NOWHERE, Place
-from narrowcast.regions.graph_place import node_place, placed_at, traced_place
+from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at, traced_place
 from narrowcast.regions.marks import MARKS, enter_marked
-from narrowcast.regions.place import called_modules
 from narrowcast.regions.state import region_on
-from narrowcast.torch_bridge import OpOverload, aten_composites, is_composite, op_facts, tensors_in
+from narrowcast.torch_bridge import OpOverload, aten_composites, composite_kernel, is_composite, op_facts, tensors_in
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _BACKWARD_BODIES = {"autograd_function_apply": 1}  # which of a higher-order op's bodies runs in the backward
@@ -43,14 +42,15 @@ class Captured:
     placeholders: list[tuple[torch.fx.GraphModule, list[tuple[bool, bool]]]] = field(default_factory=list)
 
 
-def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Captured:
+def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
     """The ATen form of a Dynamo graph; `graph` is left as it is. inputs: the fake tensors and sizes of its placeholders.
+    outside: where it is called.
 
     Must be called with the regions open that the graph is to run in. Raises whatever running the graph raises.
     """
     flags = [_flags(value) for value in inputs]
     captured = Captured(graph)
-    runner = _Runner(graph, captured, called_modules(), torch.is_autocast_cache_enabled())
+    runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
     table = _decompositions(runner)
     with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state():
         made = make_fx(
@@ -94,11 +94,11 @@ class _Runner(torch.fx.Interpreter):
     """Runs a Dynamo graph, or the body of a higher-order op in one, while make_fx records."""
 
     def __init__(
-        self, graph: torch.fx.GraphModule, captured: Captured, called: list[torch.nn.Module], cached: bool
+        self, graph: torch.fx.GraphModule, captured: Captured, outside: Outside, cached: bool
     ) -> None:
         super().__init__(graph)
         self.captured = captured
-        self.called = tuple(called)
+        self.outside = outside
         self.cached = [cached]
         self.current: torch.fx.Node | None = None
 
@@ -110,7 +110,7 @@ class _Runner(torch.fx.Interpreter):
             return super().run_node(n)
 
     def place_of(self, node: torch.fx.Node) -> Place:
-        return node_place(node.meta, self.called)
+        return node_place(node.meta, self.outside)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _ENTER:
@@ -176,7 +176,7 @@ class _Runner(torch.fx.Interpreter):
 
     def _body(self, body: torch.fx.GraphModule) -> torch.fx.GraphModule:
         values = [n.meta["example_value"] for n in body.graph.find_nodes(op="placeholder")]
-        runner = _Runner(body, self.captured, list(self.called), self.cached[-1])
+        runner = _Runner(body, self.captured, self.outside, self.cached[-1])
         with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
             made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
@@ -200,6 +200,7 @@ def _decompositions(runner: _Runner) -> dict[OpOverload, Callable[..., Any]]:
 
 def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
     facts = op_facts(op)
+    inside = _dropout if op is torch.ops.aten.dropout.default else composite_kernel(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_any_autocast_enabled():
@@ -212,7 +213,21 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
             place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
             if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
                 return NotImplemented
-            return op.decompose(*args, **kwargs)
+            return inside(*args, **kwargs)
         return NotImplemented
 
     return run
+
+
+def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """What eager code computes in dropout, without its in-place ops.
+
+    On the cpu it divides a mask of the value's own format by 1 - p, which rounds; made functional, its in-place
+    `bernoulli_` would draw other numbers for a tensor that is not contiguous. native_dropout draws the same ones.
+    """
+    aten = torch.ops.aten
+    if value.device.type != "cpu" or not train or not 0 < p < 1 or value.numel() == 0:
+        result: torch.Tensor = composite_kernel(aten.dropout.default)(value, p, train)
+        return result
+    mask = aten.native_dropout.default(value.detach(), p, True)[1]
+    return value * aten.div.Scalar(mask.to(value.dtype), 1 - p)

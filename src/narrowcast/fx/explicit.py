@@ -13,7 +13,6 @@ from narrowcast.fx.capture import capture
 from narrowcast.fx.read import Ambient, Reading, read_graph
 from narrowcast.fx.write import write_graph
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
-from narrowcast.regions.place import called_modules
 from narrowcast.torch_bridge import find_op, op_id, overload_with_dtype
 
 
@@ -32,9 +31,9 @@ def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
     Must be called with the regions open that the graph is to run in.
     """
     devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
-    ambient = Ambient.now(devices, tuple(called_modules()))
+    ambient = Ambient.now(devices)
     grad_mode = torch.is_grad_enabled()
-    captured = capture(graph, inputs)
+    captured = capture(graph, inputs, ambient.outside)
     reading = read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode)
     outcome = run_passes(reading.program, BEFORE_AUTOGRAD, reading.policies, with_dtype)
     write_graph(reading, outcome.program)

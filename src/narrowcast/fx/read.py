@@ -15,7 +15,7 @@ from narrowcast.decide import Region
 from narrowcast.fx.operands import operands_of
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value
-from narrowcast.regions.graph_place import node_place
+from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
 from narrowcast.regions.marks import enter_marked, exit_marked, marked_region
 from narrowcast.regions.state import Prepared, region_on
 from narrowcast.torch_bridge import FORMATS, OpOverload, is_random, op_facts, short_type
@@ -29,16 +29,16 @@ Flags = Mapping[Node, tuple[bool, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """The regions that a graph starts in, by device type, and the modules around it (innermost first)."""
+    """The regions that a graph starts in, by device type, and where it is called."""
 
     regions: Mapping[str, Prepared] = field(default_factory=dict)
-    called: tuple[torch.nn.Module, ...] = ()
+    outside: Outside = NO_OUTSIDE
 
     @staticmethod
-    def now(device_types: tuple[str, ...], called: tuple[torch.nn.Module, ...] = ()) -> Ambient:
-        """Those that are open on this thread."""
+    def now(device_types: tuple[str, ...]) -> Ambient:
+        """What is open, and where we are, on this thread."""
         found = {d: region_on(d) for d in device_types}
-        return Ambient({d: r.prepared for d, r in found.items() if r is not None}, called)
+        return Ambient({d: r.prepared for d, r in found.items() if r is not None}, Outside.now())
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Reader:
         self.name = name
         self.flags = flags
         self.joint = joint
-        self.called = ambient.called
+        self.outside = ambient.outside
         self.grad_mode = grad_mode
         self.regions: dict[OpenedRegion, int] = {}
         self.policies: dict[str, Policy] = {}
@@ -271,12 +271,12 @@ class _Reader:
 
     def _place(self, node: Node) -> Place:
         trace, stack = node.meta.get("stack_trace"), node.meta.get("nn_module_stack")
-        if not trace and not stack and not self.called:
+        if not trace and not stack and self.outside is NO_OUTSIDE:
             return NOWHERE
         key = (trace, tuple(stack) if stack else ())
         place = self.places.get(key)
         if place is None:
-            place = self.places[key] = node_place(node.meta, self.called)
+            place = self.places[key] = node_place(node.meta, self.outside)
         return place
 
 
@@ -341,4 +341,5 @@ def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOve
         return False
     if op is _TO:
         return value.format is not inputs[0].format and not any(a is True for a in node.args[2:])
-    return set(node.kwargs) <= {"dtype"} and len(node.args) <= 2
+    strided = node.kwargs.get("layout") in (None, torch.strided)
+    return strided and set(node.kwargs) <= {"dtype", "layout", "device"} and len(node.args) <= 2

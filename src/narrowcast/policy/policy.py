@@ -203,7 +203,12 @@ class Policy:
         if not self.has_backward_rules:
             return self
         layers = tuple(tuple(r for r in layer if r.direction == "forward") for layer in self.layers)
-        return replace(self, layers=layers, text=None, text_layers=0)
+        return replace(self, layers=tuple(x for x in layers if x), text=None, text_layers=0)
+
+    def backward(self) -> Policy:
+        """The rules about the backward alone."""
+        layers = tuple(tuple(r for r in layer if r.direction != "forward") for layer in self.layers)
+        return Policy(self.name, tuple(x for x in layers if x))
 
     @cached_property
     def _has_versions(self) -> bool:

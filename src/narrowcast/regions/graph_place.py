@@ -7,9 +7,11 @@ The modules that were called before the compiled frame are on the Python stack; 
 from __future__ import annotations
 
 import ast
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,24 @@ import torch
 from torch.nn.modules.module import Module
 
 from narrowcast.policy import NOWHERE, Place
-from narrowcast.regions.place import called_modules, is_user_file, module_path, name_in
+from narrowcast.regions.place import called_modules, find_place, is_user_file, module_path, name_in
 from narrowcast.torch_bridge import dynamo_frames
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Where a graph is called: the modules around it, innermost first, and the line that calls it."""
+
+    modules: tuple[Module, ...] = ()
+    place: Place = NOWHERE
+
+    @staticmethod
+    def now() -> Outside:
+        """As the Python stack has it."""
+        return Outside(tuple(called_modules()), find_place())
+
+
+NO_OUTSIDE = Outside()
 
 
 class _Now(threading.local):
@@ -48,28 +66,32 @@ def traced_place() -> Place | None:
     found = dynamo_frames()
     if found is not None:
         modules, frames = found
-        return _place(modules, frames, tuple(called_modules()))
+        return _place(modules, frames, Outside.now())
     meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
-    return node_place(meta, tuple(called_modules())) if "nn_module_stack" in meta or "stack_trace" in meta else None
+    return node_place(meta, Outside.now()) if "nn_module_stack" in meta or "stack_trace" in meta else None
 
 
-def node_place(meta: Mapping[str, Any], called: tuple[Module, ...] = ()) -> Place:
-    """The place of a node. called: the modules that were called outside the graph, innermost first."""
-    trace = meta.get("stack_trace") or ""
-    return _place(meta.get("nn_module_stack") or {}, tuple(_frames(trace)), called)
+def node_place(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Place:
+    """The place of a node of a graph that is called `outside`."""
+    return _place(meta.get("nn_module_stack") or {}, _frames(meta.get("stack_trace") or ""), outside)
 
 
-def _place(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], called: tuple[Module, ...]) -> Place:
-    if not modules and not frames and not called:
+def _place(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outside: Outside) -> Place:
+    called = outside.modules
+    if not modules and not frames and outside is NO_OUTSIDE:
         return NOWHERE
     users = [frame for frame in frames if is_user_file(frame[0])]
-    file, line = users[-1] if users else ("", 0)
+    file, line = users[-1] if users else (outside.place.file, outside.place.line)
+    functions = tuple(_function(*frame) for frame in reversed(users))
+    around = outside.place.functions
+    if functions and around and functions[-1] == around[0]:
+        around = around[1:]
     classes = [_class_name(entry[1]) for entry in modules.values()]
     classes = classes[::-1] + [_class_name(type(m)) for m in called]
     return Place(
         module_path=_path(modules, called),
         classes=tuple(classes),
-        functions=tuple(_function(*frame) for frame in reversed(users)),
+        functions=functions + around,
         file=file,
         line=line,
     )
@@ -106,7 +128,7 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> str:
             parent = module
         else:
             parent = None
-            if before or called or not _is_root(source):
+            if before or not _is_root(source):
                 names.append(_relative(before, source))
         before = source
     return ".".join(name for name in names if name)
@@ -114,7 +136,7 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> str:
 
 def _is_root(source: str) -> bool:
     """Whether the text is that of a module that the traced frame reached by itself: `L['self']`, `G['model']`, ``."""
-    return source == "" or (source[:2] in ("L[", "G[") and source.endswith("]"))
+    return source == "" or (source[:2] in ("L[", "G[") and source.endswith(("]", "._orig_mod")))
 
 
 def _relative(before: str, source: str) -> str:
@@ -167,8 +189,6 @@ def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
 @lru_cache(maxsize=256)
 def _module_name(file: str) -> str:
     """The name under which a file was imported."""
-    import sys
-
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == file:
             return name

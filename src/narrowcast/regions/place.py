@@ -23,7 +23,7 @@ _LIBRARIES = tuple(
     )
 )
 _PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule")
 
 _SKIP, _USER, _MODULE = 0, 1, 2
 _kinds: dict[CodeType, int] = {Module._call_impl.__code__: _MODULE}
@@ -53,7 +53,10 @@ def called_modules() -> list[Module]:
         if frame.f_code is code:
             found.append(frame.f_locals["self"])
         frame = frame.f_back
-    return [m for m in found if not isinstance(m, torch.fx.GraphModule)]
+    found = [m for m in found if not isinstance(m, torch.fx.GraphModule)]
+    while found and type(found[-1]).__name__ in _WRAPPERS:
+        found.pop()
+    return found
 
 
 def find_place(with_names: bool = True) -> Place:

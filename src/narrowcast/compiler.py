@@ -1,0 +1,139 @@
+"""`compile`: torch.compile with explicit casts, equal to eager."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from narrowcast.eager import autocast
+from narrowcast.errors import NarrowcastError, RegionError
+from narrowcast.formats import Format
+from narrowcast.fx.backend import GraphBackend
+from narrowcast.fx.backward import parse_backward
+from narrowcast.policy import Policy, as_policy
+from narrowcast.torch_bridge import check_ops, inner_compiler, tensors_in
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compile(
+    model: F | None = None,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    backward: str | Sequence[Mapping[str, Any]] = "as_eager",
+) -> Any:
+    """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
+
+    policy, dtype, device_type, enabled, cache_enabled: the region in which it runs, as for `narrowcast.autocast`. If
+        policy, dtype and device_type are all None no region is opened: those around the call, and those inside the
+        model, hold in any case. A device_type left out is that of the module's parameters, or of the first tensor that
+        it is called with.
+    backend, mode, options, dynamic, fullgraph: as for torch.compile; the explicit graph goes to that backend.
+    backward: under which autocast the backward runs: `as_eager` and `off` (ops of the backward run as their inputs
+        are), `same_as_forward`, or a list of keyword sets of torch.autocast. A backward that is called under another
+        state than this is an error (BackwardError). Rules of the policy about the backward (`backward.aten.mm`,
+        `dgrad.aten.mm`, `wgrad.aten.mm`) hold besides.
+
+    What Dynamo cannot capture runs as eager code in the same region. A graph that cannot be given explicit casts runs
+    as eager autocast would run it, with a warning. Without `model` a decorator is returned.
+
+    Raises RegionError, PolicyError and UnknownOpError as `narrowcast.autocast` does.
+    """
+    if model is None:
+        return functools.partial(
+            compile, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled,
+            cache_enabled=cache_enabled, backend=backend, mode=mode, options=options, dynamic=dynamic,
+            fullgraph=fullgraph, backward=backward,
+        )  # fmt: skip
+    if not callable(model):
+        raise RegionError(
+            asked=f"compile({type(model).__name__})", found="not callable", advice="Give a Module or a function."
+        )
+    chosen = as_policy(policy)
+    check_ops(chosen)
+    rules = chosen.backward() if chosen.has_backward_rules else None
+    graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules)
+    compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
+    if policy is None and dtype is None and device_type is None:
+        around = _Around(None)
+    else:
+        around = _Around(
+            lambda device: autocast(device, dtype, enabled, cache_enabled, policy=chosen.forward()),
+            device_type or _device_of(model),
+        )
+    if isinstance(compiled, torch.nn.Module):
+        compiled.__class__ = CompiledModule
+        object.__setattr__(compiled, "_around", around)
+        return compiled
+
+    @functools.wraps(model)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return around.run(compiled, args, kwargs)
+
+    return run
+
+
+class CompiledModule(torch._dynamo.OptimizedModule):
+    """A compiled module that runs in its region. Parameters, state_dict and attributes are the original's."""
+
+    _around: _Around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return object.__getattribute__(self, "_around").run(super().__call__, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        raise NarrowcastError(
+            asked="pickling or copying a compiled module",
+            found="compiled code cannot be copied",
+            advice="Copy or save the original module (or its state_dict), and compile the copy.",
+        )
+
+
+class _Around:
+    """The region around a compiled call, made when it is first known for which device type."""
+
+    def __init__(self, make: Callable[[str], autocast] | None, device_type: str | None = None) -> None:
+        self._make = make
+        self._device_type = device_type
+        self._regions: dict[str, autocast] = {}
+        if make is not None and device_type is not None:
+            self._region(device_type)  # what is wrong with the arguments is said at once
+
+    def _region(self, device_type: str) -> autocast:
+        if device_type not in self._regions and self._make is not None:
+            self._regions[device_type] = self._make(device_type)
+        return self._regions[device_type]
+
+    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            if self._make is None:
+                return compiled(*args, **kwargs)
+            device_type = self._device_type
+            if device_type is None:
+                device_type = next((t.device.type for t in tensors_in(args, kwargs)), "cpu")
+            with self._region(device_type):
+                return compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, NarrowcastError):
+                raise inner from None
+            raise
+
+
+def _device_of(model: Any) -> str | None:
+    if isinstance(model, torch.nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            return tensor.device.type
+    return None

@@ -1,0 +1,202 @@
+"""The compile backend: each graph that Dynamo captures is made explicit, and handed to the compiler inside.
+
+`torch.compile(model, backend="narrowcast")` finds `compile_graph` by its entry point.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+
+from narrowcast.errors import NarrowcastError, PolicyError
+from narrowcast.fx.backward import Backward, parse_backward, tracing_backward, watch_backward
+from narrowcast.fx.check import check_formats
+from narrowcast.fx.compiled import CompiledGraph, report_graph
+from narrowcast.fx.explicit import Explicit, make_explicit
+from narrowcast.fx.joint import edit_joint
+from narrowcast.policy import NOWHERE, Policy
+from narrowcast.regions.graph_place import node_place
+from narrowcast.regions.marks import MARKS
+from narrowcast.torch_bridge import inner_compiler
+
+Compiled = Callable[..., Any]
+_ENTER = torch.amp.autocast_mode._enter_autocast
+
+
+@dataclass(frozen=True)
+class GraphBackend:
+    """A backend for torch.compile. Equal backends share compiled code.
+
+    inner:    the compiler that gets the explicit graphs, as torch.compile makes it from its arguments.
+    backward: under which autocast backwards run. rules: a policy's rules about the backward.
+    """
+
+    inner: Compiled
+    backward: Backward = field(default_factory=lambda: parse_backward("as_eager"))
+    rules: Policy | None = None
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
+        if not (torch._C._is_any_autocast_enabled() or _has_regions(graph)) and self.rules is None:
+            return self._without_regions(graph, inputs)
+        report = report_graph(_first_place(graph))
+        _note_break(report, graph)
+        start = time.perf_counter()
+        try:
+            explicit = self._explicit(graph, report)
+        except NarrowcastError as error:
+            if not _is_internal(error):
+                raise
+            return self._fall_back(graph, inputs, report, error)
+        except Exception as error:
+            return self._fall_back(graph, inputs, report, error)
+        report.seconds = time.perf_counter() - start
+        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+            compiled = self.inner(explicit.graph, inputs)
+        choice = self.backward
+
+        def run(*args: Any) -> Any:
+            with torch._C._DisableAutocast():
+                results = compiled(*args)
+            if torch.is_grad_enabled():
+                watch_backward(results, expected, choice)
+            return results
+
+        return run
+
+    def _without_regions(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Nothing to decide; the backward is held to its promise all the same."""
+        with tracing_backward(self.backward, graph) as expected:
+            compiled = self.inner(graph, inputs)
+        choice = self.backward
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            if torch.is_grad_enabled():
+                watch_backward(results, expected, choice)
+            return results
+
+        return run
+
+    def _explicit(self, graph: GraphModule, report: CompiledGraph) -> Explicit:
+        values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+        with _fake_mode(graph):
+            explicit = make_explicit(graph, values)
+            check_formats(explicit.graph, values)
+        report.before, report.after = explicit.reading.program, explicit.outcome.program
+        report.edits = explicit.outcome.edits
+        return explicit
+
+    def _fall_back(
+        self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph, error: Exception
+    ) -> Compiled:
+        """The graph as it came, traced inside its regions as eager code runs in them."""
+        report.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        warnings.warn(
+            f"narrowcast: a graph at {report.place} could not be given explicit casts and is compiled as eager "
+            f"autocast would run it ({report.fallback})",
+            stacklevel=2,
+        )
+        with torch._functorch.config.patch(backward_pass_autocast="off"):
+            return self.inner(graph, inputs)
+
+    @contextmanager
+    def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
+        """While the inner compiler runs: its joint graph goes through the passes for after autograd."""
+        config: Any = torch._functorch.config
+        earlier = config.joint_custom_pass
+        program = explicit.reading.program
+        weights = frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)
+        regions = {r.facts.device_type: r.facts for r in reversed(program.regions) if r.facts.enabled}
+        rules = self.rules
+
+        def run_joint(joint: GraphModule, joint_inputs: Any) -> GraphModule:
+            if callable(earlier):
+                joint = earlier(joint, joint_inputs)
+            start = time.perf_counter()
+            reading, outcome = edit_joint(joint, regions, rules, weights)
+            report.joint_before, report.joint_after = reading.program, outcome.program
+            report.joint_edits = outcome.edits
+            report.seconds += time.perf_counter() - start
+            return joint
+
+        with ExitStack() as stack:
+            stack.enter_context(config.patch(joint_custom_pass=run_joint))
+            if rules is not None:  # AOTAutograd's cache does not know of them
+                stack.enter_context(config.patch(enable_autograd_cache=False))
+            yield
+
+
+def compile_graph(
+    graph: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """The backend `narrowcast` of torch.compile. Options: `backend` (inductor), `backward` (as_eager), `options`.
+
+    Regions around the call and inside the model are honoured; a policy comes with a region, or with `narrowcast.compile`.
+    Raises PolicyError for an option that is not one of these.
+    """
+    given = dict(options or {})
+    inner = inner_compiler(given.pop("backend", "inductor"), mode, given.pop("options", None), None)
+    backward = parse_backward(given.pop("backward", "as_eager"))
+    if given:
+        raise PolicyError(
+            asked=f"option {next(iter(given))!r} of the backend narrowcast",
+            found="no such option",
+            advice="Give backend, backward or options (those of the backend inside); a policy goes to nc.autocast or "
+            "nc.compile.",
+        )
+    return GraphBackend(inner, backward)(graph, inputs)
+
+
+def _has_regions(graph: GraphModule) -> bool:
+    return any(
+        node.op == "call_function" and (node.target is _ENTER or node.target in MARKS)
+        for module in graph.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+def _example(node: torch.fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _fake_mode(graph: GraphModule) -> Any:
+    """The mode of the fake tensors that Dynamo noted beside its nodes."""
+    for node in graph.graph.nodes:
+        value = _example(node)
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode()
+
+
+def _is_internal(error: NarrowcastError) -> bool:
+    """Faults of ours, rather than of the user's program or policy."""
+    from narrowcast.errors import CaptureError, ProgramError
+
+    return isinstance(error, (CaptureError, ProgramError))
+
+
+def _first_place(graph: GraphModule) -> Any:
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):
+            return node_place(node.meta)
+    return NOWHERE
+
+
+def _note_break(report: CompiledGraph, graph: GraphModule) -> None:
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is not None and getattr(reason, "graph_break", False):
+        report.broken_by = str(reason.reason).strip().splitlines()[0]
+        if reason.user_stack:
+            frame = reason.user_stack[-1]
+            report.broken_at = f"{frame.filename}:{frame.lineno}"
+
+

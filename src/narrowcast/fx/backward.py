@@ -1,0 +1,165 @@
+"""Under which autocast the backward of a compiled graph runs: the choice, how it is traced, and the check at run time.
+
+The choices of `torch._functorch.config.backward_pass_autocast`, and one more:
+
+- `as_eager`: what eager code does for a backward that is called outside of regions. Ops of the backward run as their
+  inputs are. If it turns out at run time that a region is on, that is an error, because eager would have cast there.
+- `off`: the same, said on purpose.
+- `same_as_forward`: as if `backward()` were called inside the regions around the compiled call.
+- a list of keyword sets of torch.autocast: as if it were called inside those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from narrowcast.errors import BackwardError, RegionError
+from narrowcast.regions.identity import carriers
+
+AS_EAGER, OFF, SAME, LISTED = "as_eager", "off", "same_as_forward", "listed"
+State = tuple[tuple[str, torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The choice: its kind, and for a list the keyword sets, each as sorted pairs."""
+
+    kind: str
+    regions: tuple[tuple[tuple[str, Any], ...], ...] = ()
+
+    def keywords(self) -> list[dict[str, Any]]:
+        """The keyword sets as torch takes them."""
+        return [dict(pairs) for pairs in self.regions]
+
+
+def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
+    """The choice that a user wrote. RegionError for anything else."""
+    if isinstance(wanted, str):
+        if wanted in (AS_EAGER, OFF, SAME):
+            return Backward(wanted)
+    elif isinstance(wanted, Sequence) and all(isinstance(region, Mapping) for region in wanted):
+        for region in wanted:
+            try:
+                torch.autocast(**region)
+            except (TypeError, RuntimeError) as error:
+                raise RegionError(
+                    asked=f"backward=[{dict(region)}]", found=str(error), advice="Write what torch.autocast takes."
+                ) from None
+        return Backward(LISTED, tuple(tuple(sorted(region.items())) for region in wanted))
+    raise RegionError(
+        asked=f"backward={wanted!r}",
+        found="no such choice",
+        advice="Write 'as_eager', 'off', 'same_as_forward', or a list of keyword sets of torch.autocast.",
+    )
+
+
+def autocast_state() -> State:
+    """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in torch._C._autocast_supported_devices()
+        if torch.is_autocast_enabled(device)
+    )
+
+
+@contextmanager
+def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
+    """While a compiler traces the graph and its backward. Gives the state that the backward is compiled for.
+
+    Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
+    """
+    config: Any = torch._functorch.config
+    around = autocast_state()
+    if choice.kind == SAME and around:
+        with _shielded(graph, [device for device, _ in around]), config.patch(backward_pass_autocast="same_as_forward"):
+            yield around
+        return
+    expected: State = ()
+    if choice.kind == LISTED:
+        expected = _state_in(choice)
+    with torch._C._DisableAutocast(), config.patch(backward_pass_autocast=choice.keywords() if expected else "off"):
+        if expected:
+            with _off_at_run_time():
+                yield expected
+        else:
+            yield expected
+
+
+def _state_in(choice: Backward) -> State:
+    from contextlib import ExitStack
+
+    with torch._C._DisableAutocast(), ExitStack() as stack:
+        for keywords in choice.keywords():
+            stack.enter_context(torch.autocast(**keywords))
+        return autocast_state()
+
+
+@contextmanager
+def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
+    """The graph with autocast off inside it, so that what is around it reaches the backward only."""
+    code = graph.graph
+    first = next(n for n in code.nodes if n.op != "placeholder")
+    added = []
+    for device in devices:
+        low = torch.get_autocast_dtype(device)
+        with code.inserting_before(first):
+            enter = code.call_function(torch.amp.autocast_mode._enter_autocast, (device, low, False, False))
+        with code.inserting_before(code.output_node()):
+            leave = code.call_function(torch.amp.autocast_mode._exit_autocast, (enter,))
+        added += [leave, enter]
+    graph.recompile()
+    try:
+        yield
+    finally:
+        for node in added:
+            code.erase_node(node)
+        graph.recompile()
+
+
+@contextmanager
+def _off_at_run_time() -> Iterator[None]:
+    """AOTAutograd switches autocast off around the code it made if any is on when it makes it: here of no device."""
+    device = carriers("")[0]
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+def watch_backward(results: Any, expected: State, choice: Backward) -> None:
+    """Have the backward of these results check, when it runs, that autocast is as it was compiled for."""
+    seen: set[int] = set()
+    for result in results if isinstance(results, (tuple, list)) else (results,):
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if node is not None and id(node) not in seen:
+            seen.add(id(node))
+            node.register_prehook(_Check(expected, choice))
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    expected: State
+    choice: Backward
+
+    def __call__(self, gradients: Any) -> None:
+        if not self.expected and not torch._C._is_any_autocast_enabled():
+            return
+        found = autocast_state()
+        if found != self.expected:
+            raise BackwardError(
+                asked=f"a backward compiled for {_text(self.expected)} (backward={self.choice.kind!r})",
+                found=f"it was called under {_text(found)}",
+                advice="Call backward() where it was compiled for, or compile with backward='same_as_forward', 'off', "
+                "or a list of keyword sets of torch.autocast.",
+            )
+
+
+def _text(state: State) -> str:
+    return " and ".join(f"autocast({d!r}, {t})" for d, t in state) if state else "no autocast"
