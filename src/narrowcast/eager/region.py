@@ -16,11 +16,12 @@ from narrowcast.decide import Region
 from narrowcast.eager.kernels import install
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, known_policy
 from narrowcast.regions.identity import Identity
+from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.state import Prepared, enter_region, innermost, set_innermost
-from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, never_trace, op_facts, op_id, ops_of, to_dtype
+from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype, never_trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,7 +52,10 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         *,
         policy: Policy | str | None = None,
     ) -> None:
-        _break_graph()
+        if torch.compiler.is_dynamo_compiling():
+            wanted = policy.digest if isinstance(policy, Policy) else policy
+            self._key = _marked_key(device_type, dtype, enabled, cache_enabled, wanted)
+            return
         self.policy = as_policy(policy)
         if self.policy.has_backward_rules:
             rule = next(r for r in self.policy.rules if r.direction != "forward")
@@ -80,9 +84,14 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         )
         self._native = native
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
+        self._key = f"{device_type} {fast} {native._enabled} {native._cache_enabled} {self.policy.digest}"
+        mark(self._key, self)
 
     def __enter__(self) -> autocast:
-        _break_graph()
+        if torch.compiler.is_dynamo_compiling():
+            allow_marks()
+            enter_marked(self._key)
+            return self
         prepared = self._prepared
         identity = None
         if prepared.ops and self._enabled:
@@ -104,7 +113,10 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,
     ) -> None:
-        _break_graph()
+        if torch.compiler.is_dynamo_compiling():
+            allow_marks()
+            exit_marked(self._key)
+            return
         inner, region = None, innermost()
         while region is not None and region.owner is not self:
             inner, region = region, region.outer
@@ -139,8 +151,14 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 advice="Open the region inside the function: with nc.autocast(...): ...",
             )
 
+        digest = self.policy.digest
+        cached = self._native._cache_enabled
+
         @functools.wraps(func)
         def decorated(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():  # Dynamo takes only regions that are made where it traces
+                with autocast(self.device, self.fast_dtype, self._enabled, cached, policy=digest):
+                    return func(*args, **kwargs)
             with self:
                 return func(*args, **kwargs)
 
@@ -150,10 +168,15 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
 
 
-def _break_graph() -> None:
-    """Dynamo must not trace how a region is opened: what is inside runs in eager code."""
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()
+def _marked_key(
+    device_type: str, dtype: Any, enabled: bool, cache_enabled: bool | None, policy: str | None
+) -> str:
+    """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
+    chosen = known_policy(policy) if policy is not None else None
+    return autocast(device_type, dtype, enabled, cache_enabled, policy=chosen or policy)._key
+
+
+_marked_key._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
 
 
 def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
@@ -228,4 +251,4 @@ def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
     return tuple(changed)
 
 
-never_trace(autocast.__init__, autocast.__enter__, autocast.__exit__)
+never_trace(autocast.__init__, autocast.__enter__, autocast.__exit__)  # by themselves; inside other code they are marks

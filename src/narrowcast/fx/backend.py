@@ -58,8 +58,13 @@ class GraphBackend:
         except Exception as error:
             return self._fall_back(graph, inputs, report, error)
         report.seconds = time.perf_counter() - start
-        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
-            compiled = self.inner(explicit.graph, inputs)
+        try:
+            with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+                compiled = self.inner(explicit.graph, inputs)
+        except NarrowcastError:
+            raise
+        except Exception as error:
+            return self._fall_back(graph, inputs, report, error)
         choice = self.backward
 
         def run(*args: Any) -> Any:

@@ -148,7 +148,8 @@ class _Runner(torch.fx.Interpreter):
             self.cached.append(self.cached[-1])
         else:
             self.cached.pop()
-        target(*args)
+        with _temp_remove_pre_dispatch_torch_function_mode():  # it would record torch's region inside ours, too
+            target(*args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op with its bodies captured. Its results are those that Dynamo foresaw."""

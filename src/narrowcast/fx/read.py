@@ -200,9 +200,8 @@ class _Reader:
         if op in _CASTS and _is_cast(value, inputs, given, op, node):
             return Step(
                 value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
-                self._region_of([value.device]), self.grad_mode, self.joint.get(node, "forward"), (), (), (),
-                self._place(node),
-            )  # fmt: skip
+                None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._place(node),
+            )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
         if gradient and any(o.written for o in operands):
             self._pass_gradient([o.value for o in operands if o.written])
         return Step(

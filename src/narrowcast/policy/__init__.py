@@ -8,6 +8,7 @@ from narrowcast.policy.policy import (
     Policy,
     RuleChange,
     as_policy,
+    known_policy,
     check_device_type,
     installed_torch,
 )
@@ -28,7 +29,7 @@ __all__ = [
     "Rule",
     "RuleChange",
     "Table",
-    "as_policy",
+    "as_policy", "known_policy",
     "check_device_type",
     "did_you_mean",
     "installed_torch",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from packaging.specifiers import SpecifierSet
 
@@ -61,6 +62,7 @@ class Policy:
             check_builtin_name(name)
         for layer in self.layers:
             _check_layer(layer)
+        _known[self.digest] = self
 
     # -- the built-in policies, and files
 
@@ -237,6 +239,14 @@ def as_policy(wanted: Policy | str | None) -> Policy:
         return Policy.load(wanted)
     check_builtin_name(str(wanted))
     return load_builtin(str(wanted))
+
+
+_known: WeakValueDictionary[str, Policy] = WeakValueDictionary()
+
+
+def known_policy(digest: str) -> Policy | None:
+    """A policy of that digest that is in use: compiled code can name a policy, but not hold one."""
+    return _known.get(digest)
 
 
 def check_device_type(device_type: str) -> None:

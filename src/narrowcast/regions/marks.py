@@ -1,12 +1,16 @@
 """Regions of ours inside a graph: a pair of calls that name the region by a key.
 
 torch's own regions are `_enter_autocast` and `_exit_autocast` in a graph; ours carry a policy, which no graph can hold.
+The calls exist only between Dynamo and a backend: ours reads them, others run them while they trace.
 """
 
 from __future__ import annotations
 
 import threading
 from typing import Any, Protocol
+
+import torch
+from torch.fx.node import _side_effectful_functions
 
 from narrowcast.regions.state import Prepared
 from narrowcast.torch_bridge import on_dynamo_cleanup
@@ -63,3 +67,13 @@ def _close_down_to(depth: int) -> None:
 
 
 MARKS = (enter_marked, exit_marked)
+_side_effectful_functions.update(MARKS)
+
+
+def allow_marks() -> None:
+    """Have Dynamo put the marks into its graphs. It runs this while it traces; before, it may not be loaded."""
+    for function in MARKS:
+        torch._dynamo.allow_in_graph(function)
+
+
+allow_marks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
