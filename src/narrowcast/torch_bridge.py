@@ -421,14 +421,18 @@ def tracing_compiled_code() -> bool:
     return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
 
 
+_BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY)
+
+
 def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
     """What Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' files and lines.
 
-    Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing.
+    Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing, or has handed its
+    graph to a backend that traces now.
     """
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     root = getattr(getattr(convert, "tls", None), "current_tx", None)
-    if root is None:
+    if root is None or any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES):
         return None
     frames = []
     inner = tx = root.output.current_tx

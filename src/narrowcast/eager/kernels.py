@@ -19,8 +19,8 @@ from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
-from narrowcast.regions.graph_place import traced_place
-from narrowcast.regions.place import find_place
+from narrowcast.regions.graph_place import current_place, traced_place
+from narrowcast.regions.place import find_place, in_generated_code
 from narrowcast.regions.state import Decided, OpenRegion, Step, active_region, native_region
 from narrowcast.torch_bridge import (
     DTYPES,
@@ -105,13 +105,14 @@ class Kernel:
         return decided
 
     def _place(self) -> Place:
-        if tracing_compiled_code():
-            place = traced_place()
-            if place is not None:
-                return place
+        traced = tracing_compiled_code()
+        place = traced_place() if traced else current_place()
+        if place is not None:
+            return place
+        if traced or in_generated_code():
             raise RegionError(
                 asked=f"a rule about {self.facts.id} that names a module, class or function, inside torch.compile",
-                found="the backend traces this graph without saying where its calls are made",
+                found="this backend runs its graphs without saying where their calls are made",
                 advice="Compile with nc.compile, leave the region outside, or write rules about ops alone.",
             )
         return find_place()

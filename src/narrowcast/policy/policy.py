@@ -62,7 +62,7 @@ class Policy:
             check_builtin_name(name)
         for layer in self.layers:
             _check_layer(layer)
-        _known[self.digest] = self
+        _known[id(self)] = self
 
     # -- the built-in policies, and files
 
@@ -241,12 +241,12 @@ def as_policy(wanted: Policy | str | None) -> Policy:
     return load_builtin(str(wanted))
 
 
-_known: WeakValueDictionary[str, Policy] = WeakValueDictionary()
+_known: WeakValueDictionary[int, Policy] = WeakValueDictionary()  # by id: equal ones may come and go
 
 
 def known_policy(digest: str) -> Policy | None:
     """A policy of that digest that is in use: compiled code can name a policy, but not hold one."""
-    return _known.get(digest)
+    return next((policy for policy in list(_known.values()) if policy.digest == digest), None)
 
 
 def check_device_type(device_type: str) -> None:

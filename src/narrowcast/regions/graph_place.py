@@ -59,16 +59,20 @@ def placed_at(place: Place) -> Iterator[None]:
         _now.place = before
 
 
+def current_place() -> Place | None:
+    """The place of the node that a front end is running on this thread, if one is."""
+    return _now.place
+
+
 def traced_place() -> Place | None:
     """The place of the call that Dynamo, AOTAutograd or one of our front ends is tracing; None if it is not known."""
     if _now.place is not None:
         return _now.place
-    found = dynamo_frames()
-    if found is not None:
-        modules, frames = found
-        return _place(modules, frames, Outside.now())
     meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
-    return node_place(meta, Outside.now()) if "nn_module_stack" in meta or "stack_trace" in meta else None
+    if "nn_module_stack" in meta or "stack_trace" in meta:
+        return node_place(meta, Outside.now())
+    found = dynamo_frames()
+    return _place(*found, Outside.now()) if found is not None else None
 
 
 def node_place(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Place:

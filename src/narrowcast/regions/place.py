@@ -59,6 +59,19 @@ def called_modules() -> list[Module]:
     return found
 
 
+def in_generated_code() -> bool:
+    """Whether the call comes from the code of a graph, so that the modules it stands in are not on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<eval_with_key>"):
+            return True
+        if _kinds.get(code, _SKIP) != _SKIP or is_user_file(code.co_filename):
+            return False
+        frame = frame.f_back
+    return False
+
+
 def find_place(with_names: bool = True) -> Place:
     """The place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
 
