@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from narrowcast.eager import autocast
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
+    from narrowcast.exporter import export
     from narrowcast.numerics import round_to
 
 __version__ = "0.1.0.dev0"
@@ -25,6 +26,7 @@ __version__ = "0.1.0.dev0"
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
     "compile": "narrowcast.compiler",
+    "export": "narrowcast.exporter",
     "record": "narrowcast.eager",
     "Subject": "narrowcast.explainer",
     "explain": "narrowcast.explainer",
@@ -52,6 +54,7 @@ __all__ = [
     "decide",
     "errors",
     "explain",
+    "export",
     "formats",
     "is_exact",
     "lint_policy",

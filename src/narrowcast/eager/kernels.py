@@ -34,6 +34,7 @@ from narrowcast.torch_bridge import (
     cast,
     defaults_after,
     excluding,
+    never_trace,
     number_as_tensor,
     op_facts,
     overload_with_dtype,
@@ -218,6 +219,8 @@ class Kernel:
         new_args = [number_as_tensor(a, others) if p in numbers else a for p, a in enumerate(args)]
         return self.facts.op(*new_args, **kwargs)
 
+
+never_trace(Kernel.__call__)  # called from eager code between compiled graphs
 
 Tensors = list[torch.Tensor | None]
 

@@ -18,10 +18,20 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, known_policy
 from narrowcast.regions.identity import Identity
-from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark
+from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.state import Prepared, enter_region, innermost, set_innermost
-from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype, never_trace
+from narrowcast.torch_bridge import (
+    FORMATS,
+    OpOverload,
+    autocast_nesting,
+    find_op,
+    never_trace,
+    op_facts,
+    op_id,
+    ops_of,
+    to_dtype,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,6 +96,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
         self._key = f"{device_type} {fast} {native._enabled} {native._cache_enabled} {self.policy.digest}"
         mark(self._key, self)
+        self._notes: list[Any] = []
 
     def __enter__(self) -> autocast:
         if torch.compiler.is_dynamo_compiling():
@@ -105,6 +116,10 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if prepared.ops:
             identity = Identity(prepared.policy.digest, self.device)
         enter_region(prepared, self, native, identity)
+        if torch.compiler.is_exporting():
+            note = note_exported(self._key, autocast_nesting())
+            note.__enter__()
+            self._notes.append(note)
         return self
 
     def __exit__(
@@ -130,6 +145,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             set_innermost(region.outer)
         else:  # left out of order, as interleaved generators do: those inside it stay open
             inner.outer = region.outer
+        if self._notes:
+            self._notes.pop().__exit__(exc_type, exc_val, exc_tb)
         if region.identity is not None:
             region.identity.restore()
         if region.native is not None:

@@ -1,4 +1,4 @@
-"""capture: from the graph that Dynamo made to one of ATen calls, with the region's real formats in force.
+"""capture: from a graph of Dynamo's or torch.export's to one of ATen calls, with the region's real formats in force.
 
 The graph is run on fake tensors while torch's pre-dispatch tracing records the calls above autocast. Regions are really
 opened and closed on the way, so each value has the format that eager code would give it, and what code asks of a
@@ -8,8 +8,8 @@ inside them, which rules may be about. Bodies of higher-order ops are captured o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at, traced_place
-from narrowcast.regions.marks import MARKS, enter_marked
+from narrowcast.regions.marks import MARKS, enter_marked, exit_marked, exported_key
 from narrowcast.regions.state import region_on
 from narrowcast.torch_bridge import OpOverload, aten_composites, composite_kernel, is_composite, op_facts, tensors_in
 
@@ -43,7 +43,7 @@ class Captured:
 
 
 def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
-    """The ATen form of a Dynamo graph; `graph` is left as it is. inputs: the fake tensors and sizes of its placeholders.
+    """The ATen form of a graph that Dynamo or torch.export made; `graph` is left as it is. inputs: the fake tensors and sizes of its placeholders.
     outside: where it is called.
 
     Must be called with the regions open that the graph is to run in. Raises whatever running the graph raises.
@@ -121,6 +121,8 @@ class _Runner(torch.fx.Interpreter):
             return None
         if target in MARKS:
             return self._mark(target, args)
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            return self._inline(args)
         if isinstance(target, torch._ops.HigherOrderOperator) and any(
             isinstance(a, torch.fx.GraphModule) for a in torch.utils._pytree.tree_leaves((args, kwargs))
         ):
@@ -172,17 +174,47 @@ class _Runner(torch.fx.Interpreter):
         new_args, new_kwargs = torch.utils._pytree.tree_map(captured_body, (args, kwargs))
         proxies = torch.utils._pytree.tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
         out = tracer.create_proxy("call_function", target, *proxies, name=target._name)
-        example = torch.utils._pytree.tree_map(_fresh, self.current.meta["example_value"] if self.current else None)
+        with _not_recorded():
+            example = torch.utils._pytree.tree_map(_fresh, _noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=tracer)
 
+    def _inline(self, args: tuple[Any, ...]) -> Any:
+        """What torch.export made of a region: its calls, in the region, without the wrapper."""
+        device, dtype, enabled, _, body, *operands = args
+        key = exported_key(body)
+        if key is not None:
+            self._mark(enter_marked, (key,))
+        else:  # export has the weight cache off while it traces; the region's own is that around it
+            region = self._enter((device, dtype, enabled, None))
+        try:
+            return _Runner(body, self.captured, self.outside, self.cached[-1]).run(*operands)
+        finally:
+            if key is not None:
+                self._mark(exit_marked, (key,))
+            else:
+                region.__exit__(None, None, None)
+                self.cached.pop()
+
     def _body(self, body: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        values = [n.meta["example_value"] for n in body.graph.find_nodes(op="placeholder")]
+        values = [_noted(n) for n in body.graph.find_nodes(op="placeholder")]
         runner = _Runner(body, self.captured, self.outside, self.cached[-1])
-        with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
+        with _not_recorded():
             made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
         self.captured.placeholders.append((made, [_flags(v) for v in values]))
         return made
+
+
+def _noted(node: torch.fx.Node) -> Any:
+    """The value that was foreseen for a node, by Dynamo or by torch.export."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+@contextmanager
+def _not_recorded() -> Iterator[None]:
+    """Calls inside are not part of the graph that is being captured."""
+    with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
+        yield
 
 
 def _tracer() -> Any:

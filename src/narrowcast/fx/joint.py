@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region

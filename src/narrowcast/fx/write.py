@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from narrowcast.formats import fp32, parse_format
 from narrowcast.fx.operands import replace_operands

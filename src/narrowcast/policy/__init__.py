@@ -8,9 +8,9 @@ from narrowcast.policy.policy import (
     Policy,
     RuleChange,
     as_policy,
-    known_policy,
     check_device_type,
     installed_torch,
+    known_policy,
 )
 from narrowcast.policy.rules import ACTIONS, NOWHERE, Action, Kind, Place, Rule, did_you_mean, parse_action
 from narrowcast.policy.table import Candidates, Table
@@ -29,11 +29,12 @@ __all__ = [
     "Rule",
     "RuleChange",
     "Table",
-    "as_policy", "known_policy",
+    "as_policy",
     "check_device_type",
     "did_you_mean",
     "installed_torch",
     "known_ops",
+    "known_policy",
     "lint_policy",
     "parse_action",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch.fx.node import _side_effectful_functions
 
 from narrowcast.regions.state import Prepared
-from narrowcast.torch_bridge import on_dynamo_cleanup
+from narrowcast.torch_bridge import autocast_nesting, on_dynamo_cleanup
 
 
 class Markable(Protocol):
@@ -67,6 +67,27 @@ def _close_down_to(depth: int) -> None:
 
 
 MARKS = (enter_marked, exit_marked)
+_NOTE = "narrowcast_region"
+
+
+def note_exported(key: str, depth: int) -> Any:
+    """A context in which torch.export notes, beside each node, that a region of ours is the innermost one."""
+    return torch.fx.traceback.annotate({_NOTE: f"{depth} {key}"})
+
+
+def exported_key(body: torch.fx.GraphModule) -> str | None:
+    """The key of the region of ours that torch.export made this body of; None if it was a region of torch's.
+
+    A region of torch's inside one of ours has our note, too, but one level deeper than the note says.
+    """
+    depth = autocast_nesting() + 1
+    for node in body.graph.nodes:
+        note = (node.meta.get("custom") or {}).get(_NOTE)
+        if node.op == "call_function" and note is not None:
+            noted, _, key = note.partition(" ")
+            return key if int(noted) == depth and key in _marked else None
+    return None
+
 _side_effectful_functions.update(MARKS)
 
 

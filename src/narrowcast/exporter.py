@@ -1,0 +1,71 @@
+"""`export`: torch.export with explicit casts, equal to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from narrowcast.eager import autocast
+from narrowcast.errors import CaptureError, RegionError
+from narrowcast.formats import Format
+from narrowcast.fx.exported import explicit_program
+from narrowcast.policy import Policy, as_policy
+from narrowcast.torch_bridge import tensors_in
+
+
+def export(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    strict: bool = False,
+    fold_weights: bool = False,
+) -> ExportedProgram:
+    """Export a module with plain casts, those of eager autocast, and no region; it needs no Narrowcast to run.
+
+    args, kwargs, dynamic_shapes, strict: as for torch.export.export.
+    policy, dtype, device_type, enabled, cache_enabled: the region in which it runs, as for `narrowcast.autocast`. If
+        policy, dtype and device_type are all None no region is opened: those around this call, and those inside the
+        model, hold in any case.
+    fold_weights: store each weight once, in the format in which it is used, where all its uses agree. The program then
+        has no casts of these weights, and its state_dict their low format.
+
+    Rules of the policy about the backward are refused (RegionError): an exported program has none. CaptureError if the
+    program cannot be made explicit; besides what torch.export.export raises.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise RegionError(
+            asked=f"export({type(model).__name__})", found="not a Module",
+            advice="torch.export takes modules: write a Module whose forward calls the function.",
+        )  # fmt: skip
+    chosen = as_policy(policy)
+    around: Callable[[], Any] = nullcontext
+    if not (policy is None and dtype is None and device_type is None):
+        device = device_type or next(
+            (t.device.type for t in (*model.parameters(), *tensors_in(args, kwargs or {}))), "cpu"
+        )
+        region = autocast(device, dtype, enabled, cache_enabled, policy=chosen)
+        around = lambda: region  # noqa: E731
+    with around():
+        with torch.fx.traceback.preserve_node_meta():  # regions of ours inside the model leave notes there
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
+        try:
+            return explicit_program(exported, fold_weights)[0]
+        except CaptureError:
+            raise
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise CaptureError(
+                asked=f"{type(model).__name__} exported with explicit casts",
+                found=f"{type(error).__name__}: {error}",
+                advice="Please report this with the model. torch.export.export alone would lose the region.",
+            ) from error

@@ -1,0 +1,107 @@
+"""An ExportedProgram with explicit casts: the same signature, no region, and weights in their compute format if asked."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
+from torch.fx import GraphModule, Node
+
+from narrowcast.errors import CaptureError
+from narrowcast.fx.check import check_formats
+from narrowcast.fx.explicit import Explicit, make_explicit
+from narrowcast.fx.folding import fold_weights
+
+_TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
+
+
+def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[ExportedProgram, Explicit]:
+    """The program with every format explicit; `program` is left as it is.
+
+    Must be called with the regions open in which it was exported. fold: see `fold_weights`.
+    """
+    graph = program.graph_module
+    inputs = [_input(program, node) for node in graph.graph.find_nodes(op="placeholder")]
+    with _fake_mode(graph):
+        explicit = make_explicit(graph, inputs)
+        check_formats(explicit.graph, inputs)
+    made = explicit.graph
+    signature = _name_alike(program, made)
+    _refuse_regions(made)
+    state, constants = dict(program.state_dict), dict(program.constants)
+    _take_attributes(graph, made)
+    if fold:
+        fold_weights(made, signature, state)
+    made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
+    made.recompile()
+    result = program._update(made, signature, state_dict=state, constants=constants)
+    result.graph_module.meta.update(made.meta)
+    result.validate()
+    return result, explicit
+
+
+def _input(program: ExportedProgram, node: Node) -> Any:
+    """The placeholder's fake tensor, requiring grad as the weight does that it stands for."""
+    value = node.meta.get("val")
+    target = program.graph_signature.inputs_to_parameters.get(node.name)
+    weight = program.state_dict.get(target) if target is not None else None
+    if isinstance(value, torch.Tensor) and weight is not None and weight.requires_grad:
+        with torch.no_grad():
+            return value.detach().requires_grad_()
+    return value
+
+
+def _fake_mode(graph: GraphModule) -> FakeTensorMode:
+    for node in graph.graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            mode: FakeTensorMode = node.meta["val"].fake_mode
+            return mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSignature:
+    """The inputs get their old names, and the signature the new names of the outputs."""
+    old = program.graph_module.graph
+    taken = {node.name for node in graph.graph.nodes}
+    for before, after in zip(
+        old.find_nodes(op="placeholder"), graph.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        if after.name != before.name and before.name in taken:
+            clash = next(n for n in graph.graph.nodes if n.name == before.name)
+            clash._rename(f"{before.name}_value")
+        after.name = after.target = before.name  # `_rename` would not take names such as input
+    outputs = [n.name if isinstance(n, Node) else n for n in _flat(graph.graph.output_node().args[0])]
+    signature = copy.deepcopy(program.graph_signature)
+    if len(outputs) != len(signature.output_specs):
+        raise CaptureError("an exported program with explicit casts", "its outputs changed in number")
+    for spec, name in zip(signature.output_specs, outputs, strict=True):
+        if hasattr(spec.arg, "name") and isinstance(name, str):
+            spec.arg = replace(spec.arg, name=name)
+    return signature
+
+
+def _flat(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+
+def _take_attributes(old: GraphModule, new: GraphModule) -> None:
+    """What the graph reads as attributes besides bodies (constants that export lifted are inputs already)."""
+    for node in new.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if not hasattr(new, name) and hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+
+
+def _refuse_regions(graph: GraphModule) -> None:
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if node.target in _TORCHS_OWN:
+                    raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")
+
+
