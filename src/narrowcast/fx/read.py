@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region
 from narrowcast.fx.operands import operands_of
-from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
 from narrowcast.regions.marks import enter_marked, exit_marked, marked_region
@@ -312,7 +312,11 @@ def _alias_names(op: OpOverload) -> frozenset[str] | None:
     schema = op._schema
     if any(r.alias_info is not None for r in schema.returns):
         return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
-    return None if op._can_decompose() else frozenset()
+    if not op._can_decompose() or any(
+        Policy.native(device).table.candidates(op_facts(op).id, True).whole for device in DEVICE_TYPES
+    ):
+        return frozenset()  # what autocast lists computes something new
+    return None  # einsum may give a view, dropout what it was given; their schemas do not say so
 
 
 def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
