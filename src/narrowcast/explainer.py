@@ -16,11 +16,19 @@ from torch.utils import _pytree as pytree
 from narrowcast.eager import autocast, record
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
+from narrowcast.graph_explainer import check_front_end, graphs_of
 from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
-from narrowcast.report import Comparison, Explanation
+from narrowcast.report import (
+    Comparison,
+    CompiledGraph,
+    DecisionDifference,
+    Explanation,
+    decision_differences,
+    graph_ledger,
+)
 from narrowcast.torch_bridge import FORMATS, tensors_in, to_dtype
 
 Metric = Callable[..., Mapping[str, float] | float]
@@ -78,6 +86,7 @@ def explain(
     device: str | None = None,
     run: bool = False,
     real: bool = False,
+    front_end: str = "eager",
     **kwargs: Any,
 ) -> Explanation:
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
@@ -88,6 +97,9 @@ def explain(
             is not on, is stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
     real:   do not try fake tensors.
+    front_end: `eager`, or `compile` or `export`: then the ledger is that of the graphs, with what the passes shared,
+            folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
+            model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
 
     Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
     it runs for real, its buffers and the random state restored after. Raises what the model itself raises.
@@ -115,7 +127,21 @@ def explain(
             asked=f"running on {device_type}", found=f"the model is on {own_device}",
             advice=f"Leave run away, or move the model: model.to({device_type!r}).",
         )  # fmt: skip
+    check_front_end(front_end)
+    if front_end != "eager" and stands_in:
+        raise RegionError(
+            asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
+            advice="Leave front_end away, or move the model there: graphs are captured where the model is.",
+        )  # fmt: skip
     ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
+    graphs: tuple[CompiledGraph, ...] = ()
+    differences: tuple[DecisionDifference, ...] = ()
+    if front_end != "eager":
+        graphs = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region)
+        found = graph_ledger(graphs)
+        if not any(g.fallback or g.broken_by for g in graphs):
+            differences = decision_differences(ledger, found)
+        ledger, ran_on = found, f"eager beside it ran on {ran_on}"
     if _has_script(subject):
         note = f"{note} {_SCRIPT_NOTE}".strip()
     return Explanation(
@@ -128,6 +154,9 @@ def explain(
         note=note,
         ledger=ledger,
         comparison=_compare(subject, region) if run else None,
+        front_end=front_end,
+        graphs=graphs,
+        differences=differences,
     )
 
 

@@ -24,7 +24,11 @@ def is_here(device_type: str) -> bool:
 
 @contextmanager
 def isolated(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake: bool
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fake: bool,
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
 ) -> Iterator[Callable[[], Any]]:
     """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
 
@@ -32,17 +36,24 @@ def isolated(
     without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
     model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
     runs itself; the attributes and buffers of the modules that it calls are restored.
+
+    through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
+    be copied are then not restored.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     stand_in = _Faker(mode) if mode is not None else _share_weights
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(_restored_attributes())
+        if through is None:
+            stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
         if mode is not None:
             stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
             stack.enter_context(mode)
-        yield lambda: own_model(*own_args, **own_kwargs)
+        if through is None:
+            yield lambda: own_model(*own_args, **own_kwargs)
+        else:
+            yield lambda: through(own_model, own_args, own_kwargs)
 
 
 @contextmanager

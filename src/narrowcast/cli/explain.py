@@ -14,6 +14,7 @@ from narrowcast.errors import TargetError
 from narrowcast.explainer import explain
 from narrowcast.files import replace_text
 from narrowcast.report.explain_text import explanation_parts
+from narrowcast.report.graph_text import program_parts
 
 
 def explain_command(
@@ -23,6 +24,8 @@ def explain_command(
     device: Annotated[str | None, typer.Option(help="Device type whose lists hold; it need not be here.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
     real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,
+    front_end: Annotated[str, typer.Option(help="eager, compile or export: explain the graphs.")] = "eager",
+    show: Annotated[str, typer.Option(help="'program': print the programs of the graphs, too.")] = "",
     every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,
 ) -> None:
@@ -31,12 +34,18 @@ def explain_command(
         raise TargetError(
             f"--json {json_file}", "its folder does not exist", advice="Make the folder, or name another."
         )
+    if show not in ("", "program"):
+        raise TargetError(f"--show {show}", "no such thing to show", advice="Write --show program.")
     subject = load_subject(target)
     with torch.no_grad():
-        explanation = explain(subject, policy=policy, dtype=dtype, device=device, run=run, real=real)
+        explanation = explain(
+            subject, policy=policy, dtype=dtype, device=device, run=run, real=real, front_end=front_end
+        )
     if json_file is not None and str(json_file) == "-":
         typer.echo(explanation.to_json())
         return
     if json_file is not None:
         replace_text(json_file, explanation.to_json() + "\n")
     print_all(terminal(), explanation_parts(explanation, every_cast))
+    if show:
+        print_all(terminal(), program_parts(explanation))

@@ -185,9 +185,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
 
 
-def _marked_key(
-    device_type: str, dtype: Any, enabled: bool, cache_enabled: bool | None, policy: str | None
-) -> str:
+def _marked_key(device_type: str, dtype: Any, enabled: bool, cache_enabled: bool | None, policy: str | None) -> str:
     """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
     chosen = known_policy(policy) if policy is not None else None
     return autocast(device_type, dtype, enabled, cache_enabled, policy=chosen or policy)._key

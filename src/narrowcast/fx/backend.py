@@ -19,13 +19,14 @@ from torch.fx import GraphModule
 from narrowcast.errors import NarrowcastError, PolicyError
 from narrowcast.fx.backward import Backward, parse_backward, tracing_backward, watch_backward
 from narrowcast.fx.check import check_formats
-from narrowcast.fx.compiled import CompiledGraph, report_graph
+from narrowcast.fx.compiled import first_place, report_graph
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.joint import edit_joint
-from narrowcast.policy import NOWHERE, Policy
+from narrowcast.policy import Policy
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS
 from narrowcast.regions.place import called_modules, module_path
+from narrowcast.report import CompiledGraph
 from narrowcast.torch_bridge import inner_compiler
 
 Compiled = Callable[..., Any]
@@ -47,7 +48,7 @@ class GraphBackend:
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         if not (torch._C._is_any_autocast_enabled() or _has_regions(graph)) and self.rules is None:
             return self._without_regions(graph, inputs)
-        report = report_graph(_first_place(graph))
+        report = report_graph(first_place(graph))
         _note_break(report, graph)
         start = time.perf_counter()
         try:
@@ -100,7 +101,7 @@ class GraphBackend:
             explicit = make_explicit(graph, values)
             check_formats(explicit.graph, values)
         report.before, report.after = explicit.reading.program, explicit.outcome.program
-        report.edits = explicit.outcome.edits
+        report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
         return explicit
 
     def _fall_back(
@@ -235,13 +236,6 @@ def _is_internal(error: NarrowcastError) -> bool:
     return isinstance(error, (CaptureError, ProgramError))
 
 
-def _first_place(graph: GraphModule) -> Any:
-    for node in graph.graph.nodes:
-        if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):
-            return node_place(node.meta)
-    return NOWHERE
-
-
 def _note_break(report: CompiledGraph, graph: GraphModule) -> None:
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and getattr(reason, "graph_break", False):
@@ -249,5 +243,3 @@ def _note_break(report: CompiledGraph, graph: GraphModule) -> None:
         if reason.user_stack:
             frame = reason.user_stack[-1]
             report.broken_at = f"{frame.filename}:{frame.lineno}"
-
-

@@ -53,9 +53,9 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
     table = _decompositions(runner)
     with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state():
-        made = make_fx(
-            runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True
-        )(*[_fresh(value) for value in inputs])
+        made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *[_fresh(value) for value in inputs]
+        )
     _copy_placeholders(graph, made)
     captured.graph = made
     captured.placeholders.append((made, flags))
@@ -93,9 +93,7 @@ def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> 
 class _Runner(torch.fx.Interpreter):
     """Runs a Dynamo graph, or the body of a higher-order op in one, while make_fx records."""
 
-    def __init__(
-        self, graph: torch.fx.GraphModule, captured: Captured, outside: Outside, cached: bool
-    ) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, captured: Captured, outside: Outside, cached: bool) -> None:
         super().__init__(graph)
         self.captured = captured
         self.outside = outside

@@ -5,35 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from narrowcast.ledger import EditRecord
+from torch.fx import GraphModule
+
 from narrowcast.policy import NOWHERE, Place
-from narrowcast.program import Program
-
-
-@dataclass(slots=True)
-class CompiledGraph:
-    """One graph that Dynamo captured.
-
-    before, after: its program as read and as written, None if it was not captured. joint_before, joint_after: the same
-    of the joint graph of forward and backward, if autograd made one. edits: what the passes did.
-    fallback: why it runs as eager would run it; empty if it does not. place: its first line. broken_by: why the graph
-    ends where it ends, and where, if a graph break is the cause.
-    """
-
-    number: int
-    place: Place = NOWHERE
-    before: Program | None = None
-    after: Program | None = None
-    joint_before: Program | None = None
-    joint_after: Program | None = None
-    edits: tuple[EditRecord, ...] = ()
-    joint_edits: tuple[EditRecord, ...] = ()
-    fallback: str = ""
-    broken_by: str = ""
-    broken_at: str = ""
-    seconds: float = 0.0
+from narrowcast.regions.graph_place import node_place
+from narrowcast.report import CompiledGraph
 
 
 class _Watching(threading.local):
@@ -61,3 +38,11 @@ def report_graph(place: Place) -> CompiledGraph:
     for found in _watching.lists:
         found.append(made)
     return made
+
+
+def first_place(graph: GraphModule) -> Place:
+    """The place of the first call of a graph that has one."""
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):
+            return node_place(node.meta)
+    return NOWHERE

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError
 from narrowcast.fx.check import check_formats
+from narrowcast.fx.compiled import first_place, report_graph
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.folding import fold_weights
 
@@ -30,6 +31,9 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     with _fake_mode(graph):
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
+    report = report_graph(first_place(graph))
+    report.before, report.after = explicit.reading.program, explicit.outcome.program
+    report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
     made = explicit.graph
     signature = _name_alike(program, made)
     _refuse_regions(made)
@@ -68,9 +72,7 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
     """The inputs get their old names, and the signature the new names of the outputs."""
     old = program.graph_module.graph
     taken = {node.name for node in graph.graph.nodes}
-    for before, after in zip(
-        old.find_nodes(op="placeholder"), graph.graph.find_nodes(op="placeholder"), strict=True
-    ):
+    for before, after in zip(old.find_nodes(op="placeholder"), graph.graph.find_nodes(op="placeholder"), strict=True):
         if after.name != before.name and before.name in taken:
             clash = next(n for n in graph.graph.nodes if n.name == before.name)
             clash._rename(f"{before.name}_value")
@@ -103,5 +105,3 @@ def _refuse_regions(graph: GraphModule) -> None:
             for node in module.graph.nodes:
                 if node.target in _TORCHS_OWN:
                     raise CaptureError("an exported program with explicit casts", f"{node.target} is left in it")
-
-

@@ -27,9 +27,7 @@ def edit_joint(
     """
     ambient = Ambient()
     if rules is not None:
-        ambient = Ambient(
-            {d: Prepared(facts, rules.resolve(d), (), frozenset(), {}) for d, facts in regions.items()}
-        )
+        ambient = Ambient({d: Prepared(facts, rules.resolve(d), (), frozenset(), {}) for d, facts in regions.items()})
     reading = read_graph(graph, "joint", ambient, joint=directions(graph, weights))
     policies = reading.policies if rules is not None else None
     outcome = run_passes(reading.program, AFTER_AUTOGRAD, policies, with_dtype)
@@ -79,5 +77,3 @@ def _adds_up(node: Node) -> bool:
     """Whether a call only adds gradients up."""
     target: Any = node.target
     return target._opname in _SUMS
-
-

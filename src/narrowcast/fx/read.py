@@ -73,9 +73,7 @@ def read_graph(
 
 
 class _Reader:
-    def __init__(
-        self, name: str, ambient: Ambient, flags: Flags, grad_mode: bool, joint: Mapping[Node, str]
-    ) -> None:
+    def __init__(self, name: str, ambient: Ambient, flags: Flags, grad_mode: bool, joint: Mapping[Node, str]) -> None:
         self.name = name
         self.flags = flags
         self.joint = joint

@@ -121,5 +121,3 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
     if step.is_cast:
         return program.values[step.operands[0].value], "", step.value.type
     return None, "", ""
-
-

@@ -88,6 +88,7 @@ def exported_key(body: torch.fx.GraphModule) -> str | None:
             return key if int(noted) == depth and key in _marked else None
     return None
 
+
 _side_effectful_functions.update(MARKS)
 
 

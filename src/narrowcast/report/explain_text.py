@@ -12,6 +12,7 @@ from narrowcast.console import as_text, in_bytes, short_file, table
 from narrowcast.ledger import Cast
 from narrowcast.ledger.text import argument_text, cast_table, how_text, line_text, refusals, totals_line
 from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
+from narrowcast.report.graph_text import graph_parts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
@@ -30,6 +31,8 @@ def explanation_parts(explanation: Explanation, every_cast: bool = False) -> lis
         casts = explanation.ledger.casts if every_cast else explanation.largest_casts()
         title = f"all {len(casts)} casts" if every_cast else f"the {len(casts)} casts that move most bytes"
         parts += [cast_table(title, casts), _repeats(explanation), _files(explanation)]
+    if explanation.front_end != "eager":
+        parts += graph_parts(explanation)
     parts += refusals(explanation.ledger)
     parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:
@@ -41,9 +44,15 @@ def _heading(explanation: Explanation) -> str:
     text = (
         f"[bold]{escape(explanation.subject)}[/bold] under policy [bold]{escape(explanation.policy)}[/bold] "
         f"({explanation.digest[:8]})\n  {explanation.device_type}, low format {explanation.low}; "
-        f"ran on {explanation.ran_on}"
+        f"{_ran(explanation)}"
     )
     return f"{text}\n  {escape(explanation.note)}\n" if explanation.note else f"{text}\n"
+
+
+def _ran(explanation: Explanation) -> str:
+    if explanation.front_end == "eager":
+        return f"ran on {explanation.ran_on}"
+    return f"front end {explanation.front_end}, {len(explanation.graphs)} graphs; {explanation.ran_on}"
 
 
 def _formats(names: str) -> str:

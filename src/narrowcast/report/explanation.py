@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowcast.ledger import Cast, Ledger
+from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row
 
 SCHEMA = "narrowcast.explanation/1"
 
@@ -93,7 +94,8 @@ class Explanation:
     """A run of a model under a policy, explained.
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
-    `the model itself`; `note` why, if it is not the first.
+    `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
+    graphs, and `differences` are calls that eager code decides otherwise: none, unless there is a fault.
     """
 
     subject: str
@@ -105,6 +107,13 @@ class Explanation:
     note: str
     ledger: Ledger
     comparison: Comparison | None = None
+    front_end: str = "eager"
+    graphs: tuple[CompiledGraph, ...] = ()
+    differences: tuple[DecisionDifference, ...] = ()
+
+    def graph_rows(self) -> list[GraphRow]:
+        """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
+        return [graph_row(graph) for graph in self.graphs]
 
     def op_rows(self) -> list[OpRow]:
         """Every op with its formats and why, most bytes first."""
@@ -156,11 +165,13 @@ class Explanation:
     def to_json(self, indent: int | None = 1) -> str:
         """JSON text under the schema `narrowcast.explanation/1`; the ledger inside has its own."""
         data: dict[str, Any] = {"schema": SCHEMA}
-        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note"):
+        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end"):
             data[name] = getattr(self, name)
         data["ops"] = [asdict(row) for row in self.op_rows()]
         data["modules"] = [asdict(row) for row in self.module_rows()]
         data["repeated_casts"] = [asdict(row) for row in self.repeats()]
+        data["graphs"] = [asdict(row) for row in self.graph_rows()]
+        data["differences"] = [asdict(row) for row in self.differences]
         data["comparison"] = asdict(self.comparison) if self.comparison else None
         data["ledger"] = json.loads(self.ledger.to_json())
         return json.dumps(data, indent=indent)

@@ -1,0 +1,64 @@
+"""Run a model through a graph front end and say what became of its graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.compiler import compile
+from narrowcast.errors import NarrowcastError
+from narrowcast.fx.compiled import watch_graphs
+from narrowcast.fx.exported import explicit_program
+from narrowcast.isolation import isolated
+from narrowcast.report import CompiledGraph
+
+FRONT_ENDS = ("eager", "compile", "export")
+
+
+def check_front_end(front_end: str) -> None:
+    """NarrowcastError for a front end that does not exist."""
+    if front_end not in FRONT_ENDS:
+        raise NarrowcastError(
+            asked=f"explain with front_end={front_end!r}", found="no such front end",
+            advice=f"Give one of: {', '.join(FRONT_ENDS)}.",
+        )  # fmt: skip
+
+
+def graphs_of(
+    front_end: str, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Any
+) -> tuple[CompiledGraph, ...]:
+    """The graphs of a model in a region. A copy of the model is run, uncompiled code between graphs included.
+
+    The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; here none generates code.
+    """
+    with warnings.catch_warnings(), isolated(model, args, kwargs, fake=False, through=_through(front_end)) as run:
+        warnings.simplefilter("ignore")  # fallbacks are listed
+        with watch_graphs() as graphs, region:
+            run()
+    return tuple(graphs)
+
+
+def _through(front_end: str) -> Callable[..., Any]:
+    """What runs a copy of the model."""
+
+    def compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        torch._dynamo.reset()
+        try:
+            return compile(model, backend="aot_eager")(*args, **kwargs)
+        finally:
+            torch._dynamo.reset()
+
+    def exported(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(model, torch.nn.Module):
+            raise NarrowcastError(
+                asked="explain with front_end='export'", found="the model is no Module",
+                advice="torch.export takes modules: write one whose forward calls the function.",
+            )  # fmt: skip
+        with torch.fx.traceback.preserve_node_meta():
+            program = torch.export.export(model, args, kwargs)
+        return explicit_program(program)
+
+    return compiled if front_end == "compile" else exported

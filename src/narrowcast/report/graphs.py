@@ -1,0 +1,192 @@
+"""What became of captured graphs, as data: their programs before and after, a ledger of their casts, and what differs.
+
+Pure: the compile backend and the exporter fill in `CompiledGraph`; everything here is read off its programs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from narrowcast.decide import Plan, decide
+from narrowcast.ledger import CallKind, Cast, EditRecord, Ledger
+from narrowcast.passes import call_of
+from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.program import Program, Step, Value
+
+
+@dataclass(slots=True)
+class CompiledGraph:
+    """One graph that was captured.
+
+    before, after: its program as read and as written, None if it was not captured. joint_before, joint_after: the same
+    of the joint graph of forward and backward, if autograd made one. edits, joint_edits: what the passes did.
+    policies: of its regions, by digest. fallback: why it runs as eager would run it; empty if it does not.
+    place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
+    seconds: spent in reading, passes and writing, capture and check included; capture_seconds: those of the latter two.
+    """
+
+    number: int
+    place: Place = NOWHERE
+    before: Program | None = None
+    after: Program | None = None
+    joint_before: Program | None = None
+    joint_after: Program | None = None
+    edits: tuple[EditRecord, ...] = ()
+    joint_edits: tuple[EditRecord, ...] = ()
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    fallback: str = ""
+    broken_by: str = ""
+    broken_at: str = ""
+    seconds: float = 0.0
+    capture_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """One line about a graph: calls, casts after `assign` and after all passes, and what each pass did.
+
+    joint_before, joint_after: casts of the joint graph as autograd made it and after the passes, forward and backward
+    together; backward: those of the backward that are left. 0 where there is no joint graph.
+    """
+
+    number: int
+    place: str
+    calls: int
+    assigned: int
+    shared: int
+    folded: int
+    dropped: int
+    casts: int
+    joint_before: int
+    joint_after: int
+    backward: int
+    fallback: str
+    broken_by: str
+    broken_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionDifference:
+    """Calls of one op in one module that eager code and the graph decide differently: a fault of one of them."""
+
+    op: str
+    module_path: str
+    computes: str
+    eager: int
+    graph: int
+
+
+def graph_row(graph: CompiledGraph) -> GraphRow:
+    """The line about one graph."""
+    kinds = Counter((e.kind, e.by) for e in graph.edits)
+    calls = len(graph.before.steps) if graph.before else 0
+    return GraphRow(
+        number=graph.number,
+        place=str(graph.place),
+        calls=calls,
+        assigned=kinds["insert", "assign"],
+        shared=kinds["share", "share"],
+        folded=kinds["fold", "fold"],
+        dropped=kinds["remove", "drop"],
+        casts=len(graph.after.casts()) if graph.after else 0,
+        joint_before=len(graph.joint_before.casts()) if graph.joint_before else 0,
+        joint_after=len(graph.joint_after.casts()) if graph.joint_after else 0,
+        backward=sum(c.direction != "forward" for c in graph.joint_after.casts()) if graph.joint_after else 0,
+        fallback=graph.fallback,
+        broken_by=graph.broken_by,
+        broken_at=graph.broken_at,
+    )
+
+
+def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
+    """Calls and casts of the graphs as a ledger, alike that of an eager run; casts of the user's own are calls there."""
+    ledger = Ledger()
+    for graph in graphs:
+        ledger.edits += [*graph.edits, *graph.joint_edits]
+        if graph.before is not None and graph.after is not None:
+            _Walker(ledger, graph.before, graph.after, graph.policies).run()
+    return ledger
+
+
+def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifference, ...]:
+    """Decided calls of which eager and graph have different numbers in some formats; none if they agree."""
+    counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
+    for ledger, count in zip((eager, graph), counts, strict=True):
+        for kind, tally in ledger.calls.items():
+            if kind.action != "unlisted" and kind.direction == "forward":
+                count[kind.op, kind.module_path, kind.computes] += tally.calls
+    keys = list(dict.fromkeys([*counts[0], *counts[1]]))
+    return tuple(DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k])
+
+
+class _Walker:
+    """Reads one graph's programs into the ledger."""
+
+    def __init__(self, ledger: Ledger, before: Program, after: Program, policies: Mapping[str, Policy]) -> None:
+        self.ledger = ledger
+        self.before = before
+        self.after = after
+        self.policies = policies
+        self.inputs = {v.id for v in before.body.parameters}
+        self.seen: set[tuple[int, str]] = set()
+        self.read: set[int] = set()
+        self.elements: dict[int, Value] = {}
+        for step in before.steps.values():
+            if step.op == "getitem":
+                self.elements.setdefault(step.operands[0].value, step.value)
+
+    def run(self) -> None:
+        """Every call, in order; what only moves or shapes is passed by, as in a recording."""
+        for step in self.after.steps.values():
+            known = self.before.steps.get(step.id)
+            moves = step.op == "getitem" or (step.aliases and not step.computes and not step.writes)
+            if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
+                self._call(known, step)
+
+    def _call(self, known: Step, step: Step) -> None:
+        plan, policy = self._plan(known)
+        read = [self.after.values[o.value] for o in step.operands]
+        came = [self.before.values[o.value] for o in known.operands]
+        result = self.elements.get(step.id, step.value)
+        rule = plan.rule
+        kind = CallKind(
+            known.op, step.place.module_path, step.place.file, step.place.line, _formats(came), _formats(read),
+            _formats([result]), str(rule.action) if rule else "unlisted",
+            (rule.reason or str(rule)) if rule else "runs as its inputs are", policy,
+        )  # fmt: skip
+        self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
+        for old, new in zip(known.operands, step.operands, strict=True):
+            made = self.after.steps.get(new.value)
+            if old.value != new.value and made is not None and made.id not in self.before.steps:
+                self._cast(known, plan, policy, old.name, self.before.values[old.value], made)
+
+    def _plan(self, step: Step) -> tuple[Plan, str]:
+        """What was decided about a call, by the one function that decides."""
+        if step.region is None or not self.before.regions[step.region].facts.enabled:
+            return Plan(()), ""
+        region = self.before.regions[step.region]
+        policy = self.policies[region.policy]
+        return decide(call_of(self.before, step), policy, region.facts), policy.name
+
+    def _cast(self, step: Step, plan: Plan, policy: str, argument: str, source: Value, cast: Step) -> None:
+        shared = cast.id in self.read
+        repeated = not shared and (source.id, cast.value.type) in self.seen
+        self.read.add(cast.id)
+        self.seen.add((source.id, cast.value.type))
+        rule = dict(plan.argument_rules).get(argument, plan.rule)
+        kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+        self.ledger.casts.append(
+            Cast(
+                step.op, argument, step.place.module_path, step.place.file, step.place.line, source.type,
+                cast.value.type, source.elements, 0 if shared else source.bytes + cast.value.bytes,
+                "cached" if shared else "copied", "forward", kind, str(rule.action) if rule else "",
+                str(rule) if rule else "", rule.reason if rule else "", rule.source if rule else "", policy, repeated,
+            )
+        )  # fmt: skip
+
+
+def _formats(values: Sequence[Value]) -> str:
+    """The floating formats among the values, in order, each once."""
+    return ",".join(dict.fromkeys(v.type for v in values if v.format is not None))
