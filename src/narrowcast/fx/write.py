@@ -85,6 +85,10 @@ def _change(node: Node, old: Step, new: Step, nodes: dict[int, Node]) -> None:
             for was, now in zip(old.operands, new.operands, strict=True):
                 if was.value != now.value:
                     node.replace_input_with(nodes[was.value], nodes[now.value])
+    value = node.meta.get("val")
+    if old.value.type != new.value.type and isinstance(value, torch.Tensor):  # its result is cast behind it now
+        with torch.no_grad():
+            node.meta["val"] = value.detach().to(DTYPES[parse_format(new.value.type)])
     if f"dtype={fp32}" in new.given - old.given and isinstance(node.target, OpOverload):
         _set_dtype(node, node.target, new.op)
 

@@ -18,7 +18,7 @@ SCHEMA = "narrowcast.ledger/1"
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a ledger. `copied` casts moved bytes; `cached` and `inside` ones did not."""
+    """Sums over a ledger. `copied` casts moved bytes; `cached`, `shared` and `inside` ones did not."""
 
     casts: int
     copied: int
@@ -31,6 +31,7 @@ class Totals:
     calls: int
     cast_bytes: int
     op_bytes: int
+    shared: int = 0
 
     @property
     def share_of_casts(self) -> float:
@@ -91,6 +92,7 @@ class Ledger:
             calls=sum(t.calls for t in self.calls.values()),
             cast_bytes=sum(c.moved_bytes for c in self.casts),
             op_bytes=sum(t.moved_bytes for t in self.calls.values()),
+            shared=how["shared"],
         )
 
     def op_formats(self) -> dict[str, dict[str, int]]:

@@ -13,7 +13,8 @@ class Cast:
     module_path, file, line: where the op was called.
     src, dst:     names of formats.
     elements, moved_bytes: size of the tensor, and what the cast reads and writes; 0 where nothing was copied.
-    how:          `copied` (a tensor was made), `cached` (the weight cache had it), `inside` (the op converts itself).
+    how:          `copied` (a tensor was made), `cached` (the weight cache had it), `shared` (a graph makes it once for
+                  several readers), `inside` (the op converts itself).
     direction:    `forward`, or `backward` for the cast of the gradient.
     kind:         `weight` (a leaf that requires grad or a parameter), `input` (made outside the recording) or
                   `activation`.

@@ -23,7 +23,8 @@ def totals_line(ledger: Ledger) -> str:
     """One paragraph of sums."""
     t = ledger.totals()
     return (
-        f"  {t.casts} casts ({t.copied} copied, {t.cached} from the weight cache, {t.inside} inside the op; "
+        f"  {t.casts} casts ({t.copied} copied, {t.cached} from the weight cache, "
+        f"{f'{t.shared} shared, ' if t.shared else ''}{t.inside} inside the op; "
         f"{t.forward} forward, {t.backward} backward)\n  {t.refusals} refusals, {t.calls} calls\n  "
         f"casts moved {in_bytes(t.cast_bytes)} of {in_bytes(t.cast_bytes + t.op_bytes)} ({t.share_of_casts:.1%})"
     )

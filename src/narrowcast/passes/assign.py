@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.errors import Origin, RefusedError
-from narrowcast.formats import fp32
+from narrowcast.formats import Format, fp32
 from narrowcast.policy import Policy
 from narrowcast.program import ENTER, EXIT, CastResult, Edit, InsertCast, Program, Remove, SetDtype, Step, Why
 
@@ -72,18 +72,18 @@ def _decided(
     if plan.append_dtype:
         yield SetDtype(step.id, fp32, why, overload_with_dtype(step.op))
     if plan.output is not None:
-        for result in _floating_results(program, step):
-            yield CastResult(result, plan.output, why)
+        for result in _results_in(program, step, plan.output):
+            yield CastResult(result, fp32, plan.output, why)
 
 
-def _floating_results(program: Program, step: Step) -> list[int]:
-    """The step itself, or the elements taken from the tuple that it makes."""
+def _results_in(program: Program, step: Step, dst: Format) -> list[int]:
+    """The step itself, or the elements taken from the tuple that it makes: those that came in the format to go to."""
     if step.value.shape is not None:
-        return [step.id] if step.value.format is not None else []
+        return [step.id] if step.value.format is dst else []
     return [
         s.id
         for s in program.steps.values()
-        if s.op == "getitem" and s.operands[0].value == step.id and s.value.format is not None
+        if s.op == "getitem" and s.operands[0].value == step.id and s.value.format is dst
     ]
 
 

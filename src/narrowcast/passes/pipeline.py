@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowcast.formats import FORMATS
 from narrowcast.ledger import EditRecord
@@ -116,8 +116,10 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
     if isinstance(edit, InsertCast):
         operand = step.operands[edit.operand]
         return program.values[operand.value], operand.name, edit.dst.name
-    if isinstance(edit, CastResult | SetDtype):
-        return step.value if isinstance(edit, CastResult) else None, "", edit.dst.name
+    if isinstance(edit, CastResult):
+        return replace(step.value, type=edit.src.name), "", edit.dst.name
+    if isinstance(edit, SetDtype):
+        return None, "", edit.dst.name
     if step.is_cast:
         return program.values[step.operands[0].value], "", step.value.type
     return None, "", ""

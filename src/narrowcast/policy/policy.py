@@ -63,6 +63,7 @@ class Policy:
         for layer in self.layers:
             _check_layer(layer)
         _known[id(self)] = self
+        self.digest  # noqa: B018  computed now: code that Dynamo traces reads it, and could not compute it
 
     # -- the built-in policies, and files
 

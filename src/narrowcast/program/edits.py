@@ -37,9 +37,13 @@ class InsertCast:
 
 @dataclass(frozen=True, slots=True)
 class CastResult:
-    """Cast the result of a step to `dst`, just after it; everything that read it reads the cast."""
+    """Cast the result of a step to `dst`, just after it; everything that read it reads the cast.
+
+    The step itself then gives `src`: what it was read with was the format after the cast.
+    """
 
     step: int
+    src: Format
     dst: Format
     why: Why
 
@@ -183,9 +187,12 @@ class _Editor:
         made = replace(step, operands=tuple(operands), blocks=tuple(self._block(b) for b in step.blocks))
         if dtype is not None:
             made = replace(made, op=dtype.op or step.op, given=step.given | {f"dtype={dtype.dst}"})
+        result = self.results.get(step.id)
+        if result is not None:
+            made = replace(made, value=replace(made.value, type=result.src.name))
         steps.append(made)
-        if step.id in self.results:
-            cast = self._cast(step.id, self.results[step.id].dst, step)
+        if result is not None:
+            cast = self._cast(step.id, result.dst, step)
             steps.append(cast)
             self.instead[step.id] = cast.id
 

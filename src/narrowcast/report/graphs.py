@@ -181,7 +181,7 @@ class _Walker:
             Cast(
                 step.op, argument, step.place.module_path, step.place.file, step.place.line, source.type,
                 cast.value.type, source.elements, 0 if shared else source.bytes + cast.value.bytes,
-                "cached" if shared else "copied", "forward", kind, str(rule.action) if rule else "",
+                "shared" if shared else "copied", "forward", kind, str(rule.action) if rule else "",
                 str(rule) if rule else "", rule.reason if rule else "", rule.source if rule else "", policy, repeated,
             )
         )  # fmt: skip

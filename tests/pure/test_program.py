@@ -1,0 +1,244 @@
+"""The program: its text form, its verifier and its edits."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import narrowcast as nc
+from narrowcast.errors import ProgramError
+from narrowcast.formats import bf16, fp16, fp32
+from narrowcast.program import (
+    ASSIGNED,
+    Block,
+    CastResult,
+    InsertCast,
+    Move,
+    OpenedRegion,
+    Operand,
+    Program,
+    Remove,
+    Retarget,
+    SetDtype,
+    Share,
+    Step,
+    Value,
+    Why,
+    Writes,
+    apply_edits,
+    parse_program,
+    print_program,
+    verify,
+)
+
+WHY = Why("test", "because")
+PLACE = nc.Place("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)
+LINEAR = """\
+program forward
+region 0: cpu bf16 enabled cached session 0 policy native:5d41402a
+region 1: cuda fp16 disabled uncached session 2 policy -
+block main(%0: fp32[8, 4] cpu grad weight, %1: fp32[2, 4] cpu, %2: i64["s0", 4] cuda) {
+  %3: fp32[2, 8] cpu grad = aten.linear.default(input=%1, weight=%0!) with "a=\\"(x), y\\"" given dtype computes nograd \
+~0,1 effects random,order in 0 at 0: encoder.0, model.py:12
+  %4: tuple grad = higher_order.cond(a0=%3) dgrad ~0
+    block body0(%5: fp32[2, 8] cpu grad) {
+      %6: bf16[2, 8] cpu = cast(self=%5)
+      return %6
+    }
+  %7: none = aten.noted.default()
+  return %4, %3
+}
+place 0: {"classes": ["nn.Linear"], "file": "/home/me/model.py", "functions": ["model.f"], "line": 12, \
+"module_path": "encoder.0"}
+"""
+
+
+def value(number, kind="fp32", gradient=False, weight=False):
+    return Value(number, kind, (2, 4), "cpu", gradient, weight)
+
+
+def cast(number, source, kind, **more):
+    return Step(value(number, kind), "cast", (Operand("self", source),), **more)
+
+
+def call(number, *sources, op="aten.mm.default", kind="fp32", **more):
+    operands = tuple(Operand(f"a{n}", s) for n, s in enumerate(sources))
+    return Step(value(number, kind), op, operands, computes=True, **more)
+
+
+def program(*steps, inputs=1, returns=None):
+    parameters = tuple(value(n) for n in range(inputs))
+    return Program("p", Block("main", parameters, steps, (steps[-1].id,) if returns is None else returns))
+
+
+def test_text_is_stable_and_says_everything():
+    """print(parse(text)) is the text, byte for byte."""
+    parsed = parse_program(LINEAR)
+    assert print_program(parsed) == LINEAR
+    assert parse_program(print_program(parsed)) == parsed
+    step = parsed.steps[3]
+    assert step.operands[1] == Operand("weight", 0, written=True)
+    assert (step.place, step.given, step.aliases) == (PLACE, frozenset(["dtype"]), (0, 1))
+    assert parsed.regions[1] == OpenedRegion(nc.Region("cuda", fp16, False, False), "", 2)
+    assert parsed.values[2].shape == ("s0", 4)
+    assert parsed.steps[4].blocks[0].steps[0].is_cast
+
+
+NAMES = st.text("abcdefghij_.", min_size=1, max_size=8).map(lambda t: f"x{t}")
+TYPES = st.sampled_from(["fp32", "bf16", "fp16", "fp64", "i64", "bool"])
+SHAPES = st.one_of(st.none(), st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["s0", "Max(1, s1)"])), max_size=3))
+PLACES = st.builds(
+    nc.Place, st.text(max_size=5), st.tuples(NAMES), st.tuples(NAMES), st.text(max_size=9), st.integers(0, 99)
+)
+
+
+@st.composite
+def programs(draw):
+    """Programs in which every step reads values made before it."""
+    number = 0
+
+    def new_value():
+        nonlocal number
+        shape = draw(SHAPES)
+        made = Value(
+            number, draw(TYPES), None if shape is None else tuple(shape), draw(st.sampled_from(["", "cpu", "cuda"])),
+            draw(st.booleans()), draw(st.booleans()),
+        )  # fmt: skip
+        number += 1
+        return made
+
+    parameters = tuple(new_value() for _ in range(draw(st.integers(1, 3))))
+    steps = []
+    for _ in range(draw(st.integers(0, 5))):
+        known = [v.id for v in parameters] + [s.id for s in steps]
+        operands = tuple(
+            Operand(draw(NAMES), draw(st.sampled_from(known)), draw(st.booleans())) for _ in range(draw(st.integers(0, 3)))
+        )
+        steps.append(
+            Step(
+                new_value(), draw(NAMES), operands, draw(st.text(max_size=12)), frozenset(draw(st.lists(NAMES, max_size=2))),
+                draw(st.booleans()), draw(st.one_of(st.none(), st.just(0))), draw(st.booleans()),
+                draw(st.sampled_from(["forward", "backward", "dgrad", "wgrad"])),
+                tuple(range(draw(st.integers(0, len(operands))))), tuple(draw(st.lists(NAMES, max_size=2))), (),
+                draw(st.one_of(st.just(nc.Place()), PLACES)),
+            )
+        )  # fmt: skip
+    region = OpenedRegion(nc.Region("cpu", bf16), "abc")
+    return Program("main", Block("main", parameters, tuple(steps), (0,)), (region,))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(programs())
+def test_what_is_printed_is_parsed_back(made):
+    """For any program, whatever is in its texts."""
+    text = print_program(made)
+    assert parse_program(text) == made
+    assert print_program(parse_program(text)) == text
+
+
+@pytest.mark.parametrize(
+    "line, broken",
+    [(0, "programme x"), (1, "region 0: cpu"), (3, "block main("), (4, "  %3: fp32 = "), (4, "  %3: fp32 = f() at 9: x, y"),
+     (12, "place 0: {nonsense"), (11, "} }")],
+)  # fmt: skip
+def test_text_that_does_not_parse_names_its_line(line, broken):
+    """With the file, and what stands there."""
+    lines = LINEAR.split("\n")
+    lines[line] = broken
+    with pytest.raises(ProgramError) as caught:
+        parse_program("\n".join(lines), "model.txt")
+    assert str(caught.value.where[0]) == f"model.txt:{line + 1}"
+
+
+@pytest.mark.parametrize(
+    "broken, says",
+    [
+        (program(call(1, 5)), "not made before"),
+        (program(call(1, 0), call(1, 0)), "taken"),
+        (program(call(1, 0, region=3)), "region 3 does not exist"),
+        (program(call(1, 0, aliases=(4,))), "aliases an operand"),
+        (program(Step(value(1), "cast", (Operand("self", 0), Operand("x", 0)))), "exactly one value"),
+        (program(Step(value(1, "i64"), "cast", (Operand("self", 0),))), "must be floating"),
+        (program(Step(Value(1, "bf16", (9,), "cpu"), "cast", (Operand("self", 0),))), "nothing but the format"),
+        (program(call(1, 0), returns=(7,)), "returns %7"),
+    ],
+)
+def test_the_verifier_rejects_what_is_broken(broken, says):
+    """Each check, shown a program that it must reject."""
+    with pytest.raises(ProgramError, match=says):
+        verify(broken)
+
+
+def test_the_verifier_knows_stages():
+    """After assign no region is left, and every cast changes the format."""
+    edge = program(Step(Value(1, "none"), "region.enter"), returns=(0,))
+    idle = program(cast(1, 0, "fp32"))
+    for made, says in ((edge, "edge is left"), (idle, "to itself")):
+        verify(made)
+        with pytest.raises(ProgramError, match=says):
+            verify(made, ASSIGNED)
+    with pytest.raises(ProgramError, match="no such stage"):
+        verify(edge, "somehow")
+
+
+class TestEdits:
+    """The only ways in which a program changes."""
+
+    def test_insert(self):
+        """Before the step, for one operand."""
+        made = apply_edits(program(call(1, 0, 0, region=None)), [InsertCast(1, 1, bf16, WHY)])
+        assert [s.op for s in made.body.steps] == ["cast", "aten.mm.default"]
+        assert [o.value for o in made.steps[1].operands] == [0, 2]
+        verify(made)
+
+    def test_cast_result(self):
+        """Everything that read the result reads the cast, returns included."""
+        made = apply_edits(program(call(1, 0), call(2, 1), returns=(1, 2)), [CastResult(1, bf16, fp16, WHY)])
+        assert made.steps[2].operands[0].value == 3
+        assert made.body.returns == (3, 2)
+        assert (made.values[1].type, made.values[3].type) == ("bf16", "fp16")
+        verify(made)
+
+    def test_set_dtype(self):
+        """On the call, or on the overload that takes one."""
+        made = apply_edits(program(call(1, 0)), [SetDtype(1, fp32, WHY, "aten.norm.ScalarOpt_dtype")])
+        assert made.steps[1].op == "aten.norm.ScalarOpt_dtype"
+        assert made.steps[1].given == {"dtype=fp32"}
+
+    def test_share_and_remove_follow_chains(self):
+        """A cast that is replaced by one that is itself replaced."""
+        start = program(cast(1, 0, "bf16"), cast(2, 0, "bf16"), cast(3, 2, "bf16"), call(4, 3))
+        made = apply_edits(start, [Share(2, 1, WHY), Remove(3, WHY, instead=2)])
+        assert [s.id for s in made.body.steps] == [1, 4]
+        assert made.steps[4].operands[0].value == 1
+        verify(made)
+
+    def test_retarget_and_move(self):
+        """A cast reads another value; a cast stands elsewhere."""
+        start = program(cast(1, 0, "fp64"), call(2, 0), cast(3, 1, "bf16"), call(4, 3))
+        made = apply_edits(start, [Retarget(3, 0, WHY), Move(3, 2, WHY)])
+        assert [s.id for s in made.body.steps] == [1, 3, 2, 4]
+        assert made.steps[3].operands[0].value == 0
+        verify(made)
+
+    @pytest.mark.parametrize("edit", [Remove(1, WHY), Share(1, 0, WHY), Retarget(1, 0, WHY), Move(1, 1, WHY)])
+    def test_calls_cannot_be_removed(self, edit):
+        """Only casts and the edges of regions."""
+        with pytest.raises(ProgramError, match="is no cast"):
+            apply_edits(program(call(1, 0)), [edit])
+
+    def test_an_edit_about_nothing_is_an_error(self):
+        """The program has no such step."""
+        with pytest.raises(ProgramError, match="no such step"):
+            apply_edits(program(call(1, 0)), [Remove(9, WHY)])
+
+
+def test_writes_reach_views_and_what_they_are_views_of():
+    """And nothing else; what happens before the first step or at the last one itself does not count."""
+    view = call(1, 0, op="aten.t.default", aliases=(0,))
+    write = Step(value(2), "aten.add_.Tensor", (Operand("self", 1, written=True),), aliases=(0,))
+    steps = (view, call(3, 0), write, call(4, 3))
+    writes = Writes(Block("b", (value(0),), steps, ()))
+    assert writes.share_memory(0, 2) and not writes.share_memory(0, 3)
+    assert writes.is_written(0, after=3, before=4) and not writes.is_written(3, after=1, before=4)
+    assert not writes.is_written(0, after=2, before=4) and not writes.is_written(0, after=1, before=2)
+    assert writes.is_written_after(1, 3) and not writes.is_written_after(1, 2)
