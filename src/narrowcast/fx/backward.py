@@ -12,7 +12,7 @@ The choices of `torch._functorch.config.backward_pass_autocast`, and one more:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.errors import BackwardError, RegionError
-from narrowcast.regions.identity import carriers
 
 AS_EAGER, OFF, SAME, LISTED = "as_eager", "off", "same_as_forward", "listed"
 State = tuple[tuple[str, torch.dtype], ...]
@@ -75,34 +74,27 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
     Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
     """
     config: Any = torch._functorch.config
-    around = autocast_state()
-    if choice.kind == SAME and around:
-        with _shielded(graph, [device for device, _ in around]), config.patch(backward_pass_autocast="same_as_forward"):
-            yield around
+    if choice.kind in (AS_EAGER, OFF):
+        with torch._C._DisableAutocast(), config.patch(backward_pass_autocast="off"):
+            yield ()
         return
-    expected: State = ()
-    if choice.kind == LISTED:
-        expected = _state_in(choice)
-    with torch._C._DisableAutocast(), config.patch(backward_pass_autocast=choice.keywords() if expected else "off"):
-        if expected:
-            with _off_at_run_time():
-                yield expected
-        else:
-            yield expected
-
-
-def _state_in(choice: Backward) -> State:
-    from contextlib import ExitStack
-
-    with torch._C._DisableAutocast(), ExitStack() as stack:
-        for keywords in choice.keywords():
-            stack.enter_context(torch.autocast(**keywords))
-        return autocast_state()
+    with ExitStack() as stack:
+        if choice.kind == LISTED:
+            stack.enter_context(torch._C._DisableAutocast())
+            for keywords in choice.keywords():
+                stack.enter_context(torch.autocast(**keywords))
+        expected = autocast_state()
+        stack.enter_context(config.patch(backward_pass_autocast="same_as_forward"))
+        stack.enter_context(_shielded(graph, [device for device, _ in expected]))
+        yield expected
 
 
 @contextmanager
 def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
-    """The graph with autocast off inside it, so that what is around it reaches the backward only."""
+    """The graph with autocast off inside it, so that what is around it reaches the backward only.
+
+    Not by torch's own list of keyword sets: a dtype in it cannot be part of the key of AOTAutograd's cache.
+    """
     code = graph.graph
     first = next(n for n in code.nodes if n.op != "placeholder")
     added = []
@@ -120,17 +112,6 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
         for node in added:
             code.erase_node(node)
         graph.recompile()
-
-
-@contextmanager
-def _off_at_run_time() -> Iterator[None]:
-    """AOTAutograd switches autocast off around the code it made if any is on when it makes it: here of no device."""
-    device = carriers("")[0]
-    torch.set_autocast_enabled(device, True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, False)
 
 
 def watch_backward(results: Any, expected: State, choice: Backward) -> None:

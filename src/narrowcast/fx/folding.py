@@ -43,9 +43,11 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
             made[_memory(tensor)] = (
                 torch.nn.Parameter(stored, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else stored
             )
-        state[target] = made[_memory(tensor)]
         _read_directly(graph, node, dtype)
         folded.append(target)
+    for target, tensor in list(state.items()):  # also names of tied weights that the graph does not read by
+        if isinstance(tensor, torch.Tensor) and _memory(tensor) in made:
+            state[target] = made[_memory(tensor)]
     return folded
 
 

@@ -340,7 +340,9 @@ def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOve
     """Whether a conversion changes the floating format, and nothing else."""
     if len(inputs) != 1 or value.format is None or inputs[0].format is None or value.device != inputs[0].device:
         return False
+    if value.format is inputs[0].format:
+        return False
     if op is _TO:
-        return value.format is not inputs[0].format and not any(a is True for a in node.args[2:])
+        return not any(a is True for a in node.args[2:])
     strided = node.kwargs.get("layout") in (None, torch.strided)
     return strided and set(node.kwargs) <= {"dtype", "layout", "device"} and len(node.args) <= 2

@@ -18,7 +18,21 @@ from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.errors import Origin, RefusedError
 from narrowcast.formats import Format, fp32
 from narrowcast.policy import Policy
-from narrowcast.program import ENTER, EXIT, CastResult, Edit, InsertCast, Program, Remove, SetDtype, Step, Why
+from narrowcast.passes.readers import Readers, find_readers
+from narrowcast.program import (
+    ENTER,
+    EXIT,
+    Block,
+    CastResult,
+    Edit,
+    Follow,
+    InsertCast,
+    Program,
+    Remove,
+    SetDtype,
+    Step,
+    Why,
+)
 
 NAME = "assign"
 Overload = Callable[[str], str]
@@ -33,11 +47,16 @@ def assign_casts(
     overload that takes a dtype besides.
     """
     edits: list[Edit] = []
-    for _, step in program.body.walk():
+    readers: Readers | None = None
+    for block, step in program.body.walk():
         if step.op in (ENTER, EXIT):
             edits.append(Remove(step.id, Why(NAME, "its casts are explicit now")))
         elif step.region is not None and not step.is_cast and not step.blocks:
-            edits += _decided(program, step, policies, overload_with_dtype)
+            decided = list(_decided(program, step, policies, overload_with_dtype))
+            edits += decided
+            if decided and step.direction != "forward":
+                readers = readers or find_readers(program)
+                edits += _followed(program, block, step, decided, readers)
     return edits
 
 
@@ -74,6 +93,35 @@ def _decided(
     if plan.output is not None:
         for result in _results_in(program, step, plan.output):
             yield CastResult(result, fp32, plan.output, why)
+
+
+def _followed(program: Program, block: Block, step: Step, decided: list[Edit], readers: Readers) -> Iterator[Edit]:
+    """What a new format of a backward op's operands does to its result, which nobody has captured.
+
+    The result, and views of it, have the new format; casts that read them take it from there, so that a weight's
+    gradient computed in fp32 is not rounded on its way; every other reader gets the format that it had.
+    """
+    formats = {e.dst for e in decided if isinstance(e, InsertCast)}
+    before = step.value.format
+    if len(formats) != 1 or before is None or before in formats:
+        return
+    (now,) = formats
+    why = decided[0].why
+    reached = [step.id]
+    for number in reached:
+        reached += [r.id for r, _ in readers.get(number, ()) if _is_view(r)]
+    if any(number in block.returns for number in reached):
+        yield CastResult(step.id, now, before, why)
+        return
+    for number in reached:
+        yield Follow(number, now, why)
+        for reader, position in readers.get(number, ()):
+            if not _is_view(reader) and not reader.is_cast:
+                yield InsertCast(reader.id, position, before, Why(NAME, "its other operands have this format", why.rule))
+
+
+def _is_view(step: Step) -> bool:
+    return bool(step.aliases) and not step.computes and not step.writes and step.op.startswith("aten.")
 
 
 def _results_in(program: Program, step: Step, dst: Format) -> list[int]:

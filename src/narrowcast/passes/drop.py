@@ -7,8 +7,8 @@ Before, and after:
     %6: fp32[2, 8] cpu = aten.mm.default(%1, %5)
 
 Exact. While autograd is still to come, a cast to itself goes only where no gradient flows, or where it is its source's
-one reader, so that gradients add up where they did. Refuses: a cast to itself that leaves its block or whose copy is
-written to or outlives a write to the original. Each block by itself. Idempotent.
+one reader, so that gradients add up where they did. Refuses: a cast to itself whose copy is written to or outlives a write to
+the original, or leaves its block while the original comes from outside it or leaves it too. Each block by itself. Idempotent.
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ def _is_idle(
     program: Program, block: Block, step: Step, writes: Writes, readers: dict[int, int], after_autograd: bool
 ) -> bool:
     source = step.operands[0].value
-    if program.values[source].format is not step.value.format or step.id in block.returns:
+    if program.values[source].format is not step.value.format:
         return False
+    if step.id in block.returns:
+        outside = [v.id for v in block.parameters] + [r for r in block.returns if r != step.id]
+        if any(writes.share_memory(source, other) for other in outside):
+            return False
     if not after_autograd and step.value.gradient and readers.get(source, 0) != 1:
         return False
     return not writes.is_written_after(source, step.id) and not writes.is_written_after(step.id, step.id)

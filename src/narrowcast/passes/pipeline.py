@@ -17,6 +17,7 @@ from narrowcast.program import (
     READ,
     CastResult,
     Edit,
+    Follow,
     InsertCast,
     Move,
     Program,
@@ -78,7 +79,7 @@ def run_passes(
 
 
 _KINDS: dict[type, str] = {
-    InsertCast: "insert", CastResult: "insert", SetDtype: "set dtype", Remove: "remove", Share: "share",
+    InsertCast: "insert", CastResult: "insert", SetDtype: "set dtype", Follow: "follow", Remove: "remove", Share: "share",
     Retarget: "fold", Move: "move",
 }  # fmt: skip
 
@@ -118,8 +119,8 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
         return program.values[operand.value], operand.name, edit.dst.name
     if isinstance(edit, CastResult):
         return replace(step.value, type=edit.src.name), "", edit.dst.name
-    if isinstance(edit, SetDtype):
-        return None, "", edit.dst.name
+    if isinstance(edit, SetDtype | Follow):
+        return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
     if step.is_cast:
         return program.values[step.operands[0].value], "", step.value.type
     return None, "", ""

@@ -1,8 +1,10 @@
-"""How often each value is read."""
+"""Who reads each value, and how often."""
 
 from __future__ import annotations
 
-from narrowcast.program import Program
+from narrowcast.program import Program, Step
+
+Readers = dict[int, list[tuple[Step, int]]]
 
 
 def count_readers(program: Program) -> dict[int, int]:
@@ -17,3 +19,12 @@ def count_readers(program: Program) -> dict[int, int]:
         for value in block.returns:
             counts[value] = counts.get(value, 0) + 1
     return counts
+
+
+def find_readers(program: Program) -> Readers:
+    """For each value id, the steps that read it, each with the operand's position."""
+    found: Readers = {}
+    for step in program.steps.values():
+        for position, operand in enumerate(step.operands):
+            found.setdefault(operand.value, []).append((step, position))
+    return found

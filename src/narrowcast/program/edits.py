@@ -1,7 +1,7 @@
 """Edits: the only ways in which a pass may change a program. Each says why, and lands in the ledger.
 
-insert, remove, retarget, share and move a cast; besides, a region's edge may be removed, and a call may be given the
-dtype that a policy sets. Nothing else of a program can change.
+insert, remove, retarget, share and move a cast; besides, a region's edge may be removed, a call may be given the dtype
+that a policy sets, and the format of a result may follow from that of an operand. Nothing else of a program can change.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ class CastResult:
     step: int
     src: Format
     dst: Format
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Say that a step gives `format` now, because what it reads has another one: the step itself stays as it is."""
+
+    step: int
+    format: Format
     why: Why
 
 
@@ -94,7 +103,7 @@ class Move:
     why: Why
 
 
-Edit = InsertCast | CastResult | SetDtype | Remove | Share | Retarget | Move
+Edit = InsertCast | CastResult | Follow | SetDtype | Remove | Share | Retarget | Move
 
 
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
@@ -113,6 +122,7 @@ class _Editor:
         self.next_id = max(program.values, default=-1) + 1
         self.inserts: dict[int, list[InsertCast]] = {}
         self.results: dict[int, CastResult] = {}
+        self.follows: dict[int, Format] = {}
         self.dtypes: dict[int, SetDtype] = {}
         self.sources: dict[int, int] = {}
         self.gone: set[int] = set()
@@ -130,6 +140,8 @@ class _Editor:
             self.inserts.setdefault(edit.step, []).append(edit)
         elif isinstance(edit, CastResult):
             self.results[edit.step] = edit
+        elif isinstance(edit, Follow):
+            self.follows[edit.step] = edit.format
         elif isinstance(edit, SetDtype):
             self.dtypes[edit.step] = edit
         else:
@@ -187,6 +199,8 @@ class _Editor:
         made = replace(step, operands=tuple(operands), blocks=tuple(self._block(b) for b in step.blocks))
         if dtype is not None:
             made = replace(made, op=dtype.op or step.op, given=step.given | {f"dtype={dtype.dst}"})
+        if step.id in self.follows:
+            made = replace(made, value=replace(made.value, type=self.follows[step.id].name))
         result = self.results.get(step.id)
         if result is not None:
             made = replace(made, value=replace(made.value, type=result.src.name))

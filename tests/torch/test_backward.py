@@ -1,0 +1,183 @@
+"""Backward precision: under which autocast it is compiled, the check at run time, and rules about its ops."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import BackwardError, RegionError
+from narrowcast.fx.compiled import watch_graphs
+
+KEYWORDS = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+class Case:
+    """A product that stays in fp32, so that its backward shows what is on when it runs."""
+
+    def __init__(self):
+        self.layer, self.x = nn.Linear(64, 64), torch.randn(4, 64)
+        self.weights = torch.randn(4, 64)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return x @ self.layer.weight.t()
+
+    def gradient(self, call, around_backward=None, policy=None):
+        self.layer.zero_grad()
+        with nc.autocast("cpu", policy=policy):
+            loss = (call(self.x) * self.weights).sum()
+            if around_backward == "region":
+                loss.backward()
+        if around_backward is None:
+            loss.backward()
+        elif around_backward != "region":
+            with around_backward:
+                loss.backward()
+        return self.layer.weight.grad.clone()
+
+    def compiled(self, **options):
+        return nc.compile(self.forward, backend="aot_eager", **options)
+
+
+@pytest.fixture
+def case():
+    return Case()
+
+
+def test_each_choice_is_eager_in_that_place(case):
+    """Outside of regions, inside the region of the forward, inside another one."""
+    outside = case.gradient(case.forward)
+    assert torch.equal(case.gradient(case.compiled()), outside)
+    assert torch.equal(case.gradient(case.compiled(backward="off")), outside)
+    inside = case.gradient(case.forward, "region")
+    assert not torch.equal(inside, outside)
+    assert torch.equal(case.gradient(case.compiled(backward="same_as_forward"), "region"), inside)
+    other = case.gradient(case.forward, torch.autocast("cpu", torch.float16))
+    listed = case.compiled(backward=[{"device_type": "cpu", "dtype": torch.float16}])
+    assert torch.equal(case.gradient(listed, torch.autocast("cpu", torch.float16)), other)
+
+
+def test_same_as_forward_takes_the_policy_along(case):
+    """Our kernels decide in the backward as they do in eager code."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.mm", "full"), nc.Rule("aten.gelu", "full"))
+    expected = case.gradient(case.forward, "region", policy)
+    assert torch.equal(case.gradient(case.compiled(backward="same_as_forward"), "region", policy), expected)
+    assert not torch.equal(expected, case.gradient(case.forward, "region"))
+
+
+@pytest.mark.parametrize(
+    "backward, place, says",
+    [
+        ("as_eager", "region", "called under autocast('cpu', torch.bfloat16)"),
+        ("off", "region", "compiled for no autocast"),
+        ("same_as_forward", None, "it was called under no autocast"),
+        ([KEYWORDS], None, "compiled for autocast('cpu', torch.bfloat16)"),
+        ([KEYWORDS], "fp16", "it was called under autocast('cpu', torch.float16)"),
+    ],
+)
+def test_another_state_than_assumed_is_an_error(case, backward, place, says):
+    """That says which; not silent wrongness."""
+    around = torch.autocast("cpu", torch.float16) if place == "fp16" else place
+    with pytest.raises(BackwardError) as caught:
+        case.gradient(case.compiled(backward=backward), around)
+    assert says in str(caught.value)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_check_holds_for_models_without_regions(case):
+    """A plain fp32 model whose backward() is called inside a region."""
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    out = nc.compile(layer, backend="aot_eager")(x)
+    with torch.autocast("cpu"), pytest.raises(BackwardError):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", ["sometimes", 3, [{"device": "cpu"}], ["cpu"]])
+def test_a_choice_that_is_none_is_an_error(wrong):
+    """At once, not at the first backward."""
+    with pytest.raises(RegionError):
+        nc.compile(nn.Linear(2, 2), backward=wrong)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
+
+
+def products(graph):
+    """Formats of the products of the backward, by direction."""
+    found = {}
+    for step in graph.joint_after.steps.values():
+        if step.op == "aten.mm.default" and step.direction != "forward":
+            formats = {graph.joint_after.values[o.value].type for o in step.operands}
+            found.setdefault(step.direction, set()).update(formats)
+    return found
+
+
+@pytest.mark.parametrize(
+    "rule, expected",
+    [
+        (None, {"dgrad": {"bf16"}, "wgrad": {"bf16"}}),
+        ("backward.aten.mm", {"dgrad": {"fp32"}, "wgrad": {"fp32"}}),
+        ("wgrad.aten.mm", {"dgrad": {"bf16"}, "wgrad": {"fp32"}}),
+        ("dgrad.aten.mm", {"dgrad": {"fp32"}, "wgrad": {"bf16"}}),
+    ],
+)
+def test_rules_about_the_backward(rule, expected):
+    """Gradients of weights and of inputs apart; the forward is as it was."""
+    model, x = two_layers(), torch.randn(4, 16)
+    policy = nc.Policy.native().with_rules(*([nc.Rule(rule, "full")] if rule else []))
+    with watch_graphs() as graphs:
+        out = nc.compile(model, policy=policy, dtype="bf16", backend="aot_eager")(x)
+    assert products(graphs[0]) == expected
+    assert torch.equal(out, _in_region(model, x))
+    out.float().sum().backward()
+    assert model[0].weight.grad.dtype is torch.float32
+
+
+def test_wgrad_in_fp32_is_nearer_to_exact():
+    """What such a rule is for."""
+    errors = {}
+    for name, rules in (("bf16", []), ("fp32", [nc.Rule("wgrad.aten.mm", "full")])):
+        torch._dynamo.reset()
+        model, x = two_layers(), torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+        reference = two_layers()
+        out = nc.compile(model, policy=nc.Policy.native().with_rules(rules), dtype="bf16", backend="aot_eager")(x)
+        out.float().square().mean().backward()
+        reference(x).square().mean().backward()
+        exact = reference[2].weight.grad
+        errors[name] = ((model[2].weight.grad - exact).norm() / exact.norm()).item()
+    assert errors["fp32"] < errors["bf16"]
+
+
+def test_another_rule_is_another_graph():
+    """Also where AOTAutograd's caches know nothing of rules."""
+    model, x = two_layers(), torch.randn(4, 16)
+    for rule, expected in (("wgrad.aten.mm", "fp32"), (None, "bf16"), ("wgrad.aten.mm", "fp32")):
+        policy = nc.Policy.native().with_rules(*([nc.Rule(rule, "full")] if rule else []))
+        with watch_graphs() as graphs:
+            nc.compile(model, policy=policy, dtype="bf16", backend="aot_eager")(x)
+        assert products(graphs[0])["wgrad"] == {expected}
+        torch._dynamo.reset()
+
+
+def test_eager_regions_refuse_rules_about_the_backward():
+    """They could not be kept; the error names the rule's line."""
+    policy = nc.Policy.parse('extends = "native"\n[[rule]]\nop = "dgrad.aten.mm"\naction = "full"\n', "p.toml")
+    with pytest.raises(RegionError, match="about the backward") as caught:
+        nc.autocast("cpu", policy=policy)
+    assert str(caught.value.where[0]).startswith("p.toml:3") or str(caught.value.where[0]).startswith("p.toml:2")
+    assert nc.Policy.parse(policy.to_toml()) == policy
+
+
+def _in_region(model, x):
+    with nc.autocast("cpu"):
+        return model(x)

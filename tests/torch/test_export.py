@@ -1,0 +1,256 @@
+"""Exported programs: plain casts, the bits of eager code, and no Narrowcast needed to run them."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import CaptureError, RegionError
+from narrowcast.fx.compiled import watch_graphs
+
+CUSTOM = nc.Policy.native().with_rules(
+    nc.Rule("aten.gelu", "to(fp16)"), nc.Rule("aten.linear", "full", module="last"), nc.Rule("aten.relu", "inside")
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Model(nn.Module):
+    """Regions inside, buffers, views, a composite op, a branch on a format, tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied, self.last, self.norm = (*(nn.Linear(8, 8) for _ in range(3)), nn.BatchNorm1d(8))
+        self.tied.weight = self.first.weight
+
+    def forward(self, x, scale=1.0):
+        y = self.tied(F.gelu(self.first(x)) * scale)
+        with torch.autocast("cpu", enabled=False):
+            z = self.norm(y.float())
+        with torch.no_grad():
+            held = torch.relu(y)
+        if y.dtype is torch.bfloat16:
+            z = z + 1
+        return {"last": self.last(z), "einsum": torch.einsum("ij,kj->ik", held, x), "view": z.t()}
+
+
+def run(model, call, *args):
+    out = call(*args)
+    leaves = list(out.values())
+    torch.manual_seed(2)
+    sum((t.float() * torch.randn(t.shape)).sum() for t in leaves if t.requires_grad).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**out, **gradients, **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("policy", [None, "safe", CUSTOM], ids=["native", "safe", "custom"])
+@pytest.mark.parametrize("ambient", [True, False], ids=["around", "as arguments"])
+def test_exported_equals_eager_bit_for_bit(policy, ambient):
+    """Outputs, gradients and buffers; a region around the export is honoured (torch.export loses it)."""
+    eager, model = Model(), Model()
+    model.load_state_dict(eager.state_dict())
+    x = torch.randn(4, 8)
+
+    def in_region(x):
+        with nc.autocast("cpu", policy=policy):
+            return eager(x)
+
+    expected = run(eager, in_region, x)
+    if ambient:
+        with nc.autocast("cpu", policy=policy):
+            program = nc.export(model, (x,))
+    else:
+        program = nc.export(model, (x,), policy=policy, dtype=torch.bfloat16)
+    module = program.module()
+    found = run(module, module, x)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype is expected[name].dtype, name
+        assert torch.equal(found[name], expected[name]), name
+    assert "autocast" not in str(program.graph)
+
+
+def test_torch_export_alone_loses_the_region():
+    """What this module is for: no casts are recorded, and the result is fp32."""
+    with torch.autocast("cpu"):
+        program = torch.export.export(nn.Linear(8, 8), (torch.randn(2, 8),))
+    assert program.module()(torch.randn(2, 8)).dtype is torch.float32
+
+
+def test_regions_of_ours_inside_the_model():
+    """With their policies, nested, beside torch's."""
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with nc.autocast("cpu", policy=CUSTOM):
+                y = F.gelu(self.first(x))
+                with torch.autocast("cpu", torch.bfloat16):
+                    z = F.gelu(self.last(y))
+            return {"ours": y, "torch's": z, "none": F.gelu(self.last(x))}
+
+    model, x = Inside(), torch.randn(4, 8)
+    expected = model(x)
+    assert [t.dtype for t in expected.values()] == [torch.float16, torch.bfloat16, torch.float32]
+    found = nc.export(model, (x,)).module()(x)
+    for name in expected:
+        assert found[name].dtype is expected[name].dtype and torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_dynamic_shapes_and_folded_weights(fold):
+    """Sizes that were not exported; weights stored in the format in which they are used, tied ones once."""
+    model = Model().eval()
+    x = torch.randn(4, 8)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = nc.export(model, (x,), dtype="bf16", dynamic_shapes={"x": {0: batch}}, fold_weights=fold)
+    for n in (2, 5, 33):
+        x = torch.randn(n, 8)
+        with nc.autocast("cpu"):
+            expected = model(x)
+        found = program.module()(x)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    state = program.state_dict
+    low = [name for name, value in state.items() if value.dtype is torch.bfloat16]
+    if not fold:
+        assert low == []
+        return
+    assert {"first.weight", "tied.weight", "first.bias", "last.weight", "last.bias"} <= set(low)
+    assert state["first.weight"].data_ptr() == state["tied.weight"].data_ptr()
+    assert state["norm.weight"].dtype is torch.float32 and model.first.weight.dtype is torch.float32
+    casts = [n for n in program.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+    assert not any(n.args[0].op == "placeholder" and n.args[0].name.startswith("p_") for n in casts)
+
+
+def test_a_weight_that_is_read_in_two_formats_is_not_folded():
+    """It is stored once, as it is."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.layer(x), self.layer.weight.sum()
+
+    program = nc.export(Twice(), (torch.randn(2, 8),), dtype="bf16", fold_weights=True)
+    assert program.state_dict["layer.weight"].dtype is torch.float32
+
+
+def without_narrowcast(tmp_path, code):
+    """Run code in a new process in which narrowcast cannot be imported."""
+    blocked = "import sys; sys.modules['narrowcast'] = None\n"
+    done = subprocess.run([sys.executable, "-c", blocked + code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_saved_and_loaded_without_narrowcast(tmp_path):
+    """By torch.export.save and load, with the same bits."""
+    model, x = Model().eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        program = nc.export(model, (x,), policy=CUSTOM, dtype="bf16", fold_weights=True)
+        expected = program.module()(x)
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save({"x": x, "expected": expected}, tmp_path / "data.pt")
+    without_narrowcast(
+        tmp_path,
+        "import torch\nd = torch.load('data.pt')\nfound = torch.export.load('model.pt2').module()(d['x'])\n"
+        "assert all(torch.equal(found[k], v) and found[k].dtype is v.dtype for k, v in d['expected'].items())",
+    )
+
+
+@pytest.mark.slow
+def test_ahead_of_time_inductor_without_narrowcast(tmp_path):
+    """Compiled to a package, loaded in a process of its own; same formats, and bits within Inductor's rounding."""
+    model, x = Model().eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        program = nc.export(model, (x,), dtype="bf16", fold_weights=True)
+        expected = program.module()(x)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "package.pt2"))
+    torch.save({"x": x, "expected": expected}, tmp_path / "data.pt")
+    without_narrowcast(
+        tmp_path,
+        "import torch\nd = torch.load('data.pt')\nmodel = torch._inductor.aoti_load_package('package.pt2')\n"
+        "found = model(d['x'])\n"
+        "for k, v in d['expected'].items():\n"
+        "    assert found[k].dtype is v.dtype, k\n"
+        # one bf16 rounding (2^-8) of values of size about one, made or not made inside a fused loop
+        "    assert (found[k].float() - v.float()).abs().max() < 0.03, k",
+    )
+
+
+@pytest.mark.slow
+def test_onnx_in_onnxruntime():
+    """Through torch.onnx.export, with fp16 casts; onnxruntime's sums are rounded elsewhere, hence the tolerance."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install narrowcast[zoo]")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.last(F.gelu(F.layer_norm(self.first(x).float(), (16,))))
+
+    model, x = Net().eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        program = nc.export(model, (x,), dtype=torch.float16)
+        expected = program.module()(x)
+        onnx = torch.onnx.export(program, (x,), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(onnx.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert found.dtype == "float16"
+    # a few fp16 roundings of sums of 16 products: 16 * 2^-11
+    assert abs(torch.from_numpy(found).float() - expected.float()).max() < 8e-3
+
+
+class TestErrors:
+    """Bad input gets a clear error."""
+
+    def test_no_module(self):
+        """torch.export takes modules."""
+        with pytest.raises(RegionError, match="not a Module"):
+            nc.export(lambda x: x, (torch.randn(2),))
+
+    def test_rules_about_the_backward(self):
+        """An exported program has none."""
+        policy = nc.Policy.native().with_rules(nc.Rule("backward.aten.mm", "full"))
+        with pytest.raises(RegionError, match="about the backward"):
+            nc.export(nn.Linear(2, 2), (torch.randn(1, 2),), policy=policy)
+
+    def test_a_fault_of_ours_is_refused(self, monkeypatch):
+        """Rather than a program that lost its region."""
+        import narrowcast.fx.exported as exported
+
+        def broken(*_):
+            raise AssertionError("a fault of ours")
+
+        monkeypatch.setattr(exported, "make_explicit", broken)
+        with pytest.raises(CaptureError, match="a fault of ours"):
+            nc.export(nn.Linear(2, 2), (torch.randn(1, 2),), dtype="bf16")
+
+
+def test_the_model_and_the_state_are_left_alone():
+    """Weights, autocast state and the original program."""
+    model, x = Model(), torch.randn(4, 8)
+    before = copy.deepcopy(model.state_dict())
+    with watch_graphs() as graphs:
+        nc.export(model, (x,), dtype="bf16", fold_weights=True)
+    assert len(graphs) == 1 and graphs[0].after is not None
+    assert not torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
