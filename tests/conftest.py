@@ -3,7 +3,11 @@
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# Machines are shared and may be slow: time is no reason for a law to fail.
+settings.register_profile("narrowcast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("narrowcast")
 ALLOWED_SKIPS = int(os.environ.get("NARROWCAST_ALLOWED_SKIPS", "0"))
 
 

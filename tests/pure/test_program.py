@@ -1,7 +1,7 @@
 """The program: its text form, its verifier and its edits."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import narrowcast as nc
@@ -37,8 +37,8 @@ program forward
 region 0: cpu bf16 enabled cached session 0 policy native:5d41402a
 region 1: cuda fp16 disabled uncached session 2 policy -
 block main(%0: fp32[8, 4] cpu grad weight, %1: fp32[2, 4] cpu, %2: i64["s0", 4] cuda) {
-  %3: fp32[2, 8] cpu grad = aten.linear.default(input=%1, weight=%0!) with "a=\\"(x), y\\"" given dtype computes nograd \
-~0,1 effects random,order in 0 at 0: encoder.0, model.py:12
+  %3: fp32[2, 8] cpu grad = aten.linear.default(input=%1, weight=%0!) with "a=\\"(x), y\\"" given dtype computes \
+nograd ~0,1 effects random,order in 0 at 0: encoder.0, model.py:12
   %4: tuple grad = higher_order.cond(a0=%3) dgrad ~0
     block body0(%5: fp32[2, 8] cpu grad) {
       %6: bf16[2, 8] cpu = cast(self=%5)
@@ -111,11 +111,13 @@ def programs(draw):
     for _ in range(draw(st.integers(0, 5))):
         known = [v.id for v in parameters] + [s.id for s in steps]
         operands = tuple(
-            Operand(draw(NAMES), draw(st.sampled_from(known)), draw(st.booleans())) for _ in range(draw(st.integers(0, 3)))
+            Operand(draw(NAMES), draw(st.sampled_from(known)), draw(st.booleans()))
+            for _ in range(draw(st.integers(0, 3)))
         )
         steps.append(
             Step(
-                new_value(), draw(NAMES), operands, draw(st.text(max_size=12)), frozenset(draw(st.lists(NAMES, max_size=2))),
+                new_value(), draw(NAMES), operands, draw(st.text(max_size=12)),
+                frozenset(draw(st.lists(NAMES, max_size=2))),
                 draw(st.booleans()), draw(st.one_of(st.none(), st.just(0))), draw(st.booleans()),
                 draw(st.sampled_from(["forward", "backward", "dgrad", "wgrad"])),
                 tuple(range(draw(st.integers(0, len(operands))))), tuple(draw(st.lists(NAMES, max_size=2))), (),
@@ -126,7 +128,6 @@ def programs(draw):
     return Program("main", Block("main", parameters, tuple(steps), (0,)), (region,))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(programs())
 def test_what_is_printed_is_parsed_back(made):
     """For any program, whatever is in its texts."""
@@ -137,8 +138,8 @@ def test_what_is_printed_is_parsed_back(made):
 
 @pytest.mark.parametrize(
     "line, broken",
-    [(0, "programme x"), (1, "region 0: cpu"), (3, "block main("), (4, "  %3: fp32 = "), (4, "  %3: fp32 = f() at 9: x, y"),
-     (12, "place 0: {nonsense"), (11, "} }")],
+    [(0, "programme x"), (1, "region 0: cpu"), (3, "block main("), (4, "  %3: fp32 = "),
+     (4, "  %3: fp32 = f() at 9: x, y"), (12, "place 0: {nonsense"), (11, "} }")],
 )  # fmt: skip
 def test_text_that_does_not_parse_names_its_line(line, broken):
     """With the file, and what stands there."""

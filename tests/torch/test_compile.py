@@ -59,7 +59,7 @@ def test_a_region_inside_compiled_code_keeps_its_policy(backend, policy):
 
 
 def test_place_conditions_hold_or_are_an_error_inside_compiled_code():
-    """Modules are not on the stack while a backend traces. AOTAutograd says where a call is; the eager backend does not."""
+    """Modules are not on the stack there. AOTAutograd says where a call is; the eager backend does not."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="1"))
     compiled = torch.compile(model, backend="aot_eager")

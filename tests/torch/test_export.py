@@ -155,7 +155,9 @@ def test_a_weight_that_is_read_in_two_formats_is_not_folded():
 def without_narrowcast(tmp_path, code):
     """Run code in a new process in which narrowcast cannot be imported."""
     blocked = "import sys; sys.modules['narrowcast'] = None\n"
-    done = subprocess.run([sys.executable, "-c", blocked + code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + code], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

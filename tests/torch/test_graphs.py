@@ -133,7 +133,13 @@ def body_asks_for_formats(m, x):
 def body_composites(m, x):
     """Ops that are made of ops which rules are about."""
     y = m.first(x)
-    return torch.einsum("ij,kj->ik", x, m.first.weight), F.cross_entropy(y, torch.arange(4)), torch.norm(y), y.sin(), y.cos()
+    return (
+        torch.einsum("ij,kj->ik", x, m.first.weight),
+        F.cross_entropy(y, torch.arange(4)),
+        torch.norm(y),
+        y.sin(),
+        y.cos(),
+    )
 
 
 def body_dropout(m, x):
@@ -220,7 +226,9 @@ def test_the_weight_cache_is_shared_with_its_effect_on_gradients():
         (eager * torch.randn(16, 64)).sum().backward()
         eager_gradient = layer.weight.grad.clone()
         torch._dynamo.reset()
-        compiled = nc.compile(repeated, dtype=torch.bfloat16, device_type="cpu", cache_enabled=cached, backend="aot_eager")
+        compiled = nc.compile(
+            repeated, dtype=torch.bfloat16, device_type="cpu", cache_enabled=cached, backend="aot_eager"
+        )
         with watch_graphs() as graphs:
             found = gradient(compiled)
         assert torch.equal(found, eager_gradient)

@@ -15,6 +15,7 @@ import torch
 from torch._C import DispatchKeySet
 
 from narrowcast.decide import Argument, Call, Plan, decide
+from narrowcast.dynamo_bridge import never_trace, tracing_compiled_code
 from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
@@ -34,12 +35,10 @@ from narrowcast.torch_bridge import (
     cast,
     defaults_after,
     excluding,
-    never_trace,
     number_as_tensor,
     op_facts,
     overload_with_dtype,
     registered_kernel,
-    tracing_compiled_code,
 )
 
 _NUMBERS = (float, int, bool, complex)  # `x * 2` reaches us as mul.Tensor with a number in the place of a tensor

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.decide import Region
+from narrowcast.dynamo_bridge import never_trace
 from narrowcast.eager.kernels import install
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
@@ -21,17 +22,7 @@ from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.state import Prepared, enter_region, innermost, set_innermost
-from narrowcast.torch_bridge import (
-    FORMATS,
-    OpOverload,
-    autocast_nesting,
-    find_op,
-    never_trace,
-    op_facts,
-    op_id,
-    ops_of,
-    to_dtype,
-)
+from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting, find_op, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,18 +16,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
+from narrowcast.dynamo_bridge import inner_compiler
 from narrowcast.errors import NarrowcastError, PolicyError
 from narrowcast.fx.backward import Backward, parse_backward, tracing_backward, watch_backward
 from narrowcast.fx.check import check_formats
 from narrowcast.fx.compiled import first_place, report_graph
+from narrowcast.fx.elsewhere import find_elsewhere
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.joint import edit_joint
 from narrowcast.policy import Policy
-from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS
-from narrowcast.regions.place import called_modules, module_path
 from narrowcast.report import CompiledGraph
-from narrowcast.torch_bridge import inner_compiler
 
 Compiled = Callable[..., Any]
 _ENTER = torch.amp.autocast_mode._enter_autocast
@@ -46,6 +45,7 @@ class GraphBackend:
     rules: Policy | None = None
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
+        """What torch.compile asks of a backend: the graph, compiled."""
         if not (torch._C._is_any_autocast_enabled() or _has_regions(graph)) and self.rules is None:
             return self._without_regions(graph, inputs)
         report = report_graph(first_place(graph))
@@ -68,7 +68,7 @@ class GraphBackend:
         except Exception as error:
             return self._fall_back(graph, inputs, report, error)
         choice = self.backward
-        elsewhere = _elsewhere(graph, explicit)
+        elsewhere = find_elsewhere(graph, explicit)
 
         def run(*args: Any) -> Any:
             if elsewhere is not None and elsewhere.is_here():
@@ -115,7 +115,8 @@ class GraphBackend:
             stacklevel=2,
         )
         with torch._functorch.config.patch(backward_pass_autocast="off"):
-            return self.inner(graph, inputs)
+            compiled: Compiled = self.inner(graph, inputs)
+        return compiled
 
     @contextmanager
     def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
@@ -149,7 +150,7 @@ def compile_graph(
 ) -> Compiled:
     """The backend `narrowcast` of torch.compile. Options: `backend` (inductor), `backward` (as_eager), `options`.
 
-    Regions around the call and inside the model are honoured; a policy comes with a region, or with `narrowcast.compile`.
+    Regions around the call and inside the model are honoured; a policy comes with them, or with `narrowcast.compile`.
     Raises PolicyError for an option that is not one of these.
     """
     given = dict(options or {})
@@ -163,48 +164,6 @@ def compile_graph(
             "nc.compile.",
         )
     return GraphBackend(inner, backward)(graph, inputs)
-
-
-class _Elsewhere(torch.fx.Interpreter):
-    """A graph that was compiled for calls in one module, and may be called in another.
-
-    Dynamo shares the code of modules that are alike; a rule about one of them must not reach the other. Such calls run
-    uncompiled, with the region's own kernels.
-    """
-
-    def __init__(self, graph: GraphModule) -> None:
-        super().__init__(graph, garbage_collect_values=False)
-        self.compiled_for = module_path(called_modules())
-        self.outside = NO_OUTSIDE
-        self.warned = False
-
-    def is_here(self) -> bool:
-        """Whether this call is made in another module than that the graph was compiled in."""
-        return module_path(called_modules()) != self.compiled_for
-
-    def run(self, *args: Any, **_: Any) -> Any:
-        self.outside = Outside.now()
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"narrowcast: a graph compiled for module {self.compiled_for or '(root)'!r} is called in "
-                f"{self.outside.place.module_path!r}, for which the policy's rules may differ: it runs uncompiled there. "
-                "A graph break between the modules is the cause (narrowcast.explain lists them).",
-                stacklevel=3,
-            )
-        return super().run(*args)
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        with placed_at(node_place(n.meta, self.outside)):
-            return super().run_node(n)
-
-
-def _elsewhere(graph: GraphModule, explicit: Explicit) -> _Elsewhere | None:
-    """What checks where the graph is called, if the policy asks for that and there is a module around it."""
-    rules = [rule for policy in explicit.reading.policies.values() for rule in policy.rules]
-    if all(rule.is_unconditional for rule in rules) or len(called_modules()) < 2:
-        return None
-    return _Elsewhere(graph)
 
 
 def _has_regions(graph: GraphModule) -> bool:

@@ -43,14 +43,15 @@ def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
         if wanted in (AS_EAGER, OFF, SAME):
             return Backward(wanted)
     elif isinstance(wanted, Sequence) and all(isinstance(region, Mapping) for region in wanted):
-        for region in wanted:
+        regions: list[dict[str, Any]] = [dict(region) for region in wanted if isinstance(region, Mapping)]
+        for region in regions:
             try:
                 torch.autocast(**region)
             except (TypeError, RuntimeError) as error:
                 raise RegionError(
-                    asked=f"backward=[{dict(region)}]", found=str(error), advice="Write what torch.autocast takes."
+                    asked=f"backward=[{region}]", found=str(error), advice="Write what torch.autocast takes."
                 ) from None
-        return Backward(LISTED, tuple(tuple(sorted(region.items())) for region in wanted))
+        return Backward(LISTED, tuple(tuple(sorted(region.items())) for region in regions))
     raise RegionError(
         asked=f"backward={wanted!r}",
         found="no such choice",

@@ -23,11 +23,10 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
-from narrowcast.policy import NOWHERE, Place
-from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at, traced_place
+from narrowcast.fx.composites import decompositions
+from narrowcast.policy import Place
+from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS, enter_marked, exit_marked, exported_key
-from narrowcast.regions.state import region_on
-from narrowcast.torch_bridge import OpOverload, aten_composites, composite_kernel, is_composite, op_facts, tensors_in
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _BACKWARD_BODIES = {"autograd_function_apply": 1}  # which of a higher-order op's bodies runs in the backward
@@ -43,15 +42,16 @@ class Captured:
 
 
 def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
-    """The ATen form of a graph that Dynamo or torch.export made; `graph` is left as it is. inputs: the fake tensors and sizes of its placeholders.
-    outside: where it is called.
+    """The ATen form of a graph that Dynamo or torch.export made; `graph` is left as it is.
+
+    inputs: the fake tensors and sizes of its placeholders. outside: where it is called.
 
     Must be called with the regions open that the graph is to run in. Raises whatever running the graph raises.
     """
     flags = [_flags(value) for value in inputs]
     captured = Captured(graph)
     runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
-    table = _decompositions(runner)
+    table = decompositions(graph)
     with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state():
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *[_fresh(value) for value in inputs]
@@ -127,7 +127,7 @@ class _Runner(torch.fx.Interpreter):
             return self._higher_order(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
-    def get_attr(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fetch_attr(target)
 
     def _enter(self, args: tuple[Any, ...]) -> Any:
@@ -218,47 +218,3 @@ def _not_recorded() -> Iterator[None]:
 def _tracer() -> Any:
     mode = get_proxy_mode()
     return mode.tracer if mode is not None else None
-
-
-def _decompositions(runner: _Runner) -> dict[OpOverload, Callable[..., Any]]:
-    """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
-    ops = dict.fromkeys(aten_composites())
-    for node in runner.module.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and node.target._can_decompose():
-            ops[node.target] = None
-    return {op: _decomposed_if_undecided(op) for op in ops}
-
-
-def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
-    facts = op_facts(op)
-    inside = _dropout if op is torch.ops.aten.dropout.default else composite_kernel(op)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
-            return NotImplemented
-        for device in dict.fromkeys(t.device.type for t in tensors_in(args, kwargs)):
-            region = region_on(device)
-            if region is None or not is_composite(op, device):
-                continue
-            found = region.prepared.policy.table.candidates(facts.id, facts.computes)
-            place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
-            if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
-                return NotImplemented
-            return inside(*args, **kwargs)
-        return NotImplemented
-
-    return run
-
-
-def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """What eager code computes in dropout, without its in-place ops.
-
-    On the cpu it divides a mask of the value's own format by 1 - p, which rounds; made functional, its in-place
-    `bernoulli_` would draw other numbers for a tensor that is not contiguous. native_dropout draws the same ones.
-    """
-    aten = torch.ops.aten
-    if value.device.type != "cpu" or not train or not 0 < p < 1 or value.numel() == 0:
-        result: torch.Tensor = composite_kernel(aten.dropout.default)(value, p, train)
-        return result
-    mask = aten.native_dropout.default(value.detach(), p, True)[1]
-    return value * aten.div.Scalar(mask.to(value.dtype), 1 - p)

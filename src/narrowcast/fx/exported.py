@@ -1,4 +1,4 @@
-"""An ExportedProgram with explicit casts: the same signature, no region, and weights in their compute format if asked."""
+"""An ExportedProgram with explicit casts: the same signature, no region, weights in their compute format if asked."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
             clash._rename(f"{before.name}_value")
         after.name = after.target = before.name  # `_rename` would not take names such as input
     outputs = [n.name if isinstance(n, Node) else n for n in _flat(graph.graph.output_node().args[0])]
-    signature = copy.deepcopy(program.graph_signature)
+    signature: ExportGraphSignature = copy.deepcopy(program.graph_signature)
     if len(outputs) != len(signature.output_specs):
         raise CaptureError("an exported program with explicit casts", "its outputs changed in number")
     for spec, name in zip(signature.output_specs, outputs, strict=True):

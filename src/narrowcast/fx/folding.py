@@ -19,7 +19,7 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
     """
     placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
     kept_back = {spec.target for spec in signature.output_specs if spec.target is not None}
-    wanted: dict[int, set[torch.dtype | None]] = {}
+    wanted: dict[int, set[Any]] = {}
     named: list[tuple[str, Node, torch.Tensor]] = []
     for spec in signature.input_specs:
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or spec.target not in state:
@@ -56,7 +56,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def _formats_read(node: Node) -> set[torch.dtype | None]:
+def _formats_read(node: Node) -> set[Any]:
     """The dtypes that a weight's readers cast it to; None for a reader that does not."""
     return {user.kwargs.get("dtype") if user.target is _CAST else None for user in node.users}
 

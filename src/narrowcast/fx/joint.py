@@ -1,4 +1,4 @@
-"""The joint graph of forward and backward, after autograd: equal casts are made once, and the backward has its rules."""
+"""The joint graph of forward and backward, after autograd: equal casts are made once; the backward has its rules."""
 
 from __future__ import annotations
 

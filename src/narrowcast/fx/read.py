@@ -111,7 +111,7 @@ class _Reader:
         self.open.append({**self.open[-1], facts.device_type: self._region(facts, policy)})
 
     def _region_of(self, devices: list[str]) -> int | None:
-        """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is no reason."""
+        """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is none."""
         now = self.open[-1]
         found = [d for d in devices if d in now]
         return now[next((d for d in found if d != "cpu"), found[0])] if found else None

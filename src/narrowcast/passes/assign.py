@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.errors import Origin, RefusedError
 from narrowcast.formats import Format, fp32
-from narrowcast.policy import Policy
 from narrowcast.passes.readers import Readers, find_readers
+from narrowcast.policy import Policy
 from narrowcast.program import (
     ENTER,
     EXIT,
@@ -117,7 +117,9 @@ def _followed(program: Program, block: Block, step: Step, decided: list[Edit], r
         yield Follow(number, now, why)
         for reader, position in readers.get(number, ()):
             if not _is_view(reader) and not reader.is_cast:
-                yield InsertCast(reader.id, position, before, Why(NAME, "its other operands have this format", why.rule))
+                yield InsertCast(
+                    reader.id, position, before, Why(NAME, "its other operands have this format", why.rule)
+                )
 
 
 def _is_view(step: Step) -> bool:

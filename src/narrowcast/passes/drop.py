@@ -7,8 +7,9 @@ Before, and after:
     %6: fp32[2, 8] cpu = aten.mm.default(%1, %5)
 
 Exact. While autograd is still to come, a cast to itself goes only where no gradient flows, or where it is its source's
-one reader, so that gradients add up where they did. Refuses: a cast to itself whose copy is written to or outlives a write to
-the original, or leaves its block while the original comes from outside it or leaves it too. Each block by itself. Idempotent.
+one reader, so that gradients add up where they did. Refuses: a cast to itself whose copy is written to or outlives a
+write to the original, or leaves its block while the original comes from outside it or leaves it too. Each block by
+itself; repeated until nothing is left to drop.
 """
 
 from __future__ import annotations

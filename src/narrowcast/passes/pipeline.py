@@ -79,8 +79,8 @@ def run_passes(
 
 
 _KINDS: dict[type, str] = {
-    InsertCast: "insert", CastResult: "insert", SetDtype: "set dtype", Follow: "follow", Remove: "remove", Share: "share",
-    Retarget: "fold", Move: "move",
+    InsertCast: "insert", CastResult: "insert", SetDtype: "set dtype", Follow: "follow", Remove: "remove",
+    Share: "share", Retarget: "fold", Move: "move",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from narrowcast.program.text import parse_program, print_program
 from narrowcast.program.verify import ASSIGNED, READ, verify
 
 __all__ = [
-    "ASSIGNED", "CAST", "ENTER", "EXIT", "READ", "Block", "CastResult", "Edit", "Follow", "InsertCast", "Move", "OpenedRegion",
-    "Operand", "Program", "Remove", "Retarget", "SetDtype", "Share", "Step", "Value", "Why", "Writes", "apply_edits",
-    "parse_program", "print_program", "verify",
+    "ASSIGNED", "CAST", "ENTER", "EXIT", "READ", "Block", "CastResult", "Edit", "Follow", "InsertCast", "Move",
+    "OpenedRegion", "Operand", "Program", "Remove", "Retarget", "SetDtype", "Share", "Step",
+    "Value", "Why", "Writes", "apply_edits", "parse_program", "print_program", "verify",
 ]  # fmt: skip

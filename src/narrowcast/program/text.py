@@ -21,6 +21,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import PurePath
+from typing import Any
 
 from narrowcast.decide import Region
 from narrowcast.errors import Origin, ProgramError
@@ -124,8 +125,9 @@ class _Parser:
 
     def _place(self, n: int, line: str) -> Place:
         try:
-            found = json.loads(line.partition(": ")[2])
-            return Place(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+            found: dict[str, Any] = json.loads(line.partition(": ")[2])
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+            return Place(**fields)
         except (ValueError, TypeError, AttributeError):
             self.at = n
             raise self._error("a place as JSON") from None

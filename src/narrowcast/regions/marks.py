@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch.fx.node import _side_effectful_functions
 
+from narrowcast.dynamo_bridge import on_dynamo_cleanup
 from narrowcast.regions.state import Prepared
-from narrowcast.torch_bridge import autocast_nesting, on_dynamo_cleanup
+from narrowcast.torch_bridge import autocast_nesting
 
 
 class Markable(Protocol):

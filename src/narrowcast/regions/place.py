@@ -39,7 +39,7 @@ def _kind(code: CodeType) -> int:
 
 def is_user_file(file: str) -> bool:
     """Whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
-    if file.startswith("<") or file.startswith(_LIBRARIES[:2]):
+    if file.startswith(("<", *_LIBRARIES[:2])):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
 

@@ -101,7 +101,7 @@ def graph_row(graph: CompiledGraph) -> GraphRow:
 
 
 def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
-    """Calls and casts of the graphs as a ledger, alike that of an eager run; casts of the user's own are calls there."""
+    """Calls and casts of the graphs as a ledger, alike that of an eager run; the user's own casts are not in it."""
     ledger = Ledger()
     for graph in graphs:
         ledger.edits += [*graph.edits, *graph.joint_edits]

@@ -1,0 +1,70 @@
+"""Between Dynamo and us: what it traces, how it is told what not to trace, the compilers that it drives.
+
+Private names of torch._dynamo are used here only; Dynamo is never imported by this, which would take a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
+    """What Dynamo is tracing on this thread: modules called inside the traced frame, and the frames' files and lines.
+
+    Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing, or has handed its
+    graph to a backend that traces now.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    root = getattr(getattr(convert, "tls", None), "current_tx", None)
+    if root is None or any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES):
+        return None
+    frames = []
+    inner = tx = root.output.current_tx
+    while inner is not None:
+        frames.append((inner.f_code.co_filename, inner.lineno))
+        inner = getattr(inner, "parent", None)
+    return dict(tx.nn_module_stack), tuple(reversed(frames))
+
+
+def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
+    """Have Dynamo call this when it is done with what it traces now, or gives it up. Nothing if it traces nothing."""
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    root = getattr(getattr(convert, "tls", None), "current_tx", None)
+    if root is not None:
+        root.output.add_cleanup_hook(clean_up)
+
+
+def inner_compiler(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """The compiler that torch.compile makes of these arguments; equal arguments give equal compilers."""
+    made: Callable[..., Any]
+    if backend == "inductor":
+        made = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    else:
+        made = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+    return made
+
+
+def never_trace(*functions: Callable[..., Any]) -> None:
+    """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
+
+    What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second. A torch without the
+    means to say so is left alone.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
+        skip = frames._FrameAction.SKIP
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def tracing_compiled_code() -> bool:
+    """Whether a backend of torch.compile is tracing on this thread: the user's frames are not on the stack then."""
+    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()

@@ -1,0 +1,97 @@
+"""Composite ops: in a region, those that no rule is about are captured as the calls inside them.
+
+Eager autocast works so by itself: such an op has no autocast kernel, and the ops that it calls have theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from narrowcast.policy import NOWHERE
+from narrowcast.regions.graph_place import traced_place
+from narrowcast.regions.state import region_on
+from narrowcast.torch_bridge import OpOverload, find_op, op_facts, tensors_in
+
+
+def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
+    """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
+    ops = dict.fromkeys(aten_composites())
+    for node in graph.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and node.target._can_decompose():
+            ops[node.target] = None
+    return {op: _decomposed_if_undecided(op) for op in ops}
+
+
+def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
+    facts = op_facts(op)
+    inside = _dropout if op is torch.ops.aten.dropout.default else composite_kernel(op)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return NotImplemented
+        for device in dict.fromkeys(t.device.type for t in tensors_in(args, kwargs)):
+            region = region_on(device)
+            if region is None or not is_composite(op, device):
+                continue
+            found = region.prepared.policy.table.candidates(facts.id, facts.computes)
+            place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
+            if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
+                return NotImplemented
+            return inside(*args, **kwargs)
+        return NotImplemented
+
+    return run
+
+
+def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """What eager code computes in dropout, without its in-place ops.
+
+    On the cpu it divides a mask of the value's own format by 1 - p, which rounds; made functional, its in-place
+    `bernoulli_` would draw other numbers for a tensor that is not contiguous. native_dropout draws the same ones.
+    """
+    aten = torch.ops.aten
+    result: torch.Tensor
+    if value.device.type != "cpu" or not train or not 0 < p < 1 or value.numel() == 0:
+        result = composite_kernel(aten.dropout.default)(value, p, train)
+        return result
+    mask = aten.native_dropout.default(value.detach(), p, True)[1]
+    result = value * aten.div.Scalar(mask.to(value.dtype), 1 - p)
+    return result
+
+
+@cache
+def is_composite(op: OpOverload, device_type: str) -> bool:
+    """Whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
+    if not op._can_decompose():
+        return False
+    own = (device_type.upper(), f"Autograd{device_type.upper()}")
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in own)
+
+
+@lru_cache(maxsize=1)
+def aten_composites() -> tuple[OpOverload, ...]:
+    """Every aten overload that is made of others on some device type."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        space, _, rest = name.partition("::")
+        if space == "aten":
+            op = find_op(f"aten.{rest if '.' in rest else rest + '.default'}")
+            if op is not None and op._can_decompose():
+                found.append(op)
+    return tuple(found)
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any]:
+    """What runs the calls inside a composite op: those of eager code, not of the Python version that compilers prefer.
+
+    Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone.
+    """
+    key = DispatchKey.CompositeImplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return partial(op._op_dk, key)
+    return op.decompose

@@ -1,0 +1,129 @@
+"""`explain` with front_end="compile" and "export"."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.report.explain_text import explanation_text
+from narrowcast.report.graph_text import program_parts
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = x * 2
+        return self.last(F.gelu(self.q(x)) + self.k(x)).softmax(-1)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+POLICY = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full", reason="for the test"))
+
+
+def decided(explanation):
+    return {(row.op, row.calls, row.computes, row.action) for row in explanation.op_rows() if row.action != "unlisted"}
+
+
+@pytest.mark.parametrize("front_end", ["compile", "export"])
+def test_the_table_is_that_of_eager(front_end):
+    """Same ops, formats and rules; no difference to report; the user's lines."""
+    model, x = Model(), torch.randn(4, 8)
+    eager = nc.explain(model, x, policy=POLICY)
+    found = nc.explain(model, x, policy=POLICY, front_end=front_end)
+    assert decided(found) == decided(eager)
+    assert found.differences == ()
+    assert [(c.op, c.argument, c.module_path, c.src, c.dst) for c in found.ledger.casts] == [
+        (c.op, c.argument, c.module_path, c.src, c.dst) for c in eager.ledger.casts
+    ]
+    assert {c.file for c in found.ledger.casts} == {__file__}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_the_passes_did():
+    """Casts in eager, shared, left; with gradients the joint graph too; in the text and in JSON."""
+    model, x = Model(), torch.randn(4, 8)
+    with torch.no_grad():
+        found = nc.explain(model, x, policy=POLICY, front_end="compile")
+    (row,) = found.graph_rows()
+    assert (row.assigned, row.shared, row.casts, row.joint_before) == (10, 1, 9, 0)
+    assert [c.how for c in found.ledger.casts].count("shared") == 1
+    with_gradients = nc.explain(model, x.requires_grad_(), policy=POLICY, front_end="compile")
+    (row,) = with_gradients.graph_rows()
+    assert row.shared == 0 and row.joint_after < row.joint_before and row.backward > 0
+    text = explanation_text(with_gradients)
+    assert "front end compile, 1 graphs" in text and "casts after autograd" in text and "BUG" not in text
+    data = json.loads(with_gradients.to_json())
+    assert data["front_end"] == "compile" and data["graphs"][0]["casts"] == row.casts and data["differences"] == []
+    assert {e["by"] for e in data["ledger"]["edits"]} >= {"assign", "share"}
+    assert nc.Ledger.from_json(json.dumps(data["ledger"])).edits == with_gradients.ledger.edits
+
+
+def test_graph_breaks_are_listed_with_line_and_reason():
+    """And the parts between them."""
+
+    def broken(x):
+        y = F.linear(x, torch.ones(8, 8))
+        torch._dynamo.graph_break()
+        return F.linear(y, torch.ones(8, 8))
+
+    found = nc.explain(broken, torch.randn(2, 8), front_end="compile")
+    first, second = found.graph_rows()
+    assert "graph_break" in first.broken_by and first.broken_at.startswith(f"{__file__}:")
+    assert second.broken_by == "" and found.differences == ()
+    assert "what is not captured" in explanation_text(found)
+
+
+def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
+    """Shown a graph that decides otherwise."""
+    import narrowcast.explainer as explainer
+
+    real = explainer.graph_ledger
+
+    def other(graphs):
+        ledger = real(graphs)
+        kind = next(k for k in ledger.calls if k.op == "aten.gelu.default")
+        del ledger.calls[kind]
+        return ledger
+
+    monkeypatch.setattr(explainer, "graph_ledger", other)
+    found = nc.explain(Model(), torch.randn(4, 8), policy=POLICY, front_end="compile")
+    assert [(d.op, d.eager, d.graph) for d in found.differences] == [("aten.gelu.default", 1, 0)]
+    assert "BUG: eager and the graph decide differently" in explanation_text(found)
+
+
+def test_programs_can_be_shown():
+    """Before and after, in a text form that parses."""
+    from narrowcast.program import parse_program
+
+    found = nc.explain(Model(), torch.randn(4, 8), front_end="export")
+    parts = [str(part) for part in program_parts(found)]
+    assert len(parts) == 4 and "as captured" in parts[0] and "explicit casts" in parts[2]
+    assert parse_program(str(found.graphs[0].after)) == found.graphs[0].after
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"front_end": "script"}, "no such front end"),
+        ({"front_end": "compile", "device": "cuda"}, "where the model is"),
+    ],
+)
+def test_what_cannot_be_explained(options, says):
+    """A front end that is none; a device that is not here."""
+    with pytest.raises(nc.errors.NarrowcastError) as caught:
+        nc.explain(Model(), torch.randn(4, 8), **options)
+    assert says in str(caught.value)
