@@ -458,9 +458,9 @@ class TestFallback:
 
     def test_a_wrong_decision_is_found_out(self, monkeypatch):
         """A graph whose formats are not those of the region's own kernels is not used."""
-        import narrowcast.fx.explicit as explicit
+        import narrowcast.fx.edit as edit
 
-        monkeypatch.setattr(explicit, "run_passes", lambda program, passes, *_: __import__(
+        monkeypatch.setattr(edit, "run_passes", lambda program, passes, *_: __import__(
             "narrowcast.passes", fromlist=["run_passes"]).run_passes(program, passes, None))  # fmt: skip
         layer, x = nn.Linear(8, 8), torch.randn(2, 8)
         with pytest.warns(UserWarning, match="CaptureError"), nc.autocast("cpu", policy="safe"):

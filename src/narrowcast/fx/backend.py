@@ -99,7 +99,9 @@ class GraphBackend:
         values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
         with _fake_mode(graph):
             explicit = make_explicit(graph, values)
+            start = time.perf_counter()
             check_formats(explicit.graph, values)
+            report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
         report.before, report.after = explicit.reading.program, explicit.outcome.program
         report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
         return explicit

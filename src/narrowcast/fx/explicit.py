@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +11,22 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.fx.capture import capture
-from narrowcast.fx.read import Ambient, Reading, read_graph
-from narrowcast.fx.write import write_graph
-from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
-from narrowcast.torch_bridge import find_op, op_id, overload_with_dtype
+from narrowcast.fx.edit import edit_graph
+from narrowcast.fx.read import Ambient, Reading
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Explicit:
-    """A graph without regions, the program that was read, and what the passes made of it."""
+    """A graph without regions, the program that was read, and what the passes made of it.
+
+    capture_seconds: how long the capture took, before reading, passes and writing.
+    """
 
     graph: GraphModule
     reading: Reading
     outcome: Outcome
+    capture_seconds: float
 
 
 def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
@@ -33,18 +37,13 @@ def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
     devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
     ambient = Ambient.now(devices)
     grad_mode = torch.is_grad_enabled()
+    start = time.perf_counter()
     captured = capture(graph, inputs, ambient.outside)
-    reading = read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode)
-    outcome = run_passes(reading.program, BEFORE_AUTOGRAD, reading.policies, with_dtype)
-    write_graph(reading, outcome.program)
-    return Explicit(captured.graph, reading, outcome)
-
-
-def with_dtype(identity: str) -> str:
-    """The id of the overload that takes a dtype besides."""
-    op = find_op(identity)
-    other = overload_with_dtype(op) if op is not None else None
-    return op_id(other) if other is not None else identity
+    capture_seconds = time.perf_counter() - start
+    reading, outcome = edit_graph(
+        captured.graph, BEFORE_AUTOGRAD, ambient=ambient, flags=captured.flags, grad_mode=grad_mode
+    )
+    return Explicit(captured.graph, reading, outcome, capture_seconds)
 
 
 def _values(graph: GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -8,10 +8,9 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region
-from narrowcast.fx.explicit import with_dtype
-from narrowcast.fx.read import Ambient, Reading, read_graph
-from narrowcast.fx.write import write_graph
-from narrowcast.passes import AFTER_AUTOGRAD, Outcome, run_passes
+from narrowcast.fx.edit import edit_graph
+from narrowcast.fx.read import Ambient, Reading
+from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
 from narrowcast.regions.state import Prepared
 from narrowcast.torch_bridge import OpOverload, op_facts
@@ -28,11 +27,14 @@ def edit_joint(
     ambient = Ambient()
     if rules is not None:
         ambient = Ambient({d: Prepared(facts, rules.resolve(d), (), frozenset(), {}) for d, facts in regions.items()})
-    reading = read_graph(graph, "joint", ambient, joint=directions(graph, weights))
-    policies = reading.policies if rules is not None else None
-    outcome = run_passes(reading.program, AFTER_AUTOGRAD, policies, with_dtype)
-    write_graph(reading, outcome.program)
-    return reading, outcome
+    return edit_graph(
+        graph,
+        AFTER_AUTOGRAD,
+        name="joint",
+        ambient=ambient,
+        joint=directions(graph, weights),
+        assigns=rules is not None,
+    )
 
 
 def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:

@@ -3,10 +3,10 @@
 from narrowcast.passes.assign import assign_casts, call_of
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
-from narrowcast.passes.pipeline import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.passes.pipeline import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, Outcome, Pass, run_passes
 from narrowcast.passes.share import share_casts
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "Outcome", "assign_casts", "call_of", "drop_casts", "fold_casts", "run_passes",
+    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "Outcome", "Pass", "assign_casts", "call_of", "drop_casts", "fold_casts", "run_passes",
     "share_casts",
 ]  # fmt: skip
