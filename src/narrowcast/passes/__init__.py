@@ -7,6 +7,6 @@ from narrowcast.passes.pipeline import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, Outcome,
 from narrowcast.passes.share import share_casts
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "Outcome", "Pass", "assign_casts", "call_of", "drop_casts", "fold_casts", "run_passes",
-    "share_casts",
+    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "Outcome", "Pass", "assign_casts", "call_of", "drop_casts", "fold_casts",
+    "run_passes", "share_casts",
 ]  # fmt: skip

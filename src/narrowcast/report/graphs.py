@@ -24,8 +24,8 @@ class CompiledGraph:
     of the joint graph of forward and backward, if autograd made one. edits, joint_edits: what the passes did.
     policies: of its regions, by digest. fallback: why it runs as eager would run it; empty if it does not.
     place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
-    seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of the
-    written graph; the rest went into reading, passes and writing.
+    seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
+    the written graph; the rest went into reading, passes and writing.
     """
 
     number: int
