@@ -23,9 +23,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests/conformance"))
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/conformance"))
 
 import models
 from alternate import alternate, ratio
@@ -188,7 +186,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     parts = {"casts": casts, "time": compile_time, "linear": linear, "run": lambda: running(options.rounds)}
-    file = HERE / "results/graphs.json"
+    file = Path(__file__).parent / "results/graphs.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in [options.part] if options.part else list(parts):
         results[name] = parts[name]()
