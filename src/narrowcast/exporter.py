@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from narrowcast.eager import autocast
-from narrowcast.errors import CaptureError, RegionError
+from narrowcast.errors import CaptureError, NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.exported import explicit_program
 from narrowcast.policy import Policy, as_policy
@@ -61,11 +61,11 @@ def export(
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
             return explicit_program(exported, fold_weights)[0]
-        except CaptureError:
+        except NarrowcastError:
             raise
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             raise CaptureError(
                 asked=f"{type(model).__name__} exported with explicit casts",
-                found=f"{type(error).__name__}: {error}",
+                found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
                 advice="Please report this with the model. torch.export.export alone would lose the region.",
             ) from error

@@ -152,6 +152,44 @@ def test_a_weight_that_is_read_in_two_formats_is_not_folded():
     assert program.state_dict["layer.weight"].dtype is torch.float32
 
 
+def test_weights_that_are_parts_of_one_memory_stay_apart():
+    """Different views of one tensor are not tied."""
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            both = torch.randn(2, 8, 8)
+            self.one, self.two = nn.Parameter(both[0]), nn.Parameter(both[1])
+
+        def forward(self, x):
+            return x @ self.one, x @ self.two
+
+    model, x = Parts(), torch.randn(4, 8)
+    with nc.autocast("cpu"):
+        expected = model(x)
+    found = nc.export(model, (x,), dtype="bf16", fold_weights=True).module()(x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_weight_that_is_changed_under_no_grad():
+    """In place, while it requires grad."""
+
+    class Changed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return x @ self.weight
+
+    model, x = Changed(), torch.randn(4, 8)
+    found = nc.export(copy.deepcopy(model), (x,), dtype="bf16").module()(x)
+    with nc.autocast("cpu"):
+        assert torch.equal(found, model(x))
+
+
 def without_narrowcast(tmp_path, code):
     """Run code in a new process in which narrowcast cannot be imported."""
     blocked = "import sys; sys.modules['narrowcast'] = None\n"

@@ -17,8 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
 from narrowcast.dynamo_bridge import inner_compiler
-from narrowcast.errors import NarrowcastError, PolicyError
-from narrowcast.fx.backward import Backward, parse_backward, tracing_backward, watch_backward
+from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
+from narrowcast.fx.backward import (
+    LISTED,
+    SAME,
+    Backward,
+    State,
+    autocast_state,
+    parse_backward,
+    tracing_backward,
+    watch_backward,
+)
 from narrowcast.fx.check import check_formats
 from narrowcast.fx.compiled import first_place, report_graph
 from narrowcast.fx.elsewhere import find_elsewhere
@@ -85,15 +94,7 @@ class GraphBackend:
         """Nothing to decide; the backward is held to its promise all the same."""
         with tracing_backward(self.backward, graph) as expected:
             compiled = self.inner(graph, inputs)
-        choice = self.backward
-
-        def run(*args: Any) -> Any:
-            results = compiled(*args)
-            if torch.is_grad_enabled():
-                watch_backward(results, expected, choice)
-            return results
-
-        return run
+        return _watched(compiled, expected, self.backward)
 
     def _explicit(self, graph: GraphModule, report: CompiledGraph) -> Explicit:
         values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
@@ -109,16 +110,22 @@ class GraphBackend:
     def _fall_back(
         self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph, error: Exception
     ) -> Compiled:
-        """The graph as it came, traced inside its regions as eager code runs in them."""
+        """The graph as it came, traced inside its regions as eager code runs in them; its backward is checked as ever.
+
+        Where a backward is asked for that only an explicit graph can have, the error is raised.
+        """
+        if self.rules is not None or self.backward.kind == LISTED:
+            raise error
         report.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         warnings.warn(
             f"narrowcast: a graph at {report.place} could not be given explicit casts and is compiled as eager "
             f"autocast would run it ({report.fallback})",
             stacklevel=2,
         )
-        with torch._functorch.config.patch(backward_pass_autocast="off"):
+        same = self.backward.kind == SAME
+        with torch._functorch.config.patch(backward_pass_autocast="same_as_forward" if same else "off"):
             compiled: Compiled = self.inner(graph, inputs)
-        return compiled
+        return _watched(compiled, autocast_state() if same else (), self.backward)
 
     @contextmanager
     def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
@@ -135,6 +142,8 @@ class GraphBackend:
                 joint = earlier(joint, joint_inputs)
             start = time.perf_counter()
             reading, outcome = edit_joint(joint, regions, rules, weights)
+            if rules is not None:
+                _check_joint(joint, rules)
             report.joint_before, report.joint_after = reading.program, outcome.program
             report.joint_edits = outcome.edits
             report.seconds += time.perf_counter() - start
@@ -168,6 +177,32 @@ def compile_graph(
     return GraphBackend(inner, backward)(graph, inputs)
 
 
+def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:
+    """The compiled graph, whose backward checks that autocast is as it was compiled for."""
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        if torch.is_grad_enabled():
+            watch_backward(results, expected, choice)
+        return results
+
+    return run
+
+
+def _check_joint(joint: GraphModule, rules: Policy) -> None:
+    """CaptureError, with the rules, if an op does not take the formats that they give it."""
+    with _fake_mode(joint):
+        try:
+            check_formats(joint, [_example(node) for node in joint.graph.find_nodes(op="placeholder")])
+        except CaptureError as error:
+            raise CaptureError(
+                asked="a backward under " + "; ".join(map(str, rules.rules)),
+                found=f"{error.asked} {error.found}",
+                where=error.where,
+                advice="Give this op another format, or leave it out of the rule.",
+            ) from error
+
+
 def _has_regions(graph: GraphModule) -> bool:
     return any(
         node.op == "call_function" and (node.target is _ENTER or node.target in MARKS)
@@ -192,8 +227,6 @@ def _fake_mode(graph: GraphModule) -> Any:
 
 def _is_internal(error: NarrowcastError) -> bool:
     """Faults of ours, rather than of the user's program or policy."""
-    from narrowcast.errors import CaptureError, ProgramError
-
     return isinstance(error, (CaptureError, ProgramError))
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_pre_dispatch_torch_function_mode,
     disable_proxy_modes_tracing,
@@ -23,12 +25,19 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
+from narrowcast.errors import CaptureError
 from narrowcast.fx.composites import decompositions
 from narrowcast.policy import Place
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS, enter_marked, exit_marked, exported_key
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_UNTRACEABLE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
+# Higher-order ops whose bodies eager code runs as they stand; others run theirs without the weight cache.
+_PLAIN_BODIES = frozenset(
+    ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
+     "wrap_with_set_grad_enabled"]
+)  # fmt: skip
 _BACKWARD_BODIES = {"autograd_function_apply": 1}  # which of a higher-order op's bodies runs in the backward
 
 
@@ -56,6 +65,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *[_fresh(value) for value in inputs]
         )
+    _refuse_constants(made)
     _copy_placeholders(graph, made)
     captured.graph = made
     captured.placeholders.append((made, flags))
@@ -80,6 +90,20 @@ def _fresh(value: Any) -> Any:
         fresh = value.detach()
     fresh.requires_grad_(value.requires_grad)
     return fresh if value.is_leaf or not value.requires_grad else fresh.view_as(fresh)
+
+
+def _refuse_constants(graph: torch.fx.GraphModule) -> None:
+    """CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
+    for name, module in graph.named_modules():
+        for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            if isinstance(value, FakeTensor) or (
+                isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
+            ):
+                raise CaptureError(
+                    asked="a graph with explicit casts",
+                    found=f"the tracer lost sight of a value ({name}{key})",
+                    advice="x.detach() is followed where x.data is not.",
+                )
 
 
 def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> None:
@@ -111,6 +135,11 @@ class _Runner(torch.fx.Interpreter):
         return node_place(node.meta, self.outside)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _UNTRACEABLE:
+            raise CaptureError(
+                asked="a graph with explicit casts", found=f"{target.__name__} inside it",
+                advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
+            )  # fmt: skip
         if target is _ENTER:
             return self._enter(args)
         if target is _EXIT:
@@ -155,6 +184,9 @@ class _Runner(torch.fx.Interpreter):
         """The op with its bodies captured. Its results are those that Dynamo foresaw."""
         tracer = _tracer()
         bodies = 0
+        grad_mode = torch.is_grad_enabled()
+        if target._name == "wrap_with_set_grad_enabled":
+            grad_mode = bool(args[0])
         backward = _BACKWARD_BODIES.get(target._name)
 
         def captured_body(leaf: Any) -> Any:
@@ -163,8 +195,8 @@ class _Runner(torch.fx.Interpreter):
                 return leaf
             off = torch._C._DisableAutocast() if bodies == backward else nullcontext()
             bodies += 1
-            with off:
-                made = self._body(leaf)
+            with off, _not_recorded(), torch.set_grad_enabled(grad_mode):
+                made = self._body(leaf, keeps_cache=target._name in _PLAIN_BODIES)
             name = tracer.get_fresh_qualname("body")
             tracer.root.register_module(name, made)
             return made
@@ -193,13 +225,14 @@ class _Runner(torch.fx.Interpreter):
                 region.__exit__(None, None, None)
                 self.cached.pop()
 
-    def _body(self, body: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    def _body(self, body: torch.fx.GraphModule, keeps_cache: bool) -> torch.fx.GraphModule:
+        """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
         values = [_noted(n) for n in body.graph.find_nodes(op="placeholder")]
         runner = _Runner(body, self.captured, self.outside, self.cached[-1])
-        with _not_recorded():
-            made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
+        made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
-        self.captured.placeholders.append((made, [_flags(v) for v in values]))
+        flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]
+        self.captured.placeholders.append((made, flags))
         return made
 
 

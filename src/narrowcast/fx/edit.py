@@ -24,12 +24,15 @@ def edit_graph(
     grad_mode: bool = True,
     joint: Mapping[Node, str] | None = None,
     assigns: bool = True,
+    lowered: bool = False,
 ) -> tuple[Reading, Outcome]:
-    """Change a graph in place; linear in its size. assigns: decide first. The rest as for `read_graph`."""
+    """Change a graph in place; linear in its size. assigns: decide first. lowered: as for
+    `write_graph`, the rest as for `read_graph`.
+    """
     with _collector_paused():
         reading = read_graph(graph, name, ambient, flags, grad_mode, joint)
         outcome = run_passes(reading.program, passes, reading.policies if assigns else None, _with_dtype)
-        write_graph(reading, outcome.program)
+        write_graph(reading, outcome.program, lowered)
     return reading, outcome
 
 

@@ -19,7 +19,7 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
     """
     placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
     kept_back = {spec.target for spec in signature.output_specs if spec.target is not None}
-    wanted: dict[int, set[Any]] = {}
+    wanted: dict[Memory, set[Any]] = {}
     named: list[tuple[str, Node, torch.Tensor]] = []
     for spec in signature.input_specs:
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or spec.target not in state:
@@ -31,7 +31,7 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
         wanted.setdefault(_memory(tensor), set()).update(found)
         if found:
             named.append((spec.target, node, tensor))
-    made: dict[int, torch.Tensor] = {}
+    made: dict[Memory, torch.Tensor] = {}
     folded = []
     for target, node, tensor in named:
         dtypes = wanted[_memory(tensor)]
@@ -51,9 +51,13 @@ def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dic
     return folded
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """The same for tied weights."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+Memory = tuple[object, ...]
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    """The same for tied weights: one memory, seen alike."""
+    start = tensor.untyped_storage().data_ptr() or id(tensor)
+    return start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _formats_read(node: Node) -> set[Any]:

@@ -34,6 +34,7 @@ def edit_joint(
         ambient=ambient,
         joint=directions(graph, weights),
         assigns=rules is not None,
+        lowered=True,
     )
 
 

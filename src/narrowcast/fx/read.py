@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from narrowcast.decide import Region
 from narrowcast.fx.operands import operands_of
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
-from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value
+from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
 from narrowcast.regions.marks import enter_marked, exit_marked, marked_region
 from narrowcast.regions.state import Prepared, region_on
@@ -25,6 +25,7 @@ _TO = torch.ops.aten.to.dtype
 _CASTS = (torch.ops.aten._to_copy.default, _TO, torch.ops.prims.convert_element_type.default)
 
 Flags = Mapping[Node, tuple[bool, bool]]
+Open = tuple[int, int, frozenset[str]]  # a region's numbers, for torch's ops and for those that its policy changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,11 @@ class _Reader:
         self.ids: dict[Node, int] = {}
         self.values: dict[int, Value] = {}
         self.modules: list[GraphModule] = []
+        self.roots: dict[int, int] = {}
+        self.taken: set[int] = set()  # memory that an in-place op made part of autograd
         self.places: dict[tuple[Any, ...], Place] = {}
-        self.open: list[dict[str, int]] = [
-            {device: self._region(prepared.facts, prepared.policy) for device, prepared in ambient.regions.items()}
+        self.open: list[dict[str, Open]] = [
+            {device: self._region(prepared) for device, prepared in ambient.regions.items()}
         ]
 
     def run(self, graph: GraphModule) -> Reading:
@@ -99,22 +102,30 @@ class _Reader:
 
     # -- regions
 
-    def _region(self, facts: Region, policy: Policy) -> int:
-        digest = policy.digest[:16]
-        self.policies.setdefault(digest, policy)
-        return self.regions.setdefault(OpenedRegion(facts, digest, self.session), len(self.regions))
+    def _region(self, prepared: Prepared) -> Open:
+        """The region's number: for ops that torch's own kernels cast, and for those of ours, whose cache is another."""
+        digest = prepared.policy.digest[:16]
+        self.policies.setdefault(digest, prepared.policy)
+        numbers = [
+            self.regions.setdefault(OpenedRegion(prepared.facts, digest, 2 * self.session + ours), len(self.regions))
+            for ours in ((0, 1) if prepared.changed else (0,))
+        ]
+        return numbers[0], numbers[-1], prepared.changed
 
-    def _open_region(self, facts: Region, policy: Policy) -> None:
+    def _open_region(self, prepared: Prepared) -> None:
         if not any(self.open[-1].values()) and len(self.open) == 1 and not self.open[0]:
             self.sessions += 1
             self.session = self.sessions
-        self.open.append({**self.open[-1], facts.device_type: self._region(facts, policy)})
+        self.open.append({**self.open[-1], prepared.facts.device_type: self._region(prepared)})
 
-    def _region_of(self, devices: list[str]) -> int | None:
+    def _region_of(self, op: str, devices: list[str]) -> int | None:
         """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is none."""
         now = self.open[-1]
         found = [d for d in devices if d in now]
-        return now[next((d for d in found if d != "cpu"), found[0])] if found else None
+        if not found:
+            return None
+        torchs, ours, changed = now[next((d for d in found if d != "cpu"), found[0])]
+        return ours if op in changed else torchs
 
     # -- blocks and steps
 
@@ -136,7 +147,8 @@ class _Reader:
                 steps.append(self._step(graph, node))
         self.grad_mode = grad_before
         del self.open[regions_before:]
-        return Block(name, tuple(parameters), tuple(steps), returns)
+        block = Block(name, tuple(parameters), tuple(steps), returns)
+        return _with_gradients(block, self.taken) if self.taken else block
 
     def _value(self, node: Node, gradient: bool, weight: bool = False) -> Value:
         number = len(self.ids)
@@ -167,8 +179,7 @@ class _Reader:
 
     def _enter(self, node: Node) -> Step:
         if node.target is enter_marked:
-            prepared = marked_region(str(node.args[0]))
-            self._open_region(prepared.facts, prepared.policy)
+            self._open_region(marked_region(str(node.args[0])))
         else:
             device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
             self._open_native(str(device), dtype, bool(enabled), cached is not False)
@@ -177,7 +188,8 @@ class _Reader:
 
     def _open_native(self, device: str, dtype: Any, enabled: bool, cached: bool) -> None:
         low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
-        self._open_region(Region(device, low, enabled, cached), Policy.native(device))
+        facts = Region(device, low, enabled, cached)
+        self._open_region(Prepared(facts, Policy.native(device), (), frozenset(), {}))
 
     def _exit(self, node: Node) -> Step:
         if len(self.open) > 1:
@@ -190,18 +202,20 @@ class _Reader:
         written = {slot.name for slot in facts.slots if slot.written}
         operands = tuple(Operand(name, self.ids[n], name in written) for name, n in operands_of(node))
         inputs = [self.values[o.value] for o in operands]
-        gradient = self.grad_mode and op is not torch.ops.aten.detach.default and any(v.gradient for v in inputs)
+        gradient = self.grad_mode and op is not torch.ops.aten.detach.default and any(map(self._has_gradient, inputs))
         value = self._value(node, gradient)
         aliases = _alias_names(op)
         given, constants = _constants(node, op)
         shared = tuple(n for n, o in enumerate(operands) if aliases is None or o.name in aliases)
+        for n in shared:
+            self._join(value.id, operands[n].value)
         if op in _CASTS and _is_cast(value, inputs, given, op, node):
             return Step(
                 value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
                 None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._place(node),
             )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
         if gradient and any(o.written for o in operands):
-            self._pass_gradient([o.value for o in operands if o.written])
+            self.taken.update(self._memory(o.value) for o in operands if o.written)
         return Step(
             value,
             facts.id,
@@ -209,7 +223,7 @@ class _Reader:
             constants,
             given,
             facts.computes,
-            self._region_of([v.device for v in inputs if v.shape is not None]),
+            self._region_of(facts.id, [v.device for v in inputs if v.shape is not None]),
             self.grad_mode,
             self.joint.get(node, "forward"),
             shared,
@@ -218,11 +232,21 @@ class _Reader:
             self._place(node),
         )
 
-    def _pass_gradient(self, values: list[int]) -> None:
-        """What an in-place op wrote to now takes part in autograd."""
-        for value in values:
-            known = self.values[value]
-            self.values[value] = Value(known.id, known.type, known.shape, known.device, True, known.weight)
+    # -- gradients that in-place ops bring to what shares memory with their target
+
+    def _memory(self, value: int) -> int:
+        while self.roots.get(value, value) != value:
+            value = self.roots[value]
+        return value
+
+    def _join(self, value: int, source: int) -> None:
+        root, other = self._memory(source), self._memory(value)
+        self.roots[other] = root
+        if other in self.taken:
+            self.taken.add(root)
+
+    def _has_gradient(self, value: Value) -> bool:
+        return value.gradient or (bool(self.taken) and self._memory(value.id) in self.taken)
 
     def _other(self, graph: GraphModule, node: Node) -> Step:
         """A higher-order op, an attribute, or a Python function."""
@@ -237,8 +261,11 @@ class _Reader:
         writes = not pure and (not blocks or any(s.writes for b in blocks for _, s in b.walk()))
         inputs = [n for n in node.all_input_nodes if n in self.ids]
         operands = tuple(Operand(f"a{k}", self.ids[n], writes) for k, n in enumerate(inputs))
-        gradient = self.grad_mode and any(self.values[o.value].gradient for o in operands)
+        gradient = self.grad_mode and any(self._has_gradient(self.values[o.value]) for o in operands)
         name = "getitem" if node.target is operator.getitem else _target_name(node)
+        number = len(self.ids)
+        for operand in operands:
+            self._join(number, operand.value)
         constants = str(node.args[1]) if name == "getitem" else ""
         return Step(
             self._value(node, gradient), name, operands, constants,
@@ -275,6 +302,19 @@ class _Reader:
         if place is None:
             place = self.places[key] = node_place(node.meta, self.outside)
         return place
+
+
+def _with_gradients(block: Block, taken: set[int]) -> Block:
+    """The block with a gradient flowing through everything that shares memory with what took one in, in place."""
+    writes = Writes(block)
+    memory = {writes.memory(value) for value in taken}
+
+    def marked(value: Value) -> Value:
+        flows = value.format is not None and not value.gradient and writes.memory(value.id) in memory
+        return replace(value, gradient=True) if flows else value
+
+    steps = tuple(replace(step, value=marked(step.value)) for step in block.steps)
+    return replace(block, parameters=tuple(map(marked, block.parameters)), steps=steps)
 
 
 _PURE = (operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_float, torch.sym_int)

@@ -11,21 +11,22 @@ from narrowcast.fx.read import Reading
 from narrowcast.program import Block, Program, Step
 from narrowcast.torch_bridge import DTYPES, OpOverload, defaults_after, find_op, op_facts
 
-_CAST = torch.ops.aten._to_copy.default
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
 
 
-def write_graph(reading: Reading, program: Program) -> None:
+def write_graph(reading: Reading, program: Program, lowered: bool = False) -> None:
     """Change the graph modules that `reading` was read from into what `program` says.
 
-    program: made from `reading.program` by edits alone.
+    program: made from `reading.program` by edits alone. lowered: the graph is below the compiler's decompositions,
+    where a cast is prims.convert_element_type.
     """
     nodes = dict(reading.nodes)
     blocks = _in_reading_order(program.body)
     before = _in_reading_order(reading.program.body)
     for module, old, new in zip(reading.modules, before, blocks, strict=True):
         if old.steps is not new.steps or old.returns != new.returns:
-            _write_block(module.graph, old, new, nodes)
+            _write_block(module.graph, old, new, nodes, lowered)
             module.graph.lint()
             module.recompile()
 
@@ -38,13 +39,13 @@ def _in_reading_order(body: Block) -> list[Block]:
     return found
 
 
-def _write_block(graph: Graph, old: Block, new: Block, nodes: dict[int, Node]) -> None:
+def _write_block(graph: Graph, old: Block, new: Block, nodes: dict[int, Node], lowered: bool) -> None:
     known = {step.id: step for step in old.steps}
     cursor = next(iter(graph.find_nodes(op="placeholder")[::-1]), None)
     for step in new.steps:
         node = nodes.get(step.id)
         if node is None:
-            node = nodes[step.id] = _insert(graph, step, nodes, cursor)
+            node = nodes[step.id] = _insert(graph, step, nodes, cursor, lowered)
         else:
             _change(node, known[step.id], step, nodes)
         cursor = node
@@ -61,13 +62,16 @@ def _write_block(graph: Graph, old: Block, new: Block, nodes: dict[int, Node]) -
         _order(graph, new, nodes)
 
 
-def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | None) -> Node:
+def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | None, lowered: bool) -> Node:
     """A new cast behind the cursor."""
     source = nodes[step.operands[0].value]
     dtype = DTYPES[parse_format(step.value.type)]
     place = graph.inserting_after(cursor) if cursor is not None else graph.inserting_before(next(iter(graph.nodes)))
     with place:
-        node = graph.call_function(_CAST, (source,), {"dtype": dtype})
+        if lowered:
+            node = graph.call_function(CASTS[1], (source, dtype))
+        else:
+            node = graph.call_function(CASTS[0], (source,), {"dtype": dtype})
     value = source.meta.get("val", source.meta.get("example_value"))
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
@@ -97,7 +101,7 @@ def _note(old: Step, new: Step, node: Node, nodes: dict[int, Node]) -> None:
     """New casts have the place of the call that they are for."""
     for was, now in zip(old.operands, new.operands, strict=True):
         cast = nodes[now.value]
-        if was.value != now.value and cast.target is _CAST and "stack_trace" not in cast.meta:
+        if was.value != now.value and cast.target in CASTS and "stack_trace" not in cast.meta:
             cast.meta.update({key: node.meta[key] for key in _NOTES if key in node.meta})
 
 

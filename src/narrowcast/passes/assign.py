@@ -102,11 +102,26 @@ def _followed(program: Program, block: Block, step: Step, decided: list[Edit], r
     gradient computed in fp32 is not rounded on its way; every other reader gets the format that it had.
     """
     formats = {e.dst for e in decided if isinstance(e, InsertCast)}
-    before = step.value.format
-    if len(formats) != 1 or before is None or before in formats:
+    if len(formats) != 1:
         return
     (now,) = formats
-    why = decided[0].why
+    for result in _results(program, step, readers):
+        if result.value.format is not None and result.value.format is not now:
+            yield from _followed_from(block, result, now, decided[0].why, readers)
+
+
+def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
+    """The step, or the elements taken from the tuple that it makes."""
+    if step.value.shape is not None:
+        return [step]
+    return [reader for reader, _ in readers.get(step.id, ()) if reader.op == "getitem"]
+
+
+def _followed_from(block: Block, step: Step, now: Format, why: Why, readers: Readers) -> Iterator[Edit]:
+    """The edits for one result that has the format `now`."""
+    before = step.value.format
+    if before is None:
+        return
     reached = [step.id]
     for number in reached:
         reached += [r.id for r, _ in readers.get(number, ()) if _is_view(r)]

@@ -32,6 +32,7 @@ def share_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
 def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit]:
     writes = Writes(block)
     kept: dict[tuple[object, ...], Step] = {}
+    leaving = {writes.memory(value) for value in block.returns}
     edits: list[Edit] = []
     for step in block.steps:
         if not step.is_cast:
@@ -45,8 +46,13 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         fits = first is not None and (first.grad_mode or not step.grad_mode or not step.value.gradient)
         if first is None or not fits or writes.is_written(source, first.id, step.id):
             kept[key] = step
-        elif step.id not in block.returns and not _is_written_itself(writes, first, step):
-            edits.append(Share(step.id, first.id, Why(NAME, reason)))
+        elif not _is_written_itself(writes, first, step):
+            if writes.memory(step.id) in leaving:
+                if writes.memory(first.id) in leaving:
+                    continue  # two results that share memory would be one
+                leaving.add(writes.memory(first.id))
+            if step.id not in block.returns:
+                edits.append(Share(step.id, first.id, Why(NAME, reason)))
     return edits
 
 

@@ -39,6 +39,10 @@ class Writes:
     def _join(self, a: int, b: int) -> None:
         self._root[self._find(a)] = self._find(b)
 
+    def memory(self, value: int) -> int:
+        """The same number for values that may be views of one memory."""
+        return self._find(value)
+
     def share_memory(self, a: int, b: int) -> bool:
         """Whether two values may be views of one memory."""
         return self._find(a) == self._find(b)

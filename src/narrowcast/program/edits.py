@@ -120,6 +120,7 @@ class _Editor:
     def __init__(self, program: Program, edits: Sequence[Edit]) -> None:
         self.program = program
         self.next_id = max(program.values, default=-1) + 1
+        self.made: dict[int, Value] = {}
         self.inserts: dict[int, list[InsertCast]] = {}
         self.results: dict[int, CastResult] = {}
         self.follows: dict[int, Format] = {}
@@ -215,9 +216,10 @@ class _Editor:
         return operand if value == operand.value else replace(operand, value=value)
 
     def _cast(self, source: int, dst: Format, step: Step) -> Step:
-        known = self.program.values[source]
+        known = self.made.get(source) or self.program.values[source]
         value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
         self.next_id += 1
+        self.made[value.id] = value
         return Step(
             value,
             CAST,
