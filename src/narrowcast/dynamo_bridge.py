@@ -1,12 +1,13 @@
 """Between Dynamo and us: what it traces, how it is told what not to trace, the compilers that it drives.
 
-Private names of torch._dynamo are used here only; Dynamo is never imported by this, which would take a second.
+Private names of torch._dynamo are used here only. Importing Dynamo takes a second: only what runs it already does.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,25 @@ def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
     root = getattr(getattr(convert, "tls", None), "current_tx", None)
     if root is not None:
         root.output.add_cleanup_hook(clean_up)
+
+
+@contextmanager
+def watch_frames() -> Iterator[list[tuple[str, int, str]]]:
+    """The frames that Dynamo gives up inside, and leaves to Python: file and line where it did, and why.
+
+    Filled in at the end, from Dynamo's own records, which keep the last 64 frames.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found: list[tuple[str, int, str]] = []
+    earlier = {id(metrics) for metrics in get_compilation_metrics()}
+    try:
+        yield found
+    finally:
+        for metrics in get_compilation_metrics():
+            if id(metrics) not in earlier and metrics.fail_type:
+                reason = str(metrics.fail_reason or metrics.fail_type).strip().splitlines()[0]
+                found.append((metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0, reason))
 
 
 def inner_compiler(

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from narrowcast.compiler import compile
+from narrowcast.dynamo_bridge import watch_frames
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
 from narrowcast.fx.exported import explicit_program
 from narrowcast.isolation import isolated
+from narrowcast.policy import Place
 from narrowcast.report import CompiledGraph
 
 FRONT_ENDS = ("eager", "compile", "export")
@@ -32,12 +34,17 @@ def graphs_of(
 ) -> tuple[CompiledGraph, ...]:
     """The graphs of a model in a region. A copy of the model is run, uncompiled code between graphs included.
 
+    Functions that Dynamo leaves to Python are among them, with the reason as their fallback and no program.
     The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; here none generates code.
     """
     with warnings.catch_warnings(), isolated(model, args, kwargs, fake=False, through=_through(front_end)) as run:
         warnings.simplefilter("ignore")  # fallbacks are listed
-        with watch_graphs() as graphs, region:
+        with watch_graphs() as graphs, watch_frames() as left, region:
             run()
+    graphs += [
+        CompiledGraph(len(graphs) + n, Place(file=file, line=line), fallback=reason)
+        for n, (file, line, reason) in enumerate(left)
+    ]
     return tuple(graphs)
 
 

@@ -88,6 +88,25 @@ def test_graph_breaks_are_listed_with_line_and_reason():
     assert "what is not captured" in explanation_text(found)
 
 
+def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
+    """Dynamo traces no LSTM: there is no graph, and no difference from eager either."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    found = nc.explain(Recurrent(), torch.randn(2, 3, 8), front_end="compile")
+    (row,) = found.graph_rows()
+    assert "LSTM" in row.fallback and row.place.startswith(f"{__file__}:") and row.calls == 0
+    assert found.differences == ()
+    text = explanation_text(found)
+    assert "0 graphs" in text and "runs as eager would run it" in text
+
+
 def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
     """Shown a graph that decides otherwise."""
     import narrowcast.explainer as explainer

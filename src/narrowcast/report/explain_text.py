@@ -52,7 +52,8 @@ def _heading(explanation: Explanation) -> str:
 def _ran(explanation: Explanation) -> str:
     if explanation.front_end == "eager":
         return f"ran on {explanation.ran_on}"
-    return f"front end {explanation.front_end}, {len(explanation.graphs)} graphs; {explanation.ran_on}"
+    captured = sum(graph.after is not None for graph in explanation.graphs)
+    return f"front end {explanation.front_end}, {captured} graphs; {explanation.ran_on}"
 
 
 def _formats(names: str) -> str:

@@ -13,7 +13,8 @@ from narrowcast.report.graphs import CompiledGraph, GraphRow
 def graph_parts(explanation: Explanation) -> list[RenderableType]:
     """Tables about the graphs; what is a fault comes first."""
     rows = explanation.graph_rows()
-    parts: list[RenderableType] = [*_differences(explanation), _graphs(rows)]
+    captured = [row for row in rows if row.calls]
+    parts: list[RenderableType] = [*_differences(explanation), *([_graphs(captured)] if captured else [])]
     if any(row.joint_before for row in rows):
         parts.append(_joint(rows))
     return [*parts, *_breaks(rows)]
