@@ -154,6 +154,20 @@ def test_share_leaves_a_cast_that_is_returned():
     assert share_casts(parse(text)) == []
 
 
+def test_share_sees_through_what_it_has_shared():
+    """Casts of two casts that become one are equal, too."""
+    program = parse("""block main(%0: fp32[4] cpu) {
+  %1: fp16[4] cpu = cast(self=%0)
+  %2: fp32[4] cpu = cast(self=%1)
+  %3: fp16[4] cpu = cast(self=%0)
+  %4: fp32[4] cpu = cast(self=%3)
+  %5: fp32[4] cpu = aten.add.Tensor(self=%2, other=%4) computes
+  return %5
+}
+""")
+    assert [(e.step, e.keep) for e in share_casts(program)] == [(3, 1), (4, 2)]
+
+
 FOLD = """block main(%0: {a}[4] cpu{grad}) {{
   %1: {b}[4] cpu{grad} = cast(self=%0)
   %2: {c}[4] cpu{grad} = cast(self=%1)

@@ -34,10 +34,11 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
     kept: dict[tuple[object, ...], Step] = {}
     leaving = {writes.memory(value) for value in block.returns}
     edits: list[Edit] = []
+    shared: dict[int, int] = {}  # casts of a shared cast are casts of the one that stays
     for step in block.steps:
         if not step.is_cast:
             continue
-        source = step.operands[0].value
+        source = shared.get(step.operands[0].value, step.operands[0].value)
         reason, session = _may_share(program, step, after_autograd)
         if not reason:
             continue
@@ -52,6 +53,7 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
                     continue  # two results that share memory would be one
                 leaving.add(writes.memory(first.id))
             if step.id not in block.returns:
+                shared[step.id] = first.id
                 edits.append(Share(step.id, first.id, Why(NAME, reason)))
     return edits
 
