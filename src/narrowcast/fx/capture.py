@@ -38,6 +38,9 @@ _PLAIN_BODIES = frozenset(
     ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
      "wrap_with_set_grad_enabled"]
 )  # fmt: skip
+# Their bodies run without autocast, in eager mode too, and stay as they are; an autocast kernel of torch's own, which
+# is Python, casts these arguments.
+_CAST_ARGUMENTS = {"flex_attention": 3}
 _BACKWARD_BODIES = {"autograd_function_apply": 1}  # which of a higher-order op's bodies runs in the backward
 
 
@@ -123,9 +126,12 @@ class _Runner(torch.fx.Interpreter):
         self.outside = outside
         self.cached = [cached]
         self.current: torch.fx.Node | None = None
+        self.batched = integer_vmaps(graph)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         self.current = n
+        if n in self.batched:
+            return self._copy(n)
         if n.op != "call_function":
             return super().run_node(n)
         with placed_at(self.place_of(n)):
@@ -183,6 +189,8 @@ class _Runner(torch.fx.Interpreter):
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op with its bodies captured. Its results are those that Dynamo foresaw."""
         tracer = _tracer()
+        if target._name in _CAST_ARGUMENTS:
+            return self._as_it_stands(target, args, kwargs)
         bodies = 0
         grad_mode = torch.is_grad_enabled()
         if target._name == "wrap_with_set_grad_enabled":
@@ -204,9 +212,43 @@ class _Runner(torch.fx.Interpreter):
         new_args, new_kwargs = torch.utils._pytree.tree_map(captured_body, (args, kwargs))
         proxies = torch.utils._pytree.tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
         out = tracer.create_proxy("call_function", target, *proxies, name=target._name)
+        return self._track(out)
+
+    def _track(self, out: Any) -> Any:
+        """The foreseen results of the current node, known to the tracer as what `out` is."""
         with _not_recorded():
             example = torch.utils._pytree.tree_map(_fresh, _noted(self.current) if self.current else None)
-        return track_tensor_tree(example, out, constant=None, tracer=tracer)
+        return track_tensor_tree(example, out, constant=None, tracer=_tracer())
+
+    def _as_it_stands(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op with its bodies as they came; the casts of torch's own autocast kernel are recorded before it."""
+        tracer = _tracer()
+        device = args[0].device.type
+        if torch.is_autocast_enabled(device):
+            low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[target._name]
+            args = (*(torch.amp.autocast_mode._cast(a, device, low) for a in args[:count]), *args[count:])
+
+        def registered(leaf: Any) -> Any:
+            if isinstance(leaf, torch.fx.GraphModule):
+                tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
+            return leaf
+
+        new = torch.utils._pytree.tree_map(registered, (args, kwargs))
+        out = tracer.create_proxy(
+            "call_function", target, *torch.utils._pytree.tree_map(tracer.unwrap_proxy, new), name=target._name
+        )
+        return self._track(out)
+
+    def _copy(self, node: torch.fx.Node) -> Any:
+        """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""
+        tracer = _tracer()
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        unwrapped = torch.utils._pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+        out = tracer.create_proxy(node.op, node.target, *unwrapped, name=node.name)
+        out.node.meta.update(node.meta)
+        if any(user not in self.batched for user in node.users):
+            return self._track(out)
+        return out
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
         """What torch.export made of a region: its calls, in the region, without the wrapper."""
@@ -234,6 +276,32 @@ class _Runner(torch.fx.Interpreter):
         flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]
         self.captured.placeholders.append((made, flags))
         return made
+
+
+def integer_vmaps(graph: torch.fx.GraphModule) -> frozenset[torch.fx.Node]:
+    """The nodes of each vmap of a graph in which nothing floats, such as those that make block masks.
+
+    Pre-dispatch tracing cannot follow a vmap. Where nothing floats there is nothing to decide, and no need to.
+    """
+    found: list[torch.fx.Node] = []
+    inside: list[torch.fx.Node] = []
+    depth = 0
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name == "_vmap_increment_nesting"
+        if depth:
+            inside.append(node)
+        if name == "_vmap_decrement_nesting" and depth:
+            depth -= 1
+            if not depth:
+                found += [] if any(map(_floats, inside)) else inside
+                inside = []
+    return frozenset(found)
+
+
+def _floats(node: torch.fx.Node) -> bool:
+    values = [_noted(n) for n in (node, *node.all_input_nodes)]
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
 
 
 def _noted(node: torch.fx.Node) -> Any:

@@ -283,7 +283,8 @@ class _Reader:
             self.grad_mode = bool(node.args[0])
         blocks = []
         for k, body in enumerate(bodies):
-            if name.endswith("autograd_function_apply") and k == 1:  # what the user wrote as backward: no region
+            written_as_backward = name.endswith("autograd_function_apply") and k == 1
+            if written_as_backward or name.endswith("flex_attention"):  # eager code has no region in there
                 self.open.append({})
                 blocks.append(self._block(body, f"body{k}"))
                 self.open.pop()
