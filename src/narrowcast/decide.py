@@ -18,13 +18,15 @@ from narrowcast.policy import NOWHERE, Kind, Place, Policy, Rule
 class Argument:
     """One tensor of a call. A tensor list counts element by element, under one name.
 
-    `format` is None for what has no floating format (integers, booleans, an optional tensor that is absent).
+    `format` is None for what has no floating format (integers, booleans, an optional tensor that is absent), and for
+    what is `unknown` until the call runs.
     """
 
     name: str
     format: Format | None
     device: str = "cpu"
     written: bool = False
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Plan:
     output:     cast floating results back to this format (`inside`).
     shields:    ops inside this one are not autocast (as native does below every listed op).
     refused:    why the call must not run; None if it may.
+    undecided:  the rule's action, where it depends on formats that are unknown; `formats` are empty then.
     """
 
     formats: tuple[Format | None, ...]
@@ -76,20 +79,21 @@ class Plan:
     output: Format | None = None
     shields: bool = False
     refused: str | None = None
+    undecided: Kind | None = None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the call may run exactly as it came."""
-        return not (self.shields or self.set_dtype or self.append_dtype or self.output or self.refused) and not any(
-            self.formats
-        )
+        told = self.set_dtype or self.append_dtype or self.output or self.refused or self.undecided
+        return not (self.shields or told) and not any(self.formats)
 
 
 def decide(call: Call, policy: Policy, region: Region) -> Plan:
     """The plan for one call under a policy in a region.
 
     Eligible are floating tensors on the region's device type that are not fp64 and that the op does not write to;
-    everything else passes untouched. Calls that no rule names run as their inputs are.
+    everything else passes untouched. Calls that no rule names run as their inputs are. An argument whose format is
+    unknown counts as eligible: whoever casts it looks when it is there.
     """
     arguments = call.arguments
     untouched = (None,) * len(arguments)
@@ -104,7 +108,8 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
             rule = r
             break
     eligible = [
-        a.format is not None and a.format is not fp64 and a.device == device and not a.written for a in arguments
+        (a.unknown or (a.format is not None and a.format is not fp64)) and a.device == device and not a.written
+        for a in arguments
     ]
     overrides = _argument_rules(call, candidates.per_argument) if candidates.per_argument else ()
     if rule is None and not overrides:
@@ -128,6 +133,8 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
         return Plan(untouched, rule, shields=True)
     if kind is Kind.REFUSE:
         return Plan(untouched, rule, refused=rule.reason or "the policy refuses this op")
+    if kind in _COMPARING and any(a.unknown for a in arguments):
+        return _compare_later(rule, call, eligible)
     if kind is Kind.INSIDE:
         first = next((a.format for a, is_eligible in zip(arguments, eligible, strict=True) if is_eligible), None)
         output = first if first is not fp32 else None
@@ -140,6 +147,17 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
     if kind is Kind.FULL_SET_DTYPE:
         return Plan(untouched, rule, set_dtype=starts_eligible and "dtype" not in call.given, shields=True)
     return Plan(untouched, rule, append_dtype=starts_eligible, shields=True)
+
+
+_COMPARING = (Kind.INSIDE, Kind.ALIGN, Kind.PROMOTE)
+
+
+def _compare_later(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
+    """What the formats of arguments decide together. One fp32 decides a promotion, whatever the others are."""
+    arguments = zip(call.arguments, eligible, strict=True)
+    if rule.action.kind is Kind.PROMOTE and any(e and a.format is fp32 for a, e in arguments):
+        return Plan(_cast_all(fp32, call, eligible), rule, shields=True)
+    return Plan((None,) * len(call.arguments), rule, shields=True, undecided=rule.action.kind)
 
 
 def _cast_all(dst: Format, call: Call, eligible: list[bool]) -> tuple[Format | None, ...]:

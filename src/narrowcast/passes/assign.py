@@ -22,8 +22,10 @@ from narrowcast.policy import Policy
 from narrowcast.program import (
     ENTER,
     EXIT,
+    TENSOR,
     Block,
     CastResult,
+    CastTogether,
     Edit,
     Follow,
     InsertCast,
@@ -31,6 +33,7 @@ from narrowcast.program import (
     Remove,
     SetDtype,
     Step,
+    Value,
     Why,
 )
 
@@ -62,9 +65,11 @@ def assign_casts(
 
 def call_of(program: Program, step: Step) -> Call:
     """The step as `decide` asks for it."""
-    values = program.values
-    arguments = tuple(
-        Argument(o.name, values[o.value].format, values[o.value].device, o.written) for o in step.operands
+    here = program.regions[step.region].facts.device_type if step.region is not None else ""
+    values = [program.values[o.value] for o in step.operands]
+    arguments = tuple(  # where the device is not known, whoever casts looks
+        Argument(o.name, v.format, v.device or here, o.written, v.type == TENSOR)
+        for o, v in zip(step.operands, values, strict=True)
     )
     return Call(step.op, arguments, step.place, step.given, step.computes, step.direction)
 
@@ -86,6 +91,9 @@ def _decided(
             reason = rule.reason if rule is not None else ""
             yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name))
     why = Why(NAME, plan.rule.reason if plan.rule else "", plan.rule, policy.name)
+    if plan.undecided is not None:
+        tensors = (n for n, o in enumerate(step.operands) if _may_float(program.values[o.value]) and not o.written)
+        yield CastTogether(step.id, tuple(tensors), why)
     if plan.set_dtype:
         yield SetDtype(step.id, fp32, why)
     if plan.append_dtype:
@@ -93,6 +101,10 @@ def _decided(
     if plan.output is not None:
         for result in _results_in(program, step, plan.output):
             yield CastResult(result, fp32, plan.output, why)
+
+
+def _may_float(value: Value) -> bool:
+    return value.format is not None or value.type == TENSOR
 
 
 def _followed(program: Program, block: Block, step: Step, decided: list[Edit], readers: Readers) -> Iterator[Edit]:

@@ -16,6 +16,7 @@ from narrowcast.program import (
     ASSIGNED,
     READ,
     CastResult,
+    CastTogether,
     Edit,
     Follow,
     InsertCast,
@@ -79,8 +80,8 @@ def run_passes(
 
 
 _KINDS: dict[type, str] = {
-    InsertCast: "insert", CastResult: "insert", SetDtype: "set dtype", Follow: "follow", Remove: "remove",
-    Share: "share", Retarget: "fold", Move: "move",
+    InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
+    Remove: "remove", Share: "share", Retarget: "fold", Move: "move",
 }  # fmt: skip
 
 
@@ -121,6 +122,8 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
         return replace(step.value, type=edit.src.name), "", edit.dst.name
     if isinstance(edit, SetDtype | Follow):
         return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
+    if isinstance(edit, CastTogether):
+        return None, ", ".join(dict.fromkeys(step.operands[p].name for p in edit.operands)), ""
     if step.is_cast:
         return program.values[step.operands[0].value], "", step.value.type
     return None, "", ""

@@ -3,6 +3,7 @@
 from narrowcast.program.aliases import Writes
 from narrowcast.program.edits import (
     CastResult,
+    CastTogether,
     Edit,
     Follow,
     InsertCast,
@@ -14,12 +15,24 @@ from narrowcast.program.edits import (
     Why,
     apply_edits,
 )
-from narrowcast.program.model import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value
+from narrowcast.program.model import (
+    CAST,
+    ENTER,
+    EXIT,
+    TENSOR,
+    TOGETHER,
+    Block,
+    OpenedRegion,
+    Operand,
+    Program,
+    Step,
+    Value,
+)
 from narrowcast.program.text import parse_program, print_program
 from narrowcast.program.verify import ASSIGNED, READ, verify
 
 __all__ = [
-    "ASSIGNED", "CAST", "ENTER", "EXIT", "READ", "Block", "CastResult", "Edit", "Follow", "InsertCast", "Move",
-    "OpenedRegion", "Operand", "Program", "Remove", "Retarget", "SetDtype", "Share", "Step",
-    "Value", "Why", "Writes", "apply_edits", "parse_program", "print_program", "verify",
+    "ASSIGNED", "CAST", "ENTER", "EXIT", "READ", "TENSOR", "TOGETHER", "Block", "CastResult", "CastTogether", "Edit",
+    "Follow", "InsertCast", "Move", "OpenedRegion", "Operand", "Program", "Remove", "Retarget", "SetDtype", "Share",
+    "Step", "Value", "Why", "Writes", "apply_edits", "parse_program", "print_program", "verify",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Edits: the only ways in which a pass may change a program. Each says why, and lands in the ledger.
 
-insert, remove, retarget, share and move a cast; besides, a region's edge may be removed, a call may be given the dtype
-that a policy sets, and the format of a result may follow from that of an operand. Nothing else of a program can change.
+insert, remove, retarget, share and move a cast, or insert one cast of several values together; besides, a region's edge
+may be removed, a call may be given the dtype that a policy sets, and the format of a result may follow from that of an
+operand. Nothing else of a program can change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from narrowcast.errors import ProgramError
 from narrowcast.formats import Format
 from narrowcast.policy import Rule
-from narrowcast.program.model import CAST, Block, Operand, Program, Step, Value
+from narrowcast.program.model import CAST, TENSOR, TOGETHER, Block, Operand, Program, Step, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,15 @@ class CastResult:
     step: int
     src: Format
     dst: Format
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class CastTogether:
+    """Cast operands of a step to the format that they turn out to have in common when it runs, just before the step."""
+
+    step: int
+    operands: tuple[int, ...]
     why: Why
 
 
@@ -103,7 +113,7 @@ class Move:
     why: Why
 
 
-Edit = InsertCast | CastResult | Follow | SetDtype | Remove | Share | Retarget | Move
+Edit = InsertCast | CastTogether | CastResult | Follow | SetDtype | Remove | Share | Retarget | Move
 
 
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
@@ -122,6 +132,7 @@ class _Editor:
         self.next_id = max(program.values, default=-1) + 1
         self.made: dict[int, Value] = {}
         self.inserts: dict[int, list[InsertCast]] = {}
+        self.together: dict[int, CastTogether] = {}
         self.results: dict[int, CastResult] = {}
         self.follows: dict[int, Format] = {}
         self.dtypes: dict[int, SetDtype] = {}
@@ -139,6 +150,8 @@ class _Editor:
             raise ProgramError(f"{type(edit).__name__} about %{edit.step}", "the program has no such step")
         if isinstance(edit, InsertCast):
             self.inserts.setdefault(edit.step, []).append(edit)
+        elif isinstance(edit, CastTogether):
+            self.together[edit.step] = edit
         elif isinstance(edit, CastResult):
             self.results[edit.step] = edit
         elif isinstance(edit, Follow):
@@ -196,6 +209,8 @@ class _Editor:
             cast = self._cast(operands[edit.operand].value, edit.dst, step)
             steps.append(cast)
             operands[edit.operand] = replace(operands[edit.operand], value=cast.id)
+        if step.id in self.together:
+            self._cast_together(step, operands, steps)
         dtype = self.dtypes.get(step.id)
         made = replace(step, operands=tuple(operands), blocks=tuple(self._block(b) for b in step.blocks))
         if dtype is not None:
@@ -211,6 +226,23 @@ class _Editor:
             steps.append(cast)
             self.instead[step.id] = cast.id
 
+    def _cast_together(self, step: Step, operands: list[Operand], steps: list[Step]) -> None:
+        """One step that casts the operands, and one for each result; `operands` then reads those."""
+        positions = self.together[step.id].operands
+        chosen = [operands[p] for p in positions]
+        made = Value(self.next_id, "tuple", gradient=step.grad_mode)
+        steps.append(self._beside(step, made, TOGETHER, tuple(chosen)))
+        for n, (position, operand) in enumerate(zip(positions, chosen, strict=True), 1):
+            known = self.made.get(operand.value) or self.program.values[operand.value]
+            value = replace(
+                known, id=made.id + n, type=TENSOR, gradient=known.gradient and step.grad_mode, weight=False
+            )
+            self.made[value.id] = value
+            got = self._beside(step, value, "getitem", (Operand("a0", made.id),))
+            steps.append(replace(got, constants=str(n - 1), aliases=(0,)))
+            operands[position] = replace(operand, value=value.id)
+        self.next_id += 1 + len(chosen)
+
     def _operand(self, operand: Operand) -> Operand:
         value = self._now(operand.value)
         return operand if value == operand.value else replace(operand, value=value)
@@ -220,12 +252,11 @@ class _Editor:
         value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
         self.next_id += 1
         self.made[value.id] = value
+        return self._beside(step, value, CAST, (Operand("self", source),))
+
+    def _beside(self, step: Step, value: Value, op: str, operands: tuple[Operand, ...]) -> Step:
+        """A new step in the region, and at the place, of one that is there."""
         return Step(
-            value,
-            CAST,
-            (Operand("self", source),),
-            region=step.region,
-            grad_mode=step.grad_mode,
-            direction=step.direction,
-            place=step.place,
-        )
+            value, op, operands,
+            region=step.region, grad_mode=step.grad_mode, direction=step.direction, place=step.place,
+        )  # fmt: skip

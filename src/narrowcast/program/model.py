@@ -16,6 +16,8 @@ from narrowcast.formats import FORMATS, Format
 from narrowcast.policy import NOWHERE, Place
 
 CAST = "cast"
+TOGETHER = "cast.together"
+TENSOR = "tensor"
 ENTER = "region.enter"
 EXIT = "region.exit"
 
@@ -24,8 +26,8 @@ EXIT = "region.exit"
 class Value:
     """What is known of a value before the program runs.
 
-    type:     name of a floating format (`bf16`), of another element type (`i64`, `bool`), or of what is no tensor
-              (`tuple`, `int`, `none`).
+    type:     name of a floating format (`bf16`), of another element type (`i64`, `bool`), `tensor` if only the running
+              program knows, or of what is no tensor (`tuple`, `int`, `none`).
     shape:    sizes, a text where a size is symbolic; None if the value is no tensor.
     gradient: autograd may follow it.
     weight:   an fp32 leaf that requires grad: what autocast's weight cache keeps.
@@ -73,7 +75,8 @@ class Step:
     """One line of a program.
 
     value:     what it makes; its id is the step's.
-    op:        an op id (`aten.mm.default`), `cast`, `region.enter`, `region.exit`, or the name of another callable.
+    op:        an op id (`aten.mm.default`), `cast`, `cast.together` (of several values to the format that they have in
+               common, found when it runs; makes a tuple), `region.enter`, `region.exit`, or another callable's name.
     constants: the other arguments, as text.
     given:     names of arguments that were passed and are no tensors (`dtype` matters).
     computes:  False for views, copies, conversions, factories and whatever writes.
@@ -137,11 +140,14 @@ class OpenedRegion:
     """A region that steps run in.
 
     policy:  digest of its policy. session: regions nested in one outermost region share a weight cache, and this.
+    open:    facts that only the running program knows, `enabled` or `low`; `facts` then has what holds if it is on, and
+             the device's default.
     """
 
     facts: Region
     policy: str
     session: int = 0
+    open: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

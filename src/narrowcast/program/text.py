@@ -39,6 +39,7 @@ def print_program(program: Program) -> str:
         state = f"{'enabled' if r.enabled else 'disabled'} {'cached' if r.cache else 'uncached'}"
         lines.append(
             f"region {n}: {r.device_type} {r.low} {state} session {region.session} policy {region.policy or '-'}"
+            + (f" open {','.join(region.open)}" if region.open else "")
         )
     _print_block(program.body, "", places, lines)
     lines += [f"place {n}: {_print_place(place)}" for place, n in places.items()]
@@ -103,7 +104,9 @@ _STEP = re.compile(
     r'(?: with ("(?:[^"\\]|\\.)*"))?(?: given (\S+))?( computes)?(?: (backward|dgrad|wgrad))?( nograd)?'
     r"(?: ~([\d,]+))?(?: effects (\S+))?(?: in (\d+))?(?: at (\d+): .*)?$"
 )
-_REGION = re.compile(r"region \d+: (\S+) (\S+) (enabled|disabled) (cached|uncached) session (\d+) policy (\S+)$")
+_REGION = re.compile(
+    r"region \d+: (\S+) (\S+) (enabled|disabled) (cached|uncached) session (\d+) policy (\S+)(?: open (\S+))?$"
+)
 _BLOCK = re.compile(r"block (\S+?)\((.*)\) \{$")
 
 
@@ -139,9 +142,10 @@ class _Parser:
             found = _REGION.match(self.lines[self.at])
             if found is None:
                 raise self._error("a region")
-            device, low, enabled, cached, session, policy = found.groups()
+            device, low, enabled, cached, session, policy, left_open = found.groups()
             facts = Region(device, parse_format(low), enabled == "enabled", cached == "cached")
-            regions.append(OpenedRegion(facts, "" if policy == "-" else policy, int(session)))
+            is_open = tuple(left_open.split(",")) if left_open else ()
+            regions.append(OpenedRegion(facts, "" if policy == "-" else policy, int(session), is_open))
             self.at += 1
         body = self._block()
         while self.at < len(self.lines) and (not self.lines[self.at] or self.lines[self.at].startswith("place ")):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from narrowcast.errors import Origin, ProgramError
-from narrowcast.program.model import ENTER, EXIT, Block, Program, Step
+from narrowcast.program.model import ENTER, EXIT, TENSOR, Block, Program, Step
 
 READ = "read"  # as a reader made it
 ASSIGNED = "assigned"  # every format is explicit: no region is left
@@ -18,11 +20,11 @@ def verify(program: Program, stage: str = READ) -> None:
     """
     if stage not in STAGES:
         raise ProgramError(f"stage {stage!r}", "no such stage", advice=f"Give one of: {', '.join(STAGES)}.")
-    _block(program, program.body, stage, set())
+    _block(program, program.body, stage, set(), frozenset())
 
 
-def _block(program: Program, block: Block, stage: str, seen: set[int]) -> None:
-    here: set[int] = set()
+def _block(program: Program, block: Block, stage: str, seen: set[int], around: Set[int]) -> None:
+    here = set(around)
     for value in block.parameters:
         if value.id in seen:
             raise ProgramError(f"%{value.id}", f"a parameter of block {block.name} has an id that is taken")
@@ -31,7 +33,9 @@ def _block(program: Program, block: Block, stage: str, seen: set[int]) -> None:
     for step in block.steps:
         for operand in step.operands:
             if operand.value not in here:
-                raise _wrong(step, f"reads %{operand.value}, which is not made before it in block {block.name}")
+                raise _wrong(
+                    step, f"reads %{operand.value}, which is not made before it in block {block.name} or around it"
+                )
         if step.id in seen:
             raise _wrong(step, "its id is taken")
         if step.region is not None and step.region >= len(program.regions):
@@ -39,7 +43,7 @@ def _block(program: Program, block: Block, stage: str, seen: set[int]) -> None:
         if any(n >= len(step.operands) for n in step.aliases):
             raise _wrong(step, "it aliases an operand that it does not have")
         for inner in step.blocks:
-            _block(program, inner, stage, seen)
+            _block(program, inner, stage, seen, here)
         if step.is_cast:
             _cast(program, step)
         elif stage == ASSIGNED and step.op in (ENTER, EXIT):
@@ -55,7 +59,7 @@ def _cast(program: Program, step: Step) -> None:
     if len(step.operands) != 1 or step.blocks:
         raise _wrong(step, "a cast reads exactly one value")
     src = program.values[step.operands[0].value]
-    if src.format is None or step.value.format is None:
+    if (src.format is None and src.type != TENSOR) or step.value.format is None:
         raise _wrong(step, f"casts {src.type} to {step.value.type}; both must be floating tensors")
     if src.shape != step.value.shape or src.device != step.value.device:
         raise _wrong(step, "a cast changes nothing but the format")
