@@ -89,3 +89,11 @@ class CaptureError(NarrowcastError, RuntimeError):
 
 class BackwardError(NarrowcastError, RuntimeError):
     """A compiled backward runs under another autocast state than the one that it was compiled for."""
+
+
+class ScriptError(NarrowcastError, RuntimeError):
+    """A script cannot be given explicit casts: what, where in the user's file, and what to write instead."""
+
+
+class ScriptWarning(UserWarning):
+    """A script was given explicit casts, but something in it does not do what it seems to."""

@@ -231,7 +231,9 @@ class _Editor:
         positions = self.together[step.id].operands
         chosen = [operands[p] for p in positions]
         made = Value(self.next_id, "tuple", gradient=step.grad_mode)
-        steps.append(self._beside(step, made, TOGETHER, tuple(chosen)))
+        rule = self.together[step.id].why.rule
+        together = self._beside(step, made, TOGETHER, tuple(chosen))
+        steps.append(replace(together, constants=str(rule.action) if rule is not None else ""))
         for n, (position, operand) in enumerate(zip(positions, chosen, strict=True), 1):
             known = self.made.get(operand.value) or self.program.values[operand.value]
             value = replace(

@@ -1,0 +1,101 @@
+"""One graph of a script: regions found, read, decided, written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowcast.errors import ScriptError
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.policy import Policy, known_policy
+from narrowcast.program import Program
+from narrowcast.torch_bridge import find_op, op_id, overload_with_dtype
+from narrowcast.torchscript.read import Reader
+from narrowcast.torchscript.scopes import Scanner, Scope, Scopes, Section, make_edges, region_class
+from narrowcast.torchscript.source import shown_at
+from narrowcast.torchscript.write import write_graph
+
+
+def make_graph_explicit(
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward"
+) -> tuple[Program, Outcome]:
+    """Give a graph, in place, the casts of its regions and of the one around it; its regions go.
+
+    module: the script module that `self` is. Returns the program as read, and what the passes made of it.
+
+    Raises ScriptError for what cannot be cast, with the graph as it was except for inlined calls.
+    """
+    torch._C._jit_pass_inline(graph)
+    make_edges(graph)
+    torch._C._jit_pass_peephole(graph)
+    torch._C._jit_pass_constant_propagation_immutable_types(graph)
+    section = Scanner(graph, around).scan()
+    _refuse_unseen(section)
+    reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)
+    outcome = run_passes(reading.program, BEFORE_AUTOGRAD, reading.policies, _overload)
+    write_graph(graph, section, reading, outcome.program)
+    torch._C._jit_pass_erase_shape_information(graph)
+    torch._C._jit_pass_dce(graph)
+    torch._C._jit_pass_lint(graph)
+    return reading.program, outcome
+
+
+def policy_of(scope: Scope) -> Policy:
+    """The policy of a region, resolved for its device type."""
+    found = known_policy(scope.policy) if scope.policy else None
+    if scope.policy and found is None:
+        raise ScriptError(
+            asked=f"a region with policy {scope.policy}", found="no policy with that digest is loaded",
+            advice="Load it, and script again.",
+        )  # fmt: skip
+    return found.resolve(scope.device_type) if found is not None else Policy.native(scope.device_type)
+
+
+def attribute_of(value: Any, module: Any) -> Any:
+    """What an attribute that a graph reads off its module is now; None if that cannot be told."""
+    node = value.node()
+    if node.kind() == "prim::Param":
+        return module
+    if node.kind() != "prim::GetAttr":
+        return None
+    owner = attribute_of(node.input(), module)
+    return getattr(owner, node.s("name"), None) if owner is not None else None
+
+
+def _overload(op: str) -> str:
+    found = find_op(op)
+    other = overload_with_dtype(found) if found is not None else None
+    return op_id(other) if other is not None else op
+
+
+_UNSEEN = {
+    "prim::PythonOp": (
+        "a call into Python (torch.jit.ignore), which no region of a script reaches",
+        "Call it outside of the region, or open a region inside it.",
+    ),
+    "prim::CallMethod": (
+        "a call of a method that is chosen when the script runs (an interface)",
+        "Call it outside of the region, or a module whose class is known.",
+    ),
+    "prim::CallFunction": (
+        "a call of a function that is chosen when the script runs",
+        "Call it outside of the region, or the function itself.",
+    ),
+}
+
+
+def _refuse_unseen(section: Section) -> None:
+    """ScriptError for code in a region that nobody can cast."""
+    for item in section.items:
+        kind = item.node.kind()
+        on = [s for s in item.scopes.values() if s.enabled is not False]
+        if on and kind in _UNSEEN and not _belongs_to_region(item.node):
+            found, advice = _UNSEEN[kind]
+            raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)
+        for inner in item.blocks:
+            _refuse_unseen(inner)
+
+
+def _belongs_to_region(node: Any) -> bool:
+    return bool(node.inputsSize()) and region_class(node.inputsAt(0)) is not None

@@ -1,0 +1,447 @@
+"""read: the graph of a script as a program, with the formats that are known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from narrowcast.decide import Plan, Region, decide
+from narrowcast.passes import call_of
+from narrowcast.policy import NOWHERE, Kind, Place, Policy
+from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
+from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, is_random, op_facts, short_type
+from narrowcast.torchscript.formats import COUNTING, KEEPING, OTHER, join, promoted
+from narrowcast.torchscript.scopes import Item, Scope, Scopes, Section, constant, dtype_of
+from narrowcast.torchscript.source import place_of
+
+_ANY_SHAPE = ("?",)
+
+
+@dataclass(slots=True)
+class Reading:
+    """A program, and what it was read from.
+
+    items: the call of each step. operands: for each step the script's values that its operands are, with the position
+    among the call's inputs and, for an element of a list, in the list. scopes: of each region. policies: by digest.
+    """
+
+    program: Program
+    items: dict[int, Item]
+    operands: dict[int, list[Source]]
+    scopes: list[Scope]
+    policies: dict[str, Policy]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an operand stands in a call: the input's position, and the element's if that is a list."""
+
+    position: int
+    element: int | None
+    value: Any
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads one graph.
+
+    attributes: from a value that is read off the module to the tensor that it is now. policies: by digest, and resolved
+    for the device type when asked.
+    """
+
+    attributes: Callable[[Any], Any]
+    policy_of: Callable[[Scope], Policy]
+    types: dict[int, str] = field(default_factory=dict)
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    ids: dict[int, int] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+    items: dict[int, Item] = field(default_factory=dict)
+    operands: dict[int, list[Source]] = field(default_factory=dict)
+    regions: dict[OpenedRegion, int] = field(default_factory=dict)
+    scopes: list[Scope] = field(default_factory=list)
+    numbers: dict[Scope, int] = field(default_factory=dict)
+    policies: dict[str, Policy] = field(default_factory=dict)
+
+    def read(self, section: Section, name: str) -> Reading:
+        """The program of a graph."""
+        self._propagate(section)
+        body = self._block(section, "main")
+        program = Program(name, body, tuple(self.regions))
+        return Reading(program, self.items, self.operands, self.scopes, self.policies)
+
+    # -- regions
+
+    def _region(self, scopes: Scopes, op: str) -> int | None:
+        """The number of the region that decides about an op; None outside of any that is on."""
+        del op
+        if not scopes:
+            return None
+        return self._number(list(scopes.values())[-1])
+
+    def _number(self, scope: Scope) -> int:
+        if scope not in self.numbers:
+            policy = self.policy_of(scope)
+            digest = policy.digest[:16]
+            self.policies[digest] = policy
+            low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
+            facts = Region(scope.device_type, FORMATS[low], scope.enabled is not False, scope.cached)
+            number = len(self.scopes)
+            session = scope.session
+            opened = OpenedRegion(facts, digest, session, scope.open)
+            while opened in self.regions:  # two instances with open facts are two regions
+                session += 1000
+                opened = OpenedRegion(facts, digest, session, scope.open)
+            self.regions[opened] = number
+            self.scopes.append(scope)
+            self.numbers[scope] = number
+        return self.numbers[scope]
+
+    # -- formats
+
+    def _propagate(self, section: Section) -> None:
+        """The types of all values; loops until nothing changes."""
+        for value in section.block.inputs():
+            self.types.setdefault(value.unique(), _declared(value))
+        for item in section.items:
+            self._propagate_through(item)
+
+    def _propagate_through(self, item: Item) -> None:
+        node = item.node
+        kind = node.kind()
+        if kind == "prim::If":
+            for inner in item.blocks:
+                self._propagate(inner)
+            ends = [list(inner.block.outputs()) for inner in item.blocks]
+            for n, output in enumerate(node.outputs()):
+                self.types[output.unique()] = join(self._type(end[n]) for end in ends)
+        elif kind == "prim::Loop":
+            self._propagate_loop(item)
+        else:
+            for inner in item.blocks:
+                self._propagate(inner)
+            self._propagate_call(item)
+
+    def _propagate_loop(self, item: Item) -> None:
+        node, (body,) = item.node, item.blocks
+        carried = list(node.inputs())[2:]
+        inside = list(body.block.inputs())[1:]
+        types = [self._type(value) for value in carried]
+        while True:
+            for value, known in zip(inside, types, strict=True):
+                self.types[value.unique()] = known
+            self.types.setdefault(next(iter(body.block.inputs())).unique(), OTHER)
+            self._propagate(body)
+            after = [join((t, self._type(end))) for t, end in zip(types, list(body.block.outputs())[1:], strict=True)]
+            if after == types:
+                break
+            types = after
+        for output, known in zip(node.outputs(), types, strict=True):
+            self.types[output.unique()] = known
+
+    def _propagate_call(self, item: Item) -> None:
+        node = item.node
+        outputs = list(node.outputs())
+        facts = facts_of(node)
+        if node.kind() in ("prim::GetAttr", "prim::Constant") and outputs and _is_tensor(outputs[0]):
+            self._look_up(outputs[0])
+            return
+        if facts is None:
+            for output in outputs:
+                self.types[output.unique()] = self._type_without_schema(node, output)
+            return
+        known = self._result(item, facts)
+        for output in outputs:
+            self.types[output.unique()] = known if _holds_tensors(output) else OTHER
+
+    def _look_up(self, value: Any) -> None:
+        tensor = self.attributes(value) if value.node().kind() == "prim::GetAttr" else value.toIValue()
+        if isinstance(tensor, torch.Tensor):
+            self.known[value.unique()] = tensor
+            floats = tensor.dtype in FORMATS
+            self.types[value.unique()] = FORMATS[tensor.dtype].name if floats else OTHER
+        else:
+            self.types[value.unique()] = TENSOR
+
+    def _type_without_schema(self, node: Any, output: Any) -> str:
+        if not _holds_tensors(output):
+            return OTHER
+        if node.kind() in ("prim::ListConstruct", "prim::TupleConstruct", "prim::ListUnpack", "prim::unchecked_cast"):
+            return join(self._type(v) for v in node.inputs() if _holds_tensors(v)) if node.inputsSize() else TENSOR
+        return TENSOR
+
+    def _result(self, item: Item, facts: OpFacts) -> str:
+        """The type of what a call gives, after its casts."""
+        node = item.node
+        name = facts.op._opname
+        given = [self._type(s.value) for s in sources(node, facts)]
+        if name in COUNTING:
+            return OTHER
+        dtype = _dtype_argument(node, facts)
+        if isinstance(dtype, int):
+            return FORMATS[dtype_of(dtype)].name if dtype in (5, 6, 7, 15) else OTHER
+        if dtype is not None:
+            return TENSOR
+        number = self._region(item.scopes, facts.id)
+        if number is not None:
+            plan = self._plan(item, facts, number)
+            opened = list(self.regions)[number]
+            after = self._after(plan, opened, given)
+            if after is not None:
+                return after
+        if name in ("float", "double", "half", "bfloat16"):
+            return {"float": "fp32", "double": "fp64", "half": "fp16", "bfloat16": "bf16"}[name]
+        return promoted(given) if name in KEEPING else TENSOR
+
+    def _plan(self, item: Item, facts: OpFacts, number: int) -> Plan:
+        step = self._step_of(item, facts, number, numbered=False)
+        opened = list(self.regions)[number]
+        program = _Values(tuple(self.regions), {o.value: v for o, v in zip(step.operands, self._looks, strict=True)})
+        return decide(call_of(program, step), self.policies[opened.policy], opened.facts)  # type: ignore[arg-type]
+
+    def _after(self, plan: Plan, opened: OpenedRegion, given: list[str]) -> str | None:
+        """The format that a decided call gives; None if the decision does not say."""
+        if plan.rule is None or not opened.facts.enabled:
+            return None
+        kind = plan.rule.action.kind
+        if opened.open and kind is not Kind.FOLLOW:
+            return TENSOR
+        if kind is Kind.LOWER:
+            return opened.facts.low.name
+        if kind is Kind.FULL or plan.set_dtype or plan.append_dtype:
+            return "fp32"
+        if kind is Kind.TO and plan.rule.action.format is not None:
+            return plan.rule.action.format.name
+        if plan.undecided is not None:
+            return TENSOR
+        if kind is Kind.PROMOTE:
+            cast = [p.name if p is not None else t for p, t in zip(plan.formats, given, strict=True)]
+            return promoted(cast)
+        return None
+
+    def _type(self, value: Any) -> str:
+        return self.types.get(value.unique(), TENSOR if _holds_tensors(value) else OTHER)
+
+    # -- the program
+
+    def _block(self, section: Section, name: str) -> Block:
+        parameters = tuple(self._value(v) for v in section.block.inputs())
+        steps: list[Step] = []
+        for item in section.items:
+            steps += self._steps(item)
+        returns = tuple(self.ids[v.unique()] for v in section.block.outputs())
+        return Block(name, parameters, tuple(steps), returns)
+
+    def _value(self, value: Any) -> Value:
+        made = self._looked(value, len(self.values))
+        self.ids[value.unique()] = made.id
+        self.values.append(made)
+        return made
+
+    def _looked(self, value: Any, number: int) -> Value:
+        """What is known of a value."""
+        if is_optional_tensor(value) or is_tensor_list(value):
+            return Value(number, TENSOR, _ANY_SHAPE, "", True)
+        if not _is_tensor(value):
+            return Value(number, "tuple" if _holds_tensors(value) else OTHER, gradient=_holds_tensors(value))
+        known = self._type(value)
+        tensor = self.known.get(value.unique())
+        if tensor is None:
+            return Value(number, known, _ANY_SHAPE, "", known != OTHER)
+        weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32
+        return Value(number, short_type(tensor.dtype), tuple(tensor.shape), "", tensor.requires_grad, weight)
+
+    def _plain(self, kind: str) -> Value:
+        made = Value(len(self.values), kind)
+        self.values.append(made)
+        return made
+
+    _looks: list[Value] = field(default_factory=list)
+
+    def _step_of(self, item: Item, facts: OpFacts, region: int | None, numbered: bool = True) -> Step:
+        """A call of an op as a step; while formats are being found, with operands that have no ids yet."""
+        node = item.node
+        written = {slot.name for slot in facts.slots if slot.written}
+        found = sources(node, facts)
+        self._looks = [self._looked(s.value, n) for n, s in enumerate(found)]
+        names = [facts.op._schema.arguments[s.position].name for s in found]
+        if numbered:
+            numbers = [self._id(s.value) for s in found]
+        else:
+            numbers = list(range(len(found)))
+        operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
+        given = frozenset(["dtype"]) if _dtype_argument(node, facts) is not None else frozenset()
+        file, line = place_of(node)
+        place = Place(_module_path(node), file=file, line=line) if file or line else NOWHERE
+        return Step(
+            Value(-1, OTHER), facts.id, operands, "", given, facts.computes, region,
+            effects=("random",) if is_random(facts.op) else (), place=place,
+        )  # fmt: skip
+
+    def _id(self, value: Any) -> int:
+        if value.unique() not in self.ids:
+            self._value(value)
+        return self.ids[value.unique()]
+
+    def _steps(self, item: Item) -> list[Step]:
+        """The steps of a node: one for the call, and one for each result if it gives several."""
+        node = item.node
+        blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
+        facts = facts_of(node)
+        if facts is not None:
+            region = self._region(item.scopes, facts.id)
+            made = self._step_of(item, facts, region)
+        else:
+            made = self._other(item, blocks)
+        outputs = list(node.outputs())
+        if len(outputs) == 1:
+            value = self._value(outputs[0])
+        else:
+            value = self._plain("tuple" if outputs else OTHER)
+        aliases = tuple(range(len(made.operands))) if facts is None or _may_alias(facts) else ()
+        step = _replace(made, value, blocks, aliases)
+        self.items[value.id] = item
+        if facts is not None:
+            self.operands[value.id] = sources(node, facts)
+        else:  # what its blocks read besides has no position
+            reads = [(n, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
+            self.operands[value.id] = [Source(n, None, v) for n, v in reads]
+        steps = [step]
+        if len(outputs) != 1:
+            for n, output in enumerate(outputs):
+                got = self._value(output)
+                steps.append(Step(got, "getitem", (Operand("a0", value.id),), str(n), aliases=(0,)))
+        return steps
+
+    def _other(self, item: Item, blocks: tuple[Block, ...]) -> Step:
+        """What is no op of a library: control flow, attributes, lists, calls into Python."""
+        node = item.node
+        reads = [v for v in node.inputs() if v.unique() in self.ids]
+        numbers = [self.ids[v.unique()] for v in reads]
+        inner = [o for b in blocks for _, s in b.walk() for o in s.operands]
+        made_inside = {s.id for b in blocks for _, s in b.walk()} | {v.id for b in blocks for v in b.parameters}
+        captured = dict.fromkeys(o.value for o in inner if o.value not in made_inside and o.value not in numbers)
+        written = {o.value for o in inner if o.written}
+        operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
+        name = node.kind().replace("::", ".")
+        pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
+        file, line = place_of(node)
+        place = Place(file=file, line=line) if file else NOWHERE
+        return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What `call_of` reads of a program, while there is none."""
+
+    regions: tuple[OpenedRegion, ...]
+    values: dict[int, Value]
+
+
+def _replace(step: Step, value: Value, blocks: tuple[Block, ...], aliases: tuple[int, ...]) -> Step:
+    return Step(
+        value, step.op, step.operands, step.constants, step.given, step.computes, step.region,
+        aliases=aliases, effects=step.effects, blocks=blocks, place=step.place,
+    )  # fmt: skip
+
+
+def _may_alias(facts: OpFacts) -> bool:
+    return facts.is_view or facts.writes or not facts.computes
+
+
+@cache
+def _facts(schema: str) -> OpFacts | None:
+    name, _, _ = schema.partition("(")
+    identity = name.replace("::", ".")
+    op = find_op(identity if "." in name else f"{identity}.default")
+    return op_facts(op) if op is not None else None
+
+
+def facts_of(node: Any) -> OpFacts | None:
+    """The facts of the op that a node calls; None if it calls none, or one without tensors."""
+    schema = node.schema()
+    facts = _facts(schema) if schema and not schema.startswith("(no") else None
+    return facts if facts is not None and facts.slots else None
+
+
+def sources(node: Any, facts: OpFacts) -> list[Source]:
+    """The tensors that a call reads, elements of lists that are made for it one by one."""
+    inputs = list(node.inputs())
+    found = []
+    for slot in facts.slots:
+        value = inputs[slot.position]
+        if slot.is_list:
+            maker = value.node()
+            if maker.kind() == "prim::ListConstruct" and is_only_read(value):
+                found += [Source(slot.position, n, v) for n, v in enumerate(maker.inputs()) if _may_be_tensor(v)]
+            elif is_tensor_list(value):
+                found.append(Source(slot.position, None, value))
+        elif _may_be_tensor(value):
+            found.append(Source(slot.position, None, value))
+    return found
+
+
+def is_only_read(value: Any) -> bool:
+    """Whether a list is passed to ops that do not change it, and to nothing else."""
+    for use in value.uses():
+        schema = use.user.schema()
+        if not schema or schema.startswith("(no"):
+            return False
+        arguments = torch._C.parse_schema(schema).arguments
+        alias = arguments[use.offset].alias_info if use.offset < len(arguments) else None
+        if alias is not None and alias.is_write:
+            return False
+    return True
+
+
+def _may_be_tensor(value: Any) -> bool:
+    return _is_tensor(value) or (is_optional_tensor(value))
+
+
+def is_optional_tensor(value: Any) -> bool:
+    """Whether a value may be a tensor or None, and nobody knows which."""
+    kind = value.type()
+    return kind.kind() == "OptionalType" and kind.getElementType().kind() == "TensorType"
+
+
+def is_tensor_list(value: Any) -> bool:
+    """Whether a value is a list of tensors."""
+    kind = value.type()
+    return bool(kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType")
+
+
+def _is_tensor(value: Any) -> bool:
+    return bool(value.type().kind() == "TensorType")
+
+
+def _holds_tensors(value: Any) -> bool:
+    return "Tensor" in value.type().annotation_str
+
+
+def _declared(value: Any) -> str:
+    return TENSOR if _holds_tensors(value) else OTHER
+
+
+def _dtype_argument(node: Any, facts: OpFacts) -> Any:
+    """What a call was given as dtype: a number, a value, or None where that is left open."""
+    if facts.dtype_position is None:
+        return None
+    value = list(node.inputs())[facts.dtype_position]
+    known = constant(value)
+    if known is not None:
+        return known
+    kind = value.type().kind()
+    return None if kind in ("NoneType", "OptionalType") else value
+
+
+def _module_path(node: Any) -> str:
+    """The module that an inlined node comes from: `encoder.0`."""
+    parts = []
+    for part in node.getModuleHierarchy().split("."):
+        name, _, kind = part.partition("(")
+        if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
+            parts.append(name)
+    return ".".join(parts)

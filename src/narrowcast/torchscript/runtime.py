@@ -1,0 +1,94 @@
+"""What scripts do where formats are known only when they run: plain TorchScript, which goes into their graphs.
+
+Each function is compiled once; its graph is copied to where it is needed, so scripts run without Narrowcast. Eligible
+are, as everywhere, floating tensors on the region's device type that are not fp64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, List, Optional  # noqa: UP035  # what TorchScript reads
+
+import torch
+from torch import Tensor
+
+
+def is_eligible(x: Tensor, on: bool, device: str) -> bool:
+    return on and x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
+
+
+def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
+    if is_eligible(x, on, device) and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
+def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
+    y = x._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
+    if y.dtype == other:  # the op knows fp32 only
+        up = y._autocast_to_full_precision(cuda, cpu)
+        y = up._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
+    return y
+
+
+def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
+    if x is not None:
+        if is_eligible(x, on, device) and x.dtype != dtype:
+            return x.to(dtype)
+    return x
+
+
+def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
+    return [cast(x, on, device, dtype) for x in xs]
+
+
+def promote(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    dst = low
+    for x in xs:
+        if is_eligible(x, on, device) and dst != 6:
+            if x.dtype == torch.float32:
+                dst = 6
+            elif x.dtype != low:
+                raise RuntimeError("native promotion met a format that is neither fp32 nor the region's")
+    return [cast(x, on, device, dst) for x in xs]
+
+
+def align(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    dst = -1
+    for x in xs:
+        if x.is_floating_point():
+            dtype: int = x.dtype
+            if dst == -1 or dtype == 7:
+                dst = dtype
+            elif dtype != dst and dst != 7 and dtype == 6:
+                dst = 6
+            elif dtype != dst and dst != 7 and dst != 6:
+                raise RuntimeError("no format holds all of fp16, bf16")
+    return [cast(x, on, device, dst) for x in xs]
+
+
+def inside(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    return [cast(x, on, device, 6) for x in xs]
+
+
+def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # noqa: UP006
+    for first in firsts:
+        if is_eligible(first, on, device):
+            return cast(x, on, device, first.dtype)
+    return x
+
+
+def chosen_dtype(x: Tensor, dtype: Optional[int], on: bool, device: str) -> Optional[int]:  # noqa: UP045
+    if dtype is None and is_eligible(x, on, device):
+        return 6
+    return dtype
+
+
+@cache
+def graph_of(function: Callable[..., Any]) -> Any:
+    """The function's graph, with what it calls inside it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(function).inlined_graph
