@@ -26,11 +26,14 @@ __version__ = "0.1.0.dev0"
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
     "compile": "narrowcast.compiler",
+    "convert": "narrowcast.scripting",
     "export": "narrowcast.exporter",
     "record": "narrowcast.eager",
     "Subject": "narrowcast.explainer",
     "explain": "narrowcast.explainer",
     "round_to": "narrowcast.numerics",
+    "script": "narrowcast.scripting",
+    "trace": "narrowcast.scripting",
 }
 
 __all__ = [
@@ -51,6 +54,7 @@ __all__ = [
     "__version__",
     "autocast",
     "compile",
+    "convert",
     "decide",
     "errors",
     "explain",
@@ -60,6 +64,8 @@ __all__ = [
     "lint_policy",
     "record",
     "round_to",
+    "script",
+    "trace",
     "widest",
 ]
 

@@ -170,6 +170,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             with self:
                 return func(*args, **kwargs)
 
+        decorated.__narrowcast_decorated__ = self  # type: ignore[attr-defined]  # scripts compile what is below
         return decorated  # type: ignore[return-value]
 
     def __repr__(self) -> str:

@@ -63,9 +63,10 @@ def assign_casts(
     return edits
 
 
-def call_of(program: Program, step: Step) -> Call:
-    """The step as `decide` asks for it."""
-    here = program.regions[step.region].facts.device_type if step.region is not None else ""
+def call_of(program: Program, step: Step, number: int | None = None) -> Call:
+    """The step as `decide` asks for it, in its region or in the one with this number."""
+    number = step.region if number is None else number
+    here = program.regions[number].facts.device_type if number is not None else ""
     values = [program.values[o.value] for o in step.operands]
     arguments = tuple(  # where the device is not known, whoever casts looks
         Argument(o.name, v.format, v.device or here, o.written, v.type == TENSOR)
@@ -77,11 +78,17 @@ def call_of(program: Program, step: Step) -> Call:
 def _decided(
     program: Program, step: Step, policies: Mapping[str, Policy], overload_with_dtype: Overload
 ) -> Iterator[Edit]:
-    region = program.regions[step.region or 0]
-    if not region.facts.enabled:
-        return
+    for number in (step.region or 0, *step.others):
+        if program.regions[number].facts.enabled:
+            yield from _decided_in(program, step, number, policies, overload_with_dtype)
+
+
+def _decided_in(
+    program: Program, step: Step, number: int, policies: Mapping[str, Policy], overload_with_dtype: Overload
+) -> Iterator[Edit]:
+    region = program.regions[number]
     policy = policies[region.policy]
-    plan = decide(call_of(program, step), policy, region.facts)
+    plan = decide(call_of(program, step, number), policy, region.facts)
     if plan.refused is not None:
         raise _refusal(step, plan)
     rules = dict(plan.argument_rules)
@@ -89,7 +96,7 @@ def _decided(
         if dst is not None:
             rule = rules.get(operand.name, plan.rule)
             reason = rule.reason if rule is not None else ""
-            yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name))
+            yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name), number)
     why = Why(NAME, plan.rule.reason if plan.rule else "", plan.rule, policy.name)
     if plan.undecided is not None:
         tensors = (n for n, o in enumerate(step.operands) if _may_float(program.values[o.value]) and not o.written)

@@ -49,6 +49,8 @@ def _is_idle(
     program: Program, block: Block, step: Step, writes: Writes, readers: dict[int, int], after_autograd: bool
 ) -> bool:
     source = step.operands[0].value
+    if step.region is not None and program.regions[step.region].open:
+        return False
     if program.values[source].format is not step.value.format:
         return False
     if step.id in block.returns:

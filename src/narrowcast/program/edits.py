@@ -28,12 +28,16 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class InsertCast:
-    """Cast operand number `operand` of a step to `dst`, just before the step."""
+    """Cast operand number `operand` of a step to `dst`, just before the step.
+
+    region: number of the region that asks for it, if it is not the step's own.
+    """
 
     step: int
     operand: int
     dst: Format
     why: Why
+    region: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,7 @@ class _Editor:
             operands[0] = replace(operands[0], value=self.sources[step.id])
         for edit in self.inserts.get(step.id, ()):
             cast = self._cast(operands[edit.operand].value, edit.dst, step)
-            steps.append(cast)
+            steps.append(cast if edit.region is None else replace(cast, region=edit.region))
             operands[edit.operand] = replace(operands[edit.operand], value=cast.id)
         if step.id in self.together:
             self._cast_together(step, operands, steps)

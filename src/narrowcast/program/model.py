@@ -81,6 +81,7 @@ class Step:
     given:     names of arguments that were passed and are no tensors (`dtype` matters).
     computes:  False for views, copies, conversions, factories and whatever writes.
     region:    number of the region that it runs in, in `Program.regions`; None if there is none.
+    others:    numbers of the regions around that one for other device types, where nobody knows the device.
     grad_mode: whether autograd records here.
     direction: forward, or backward; of a joint graph also dgrad and wgrad, where that is known.
     aliases:   positions of operands whose memory the result may share.
@@ -101,6 +102,7 @@ class Step:
     effects: tuple[str, ...] = ()
     blocks: tuple[Block, ...] = ()
     place: Place = NOWHERE
+    others: tuple[int, ...] = ()
 
     @property
     def id(self) -> int:
@@ -140,8 +142,8 @@ class OpenedRegion:
     """A region that steps run in.
 
     policy:  digest of its policy. session: regions nested in one outermost region share a weight cache, and this.
-    open:    facts that only the running program knows, `enabled` or `low`; `facts` then has what holds if it is on, and
-             the device's default.
+    open:    what only the running program knows: `enabled` or `low` (`facts` then has what holds if it is on, and the
+             device's default), or `device` (whether a tensor is on the region's).
     """
 
     facts: Region

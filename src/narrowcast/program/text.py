@@ -83,7 +83,7 @@ def _print_step(step: Step, places: dict[Place, int]) -> str:
     if step.effects:
         text += f" effects {','.join(step.effects)}"
     if step.region is not None:
-        text += f" in {step.region}"
+        text += f" in {','.join(map(str, (step.region, *step.others)))}"
     if step.place != NOWHERE:
         number = places.setdefault(step.place, len(places))
         line = f"{PurePath(step.place.file).name}:{step.place.line}"
@@ -102,7 +102,7 @@ _VALUE = re.compile(r"%(\d+): (\w+)(\[[^\]]*\])?((?: (?!grad\b|weight\b|=)[\w:]+
 _STEP = re.compile(
     r" = ([^\s(]+)\(([^)]*)\)"
     r'(?: with ("(?:[^"\\]|\\.)*"))?(?: given (\S+))?( computes)?(?: (backward|dgrad|wgrad))?( nograd)?'
-    r"(?: ~([\d,]+))?(?: effects (\S+))?(?: in (\d+))?(?: at (\d+): .*)?$"
+    r"(?: ~([\d,]+))?(?: effects (\S+))?(?: in ([\d,]+))?(?: at (\d+): .*)?$"
 )
 _REGION = re.compile(
     r"region \d+: (\S+) (\S+) (enabled|disabled) (cached|uncached) session (\d+) policy (\S+)(?: open (\S+))?$"
@@ -207,7 +207,8 @@ class _Parser:
         found = _STEP.match(line, made.end()) if made else None
         if made is None or found is None:
             raise self._error("a step")
-        op, operands, constants, given, computes, direction, nograd, aliases, effects, region, place = found.groups()
+        op, operands, constants, given, computes, direction, nograd, aliases, effects, within, place = found.groups()
+        regions = [int(n) for n in within.split(",")] if within else []
         if place is not None and int(place) not in self.places:
             raise self._error(f"place {place}, which the text lacks,")
         return Step(
@@ -217,13 +218,14 @@ class _Parser:
             json.loads(constants) if constants else "",
             frozenset(given.split(",")) if given else frozenset(),
             computes is not None,
-            int(region) if region is not None else None,
+            regions[0] if regions else None,
             nograd is None,
             direction or "forward",
             tuple(int(n) for n in aliases.split(",")) if aliases else (),
             tuple(effects.split(",")) if effects else (),
             (),
             self.places[int(place)] if place is not None else NOWHERE,
+            tuple(regions[1:]),
         )
 
 

@@ -8,48 +8,53 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
-from narrowcast.policy import Policy, known_policy
+from narrowcast.policy import Policy, as_policy, known_policy
 from narrowcast.program import Program
-from narrowcast.torch_bridge import find_op, op_id, overload_with_dtype
+from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
 from narrowcast.torchscript.read import Reader
 from narrowcast.torchscript.scopes import Scanner, Scope, Scopes, Section, make_edges, region_class
 from narrowcast.torchscript.source import shown_at
 from narrowcast.torchscript.write import write_graph
 
 
-def make_graph_explicit(
-    graph: Any, around: Scopes, module: Any = None, name: str = "forward"
-) -> tuple[Program, Outcome]:
-    """Give a graph, in place, the casts of its regions and of the one around it; its regions go.
-
-    module: the script module that `self` is. Returns the program as read, and what the passes made of it.
-
-    Raises ScriptError for what cannot be cast, with the graph as it was except for inlined calls.
-    """
+def inline_calls(graph: Any) -> None:
+    """Put the functions and methods that a graph calls into it, in place, and mark its regions' edges as nodes."""
     torch._C._jit_pass_inline(graph)
     make_edges(graph)
+
+
+def make_graph_explicit(
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward"
+) -> tuple[Program, Outcome, dict[str, Policy]]:
+    """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
+
+    module: the script module that `self` is. Returns the program as read, what the passes made of it, and the policies
+    by digest.
+
+    Raises ScriptError for what cannot be cast.
+    """
     torch._C._jit_pass_peephole(graph)
-    torch._C._jit_pass_constant_propagation_immutable_types(graph)
-    section = Scanner(graph, around).scan()
+    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
+    scanner = Scanner(graph, around)
+    section = scanner.scan()
     _refuse_unseen(section)
     reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)
     outcome = run_passes(reading.program, BEFORE_AUTOGRAD, reading.policies, _overload)
     write_graph(graph, section, reading, outcome.program)
+    scanner.finish()
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_dce(graph)
     torch._C._jit_pass_lint(graph)
-    return reading.program, outcome
+    return reading.program, outcome, reading.policies
 
 
 def policy_of(scope: Scope) -> Policy:
-    """The policy of a region, resolved for its device type."""
-    found = known_policy(scope.policy) if scope.policy else None
-    if scope.policy and found is None:
-        raise ScriptError(
-            asked=f"a region with policy {scope.policy}", found="no policy with that digest is loaded",
-            advice="Load it, and script again.",
-        )  # fmt: skip
-    return found.resolve(scope.device_type) if found is not None else Policy.native(scope.device_type)
+    """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
+    chosen = (
+        (known_policy(scope.policy) or as_policy(scope.policy)) if scope.policy else Policy.native(scope.device_type)
+    )
+    check_ops(chosen)
+    return chosen.resolve(scope.device_type)
 
 
 def attribute_of(value: Any, module: Any) -> Any:

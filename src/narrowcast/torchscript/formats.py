@@ -21,8 +21,10 @@ def join(types: Iterable[str]) -> str:
 
 
 def promoted(types: Iterable[str]) -> str:
-    """What an op gives that keeps the format of its floating operands. Formats that differ may be promoted or not:
-    a tensor without dimensions does not count."""
+    """What an op gives that keeps the format of its floating operands.
+
+    Formats that differ may be promoted or not: a tensor without dimensions does not count.
+    """
     floats = {t for t in types if t != OTHER}
     return floats.pop() if len(floats) == 1 else TENSOR
 
@@ -40,8 +42,9 @@ KEEPING = frozenset(
     repeat repeat_interleave replication_pad1d reshape rms_norm roll round rrelu rsqrt rsub select selu sigmoid silu sin
     slice softmax softplus split split_with_sizes sqrt square squeeze stack sub sum swapaxes swapdims t take tanh
     threshold tile transpose trapezoid tril triu unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze
-    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d var view view_as where
-    zeros_like ones_like empty_like new_zeros new_ones linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d mm
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d var view view_as
+    where zeros_like ones_like empty_like new_zeros new_ones linear conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d mm
     bmm matmul addmm einsum norm prelu scaled_dot_product_attention _convolution
     add_ sub_ mul_ div_ relu_ sigmoid_ tanh_ clamp_ dropout_ copy_ zero_ fill_ exp_ sqrt_ neg_ silu_ hardtanh_ relu6_
     leaky_relu_ elu_ masked_fill_ index_put_ scatter_ scatter_add_ index_add_ squeeze_ unsqueeze_ transpose_ t_

@@ -25,11 +25,13 @@ _ANY_SHAPE = ("?",)
 class Reading:
     """A program, and what it was read from.
 
-    items: the call of each step. operands: for each step the script's values that its operands are, with the position
-    among the call's inputs and, for an element of a list, in the list. scopes: of each region. policies: by digest.
+    ids: of the script's values. items: the call of each step. operands: for each step the script's values that its
+    operands are, with the position among the call's inputs and, for an element of a list, in the list. scopes: of each
+    region. policies: by digest.
     """
 
     program: Program
+    ids: dict[int, int]
     items: dict[int, Item]
     operands: dict[int, list[Source]]
     scopes: list[Scope]
@@ -63,7 +65,7 @@ class Reader:
     operands: dict[int, list[Source]] = field(default_factory=dict)
     regions: dict[OpenedRegion, int] = field(default_factory=dict)
     scopes: list[Scope] = field(default_factory=list)
-    numbers: dict[Scope, int] = field(default_factory=dict)
+    numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
     policies: dict[str, Policy] = field(default_factory=dict)
 
     def read(self, section: Section, name: str) -> Reading:
@@ -71,19 +73,17 @@ class Reader:
         self._propagate(section)
         body = self._block(section, "main")
         program = Program(name, body, tuple(self.regions))
-        return Reading(program, self.items, self.operands, self.scopes, self.policies)
+        return Reading(program, self.ids, self.items, self.operands, self.scopes, self.policies)
 
     # -- regions
 
-    def _region(self, scopes: Scopes, op: str) -> int | None:
-        """The number of the region that decides about an op; None outside of any that is on."""
-        del op
-        if not scopes:
-            return None
-        return self._number(list(scopes.values())[-1])
+    def _regions(self, scopes: Scopes) -> tuple[int, ...]:
+        """The numbers of the regions that hold, the innermost first: several if they are for several device types."""
+        several = ("device",) if len(scopes) > 1 else ()
+        return tuple(self._number(scope, several) for scope in reversed(scopes.values()))
 
-    def _number(self, scope: Scope) -> int:
-        if scope not in self.numbers:
+    def _number(self, scope: Scope, several: tuple[str, ...]) -> int:
+        if (scope, several) not in self.numbers:
             policy = self.policy_of(scope)
             digest = policy.digest[:16]
             self.policies[digest] = policy
@@ -91,14 +91,14 @@ class Reader:
             facts = Region(scope.device_type, FORMATS[low], scope.enabled is not False, scope.cached)
             number = len(self.scopes)
             session = scope.session
-            opened = OpenedRegion(facts, digest, session, scope.open)
+            opened = OpenedRegion(facts, digest, session, scope.open + several)
             while opened in self.regions:  # two instances with open facts are two regions
                 session += 1000
-                opened = OpenedRegion(facts, digest, session, scope.open)
+                opened = OpenedRegion(facts, digest, session, scope.open + several)
             self.regions[opened] = number
             self.scopes.append(scope)
-            self.numbers[scope] = number
-        return self.numbers[scope]
+            self.numbers[scope, several] = number
+        return self.numbers[scope, several]
 
     # -- formats
 
@@ -185,8 +185,7 @@ class Reader:
             return FORMATS[dtype_of(dtype)].name if dtype in (5, 6, 7, 15) else OTHER
         if dtype is not None:
             return TENSOR
-        number = self._region(item.scopes, facts.id)
-        if number is not None:
+        for number in self._regions(item.scopes):
             plan = self._plan(item, facts, number)
             opened = list(self.regions)[number]
             after = self._after(plan, opened, given)
@@ -197,7 +196,7 @@ class Reader:
         return promoted(given) if name in KEEPING else TENSOR
 
     def _plan(self, item: Item, facts: OpFacts, number: int) -> Plan:
-        step = self._step_of(item, facts, number, numbered=False)
+        step = self._step_of(item, facts, (number,), numbered=False)
         opened = list(self.regions)[number]
         program = _Values(tuple(self.regions), {o.value: v for o, v in zip(step.operands, self._looks, strict=True)})
         return decide(call_of(program, step), self.policies[opened.policy], opened.facts)  # type: ignore[arg-type]
@@ -232,7 +231,7 @@ class Reader:
         steps: list[Step] = []
         for item in section.items:
             steps += self._steps(item)
-        returns = tuple(self.ids[v.unique()] for v in section.block.outputs())
+        returns = tuple(self.ids[v.unique()] for v in section.block.outputs() if v.unique() in self.ids)
         return Block(name, parameters, tuple(steps), returns)
 
     def _value(self, value: Any) -> Value:
@@ -261,7 +260,7 @@ class Reader:
 
     _looks: list[Value] = field(default_factory=list)
 
-    def _step_of(self, item: Item, facts: OpFacts, region: int | None, numbered: bool = True) -> Step:
+    def _step_of(self, item: Item, facts: OpFacts, regions: tuple[int, ...], numbered: bool = True) -> Step:
         """A call of an op as a step; while formats are being found, with operands that have no ids yet."""
         node = item.node
         written = {slot.name for slot in facts.slots if slot.written}
@@ -277,8 +276,8 @@ class Reader:
         file, line = place_of(node)
         place = Place(_module_path(node), file=file, line=line) if file or line else NOWHERE
         return Step(
-            Value(-1, OTHER), facts.id, operands, "", given, facts.computes, region,
-            effects=("random",) if is_random(facts.op) else (), place=place,
+            Value(-1, OTHER), decided_as(facts.id), operands, "", given, facts.computes, *_first(regions),
+            effects=("random",) if is_random(facts.op) else (), place=place, others=regions[1:],
         )  # fmt: skip
 
     def _id(self, value: Any) -> int:
@@ -292,8 +291,7 @@ class Reader:
         blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
         facts = facts_of(node)
         if facts is not None:
-            region = self._region(item.scopes, facts.id)
-            made = self._step_of(item, facts, region)
+            made = self._step_of(item, facts, self._regions(item.scopes))
         else:
             made = self._other(item, blocks)
         outputs = list(node.outputs())
@@ -333,6 +331,25 @@ class Reader:
         return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
 
 
+# Ops that no list names, whose kernels call one op that lists do: eager autocast casts there, a script before them.
+_CALLING = {
+    "aten.einsum.default": "aten.bmm.default",
+    "aten.lstm.input": "aten.mkldnn_rnn_layer.default",
+    "aten.gru.input": "aten.linear.default",
+    "aten.rnn_tanh.input": "aten.linear.default",
+    "aten.rnn_relu.input": "aten.linear.default",
+}
+
+
+def decided_as(op: str) -> str:
+    """The op about which policies are asked: the one that a composite op calls."""
+    return _CALLING.get(op, op)
+
+
+def _first(regions: tuple[int, ...]) -> tuple[int | None]:
+    return (regions[0],) if regions else (None,)
+
+
 @dataclass(frozen=True, slots=True)
 class _Values:
     """What `call_of` reads of a program, while there is none."""
@@ -344,7 +361,7 @@ class _Values:
 def _replace(step: Step, value: Value, blocks: tuple[Block, ...], aliases: tuple[int, ...]) -> Step:
     return Step(
         value, step.op, step.operands, step.constants, step.given, step.computes, step.region,
-        aliases=aliases, effects=step.effects, blocks=blocks, place=step.place,
+        aliases=aliases, effects=step.effects, blocks=blocks, place=step.place, others=step.others,
     )  # fmt: skip
 
 
@@ -404,7 +421,7 @@ def _may_be_tensor(value: Any) -> bool:
 def is_optional_tensor(value: Any) -> bool:
     """Whether a value may be a tensor or None, and nobody knows which."""
     kind = value.type()
-    return kind.kind() == "OptionalType" and kind.getElementType().kind() == "TensorType"
+    return bool(kind.kind() == "OptionalType" and kind.getElementType().kind() == "TensorType")
 
 
 def is_tensor_list(value: Any) -> bool:

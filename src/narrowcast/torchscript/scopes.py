@@ -79,13 +79,16 @@ class Scanner:
     def scan(self) -> Section:
         """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
         section = self._section(self.graph.block(), [self.around])
-        for node in reversed(self.edges):
+        for node in self.edges:
             if node.kind() == "prim::Enter" and node.outputsSize():
                 node.output().replaceAllUsesWith(node.inputsAt(0))
+        return section
+
+    def finish(self) -> None:
+        """Take the edges of regions, and the objects that nothing reads then, out of the graph."""
         for node in self.edges:
             node.destroy()
         _remove_unused_objects(self.graph)
-        return section
 
     def _section(self, block: Any, stack: list[Scopes]) -> Section:
         items = []

@@ -7,9 +7,10 @@ While `scripting` is on, each function that TorchScript parses is rewritten:
         return x @ x                                return x @ x                      return x
 
 A `with` that return, break or continue leave is pushed into the statements around those. In functions that have such
-statements, TorchScript's compiler ends with an internal assertion at any `with`: there a region is marked by assignments
-that change nothing, `region._enabled = region._enabled` before it and `region.device = region.device` after it. Instances of regions that the function finds in its module are written as the
-calls that make them, and policies, which may be any expression, as their digests.
+statements, TorchScript's compiler ends with an internal assertion at any `with`: there a region is marked by statements
+that change nothing, `region._enabled = region._enabled` before it and `region.device = region.device` after it.
+Instances of regions that the function finds in its module are written as the calls that make them, and policies, which
+may be any expression, as their digests.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.jit import frontend
+from torch.jit import frontend as _frontend
 
 from narrowcast.errors import Origin, ScriptError
 
+frontend: Any = _frontend
 _lock = threading.RLock()
 _numbers = itertools.count()
 
@@ -69,7 +70,7 @@ class _Rewriter:
             if isinstance(node, ast.With):
                 for item in node.items:
                     item.context_expr = self._made_here(item.context_expr)
-        regions = [self._made_here(d) for d in definition.decorator_list if self._is_region(d)]
+        regions = [made for d in definition.decorator_list if (made := self._existing(d)) is not None]
         if regions:
             docstring, body = _without_docstring(definition.body)
             items = [ast.withitem(context_expr=r) for r in regions]
@@ -90,25 +91,20 @@ class _Rewriter:
         except Exception:
             return None
 
-    def _is_region(self, expression: ast.expr) -> bool:
-        value = self._value(expression)
-        return value is not None and self.describe(value) is not None
-
-    def _made_here(self, expression: ast.expr) -> ast.expr:
-        """A region that exists in Python already, as the call that makes it."""
-        if isinstance(expression, ast.Call):
-            return self._with_digest(expression)
+    def _existing(self, expression: ast.expr) -> ast.expr | None:
+        """A region that an expression means in Python, with the facts that it has there, as the call that makes it."""
         value = self._value(expression)
         facts = self.describe(value) if value is not None else None
         if facts is None:
-            return expression
-        name = f"__narrowcast_region_{facts['kind']}"
-        arguments = {k: v for k, v in facts.items() if k != "kind"}
-        text = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
-        made = ast.parse(f"{name}({text})", mode="eval").body
-        for node in ast.walk(made):
-            _at(node, expression)
-        return made
+            return None
+        arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items() if k != "kind")
+        return _at(ast.parse(f"{facts['kind']}({arguments})", mode="eval").body, expression)  # type: ignore[no-any-return]
+
+    def _made_here(self, expression: ast.expr) -> ast.expr:
+        """The region of a with statement; one that exists in Python already as the call that makes it."""
+        if isinstance(expression, ast.Call):
+            return self._with_digest(expression)
+        return self._existing(expression) or expression
 
     def _with_digest(self, call: ast.Call) -> ast.expr:
         """A call of ours: its policy is any Python expression, in a script it is text."""

@@ -61,7 +61,8 @@ class _Writer:
         self.graph.setInsertPoint(into)
         for new in waiting:
             self._insert(new)
-        for position, value in enumerate(block.returns):
+        positions = [n for n, v in enumerate(into.outputs()) if v.unique() in self.reading.ids]
+        for position, value in zip(positions, block.returns, strict=True):
             if value in self.made:
                 into.returnNode().replaceInput(position, self.made[value])
 
@@ -171,8 +172,8 @@ class _Writer:
         scope = self._scope(step)
         facts = facts_of(node)
         on, device = self._on(scope), self._constant(scope.device_type)
-        first = list(node.inputs())[0]
-        if facts is not None and step.op == self.before[step.id].op:
+        first = next(iter(node.inputs()))
+        if facts is not None and step.op == self.before[step.id].op:  # not another overload
             position = facts.dtype_position or 0
             given = list(node.inputs())[position]
             kind = torch._C.OptionalType(torch._C.IntType.get())

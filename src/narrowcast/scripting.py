@@ -1,0 +1,188 @@
+"""`script`, `trace` and `convert`: TorchScript with explicit casts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.eager import autocast
+from narrowcast.errors import ScriptError, ScriptWarning
+from narrowcast.formats import Format
+from narrowcast.policy import Policy
+from narrowcast.torch_bridge import DTYPES, tensors_in
+from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling
+from narrowcast.torchscript.scopes import Scopes
+from narrowcast.torchscript.scripted import (
+    ExplicitFunction,
+    ExplicitModule,
+    explicit_function,
+    explicit_module,
+    fixed_function,
+    fixed_module,
+    scripts_follow_regions,
+)
+
+
+def script(
+    target: Callable[..., Any] | torch.nn.Module,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> Any:
+    """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
+
+    policy, dtype, device_type, enabled, cache_enabled: the region around it all, as for `narrowcast.autocast`; none if
+        policy, dtype and device_type are all None. A device_type left out is that of the module's parameters, or cpu.
+
+    Regions inside hold in every form: `torch.autocast`, `torch.cpu.amp.autocast`, `torch.cuda.amp.autocast` and
+    `narrowcast.autocast` as with statements or decorators, nested, made earlier, chosen by a condition, with `enabled`
+    and `dtype` that only the running script knows. Returns a torch.jit.ScriptFunction or a torch.jit.ScriptModule; what
+    it saves runs in plain torch. Called inside a region, what the script leaves open follows that region.
+
+    Raises ScriptError, with file, line and column, for code in a region that cannot be cast; whatever TorchScript
+    raises for code that it cannot compile.
+    """
+    if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return convert(
+            target, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled
+        )
+    scopes = _scopes(target, policy, dtype, device_type, enabled, cache_enabled)
+    with compiling(autocast):
+        if isinstance(target, torch.nn.Module):
+            return explicit_module(compile_module(target), scopes)
+        return explicit_function(compile_function(target), scopes)
+
+
+def convert(
+    script: Any,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> Any:
+    """Give a script that exists already, one that was loaded from a file for example, explicit casts. It is copied.
+
+    The arguments are those of `script`. Returns a torch.jit.ScriptModule, or for a torch.jit.ScriptFunction a function.
+
+    Raises ScriptError for what is no script, and for code in a region that cannot be cast.
+    """
+    scopes = _scopes(script, policy, dtype, device_type, enabled, cache_enabled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if isinstance(script, torch.jit.ScriptFunction):
+            copied = torch._C._create_function_from_graph(str(script.name), script.graph.copy())
+            return explicit_function(copied, scopes)
+        if not isinstance(script, torch.jit.ScriptModule):
+            raise ScriptError(
+                asked=f"convert({type(script).__name__})", found="it is no script",
+                advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
+            )  # fmt: skip
+        return explicit_module(_copied(script), scopes)
+
+
+def _copied(script: torch.jit.ScriptModule) -> Any:
+    """The same module with types of its own, in the same mode."""
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    copied = torch.jit.load(buffer)
+    for parameter, original in zip(copied.parameters(), script.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+    return copied.train(script.training)
+
+
+def _scopes(
+    target: Any,
+    policy: Policy | str | None,
+    dtype: torch.dtype | str | Format | None,
+    device_type: str | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+) -> Scopes:
+    """The region around a script, checked as eager regions are."""
+    if policy is None and dtype is None and device_type is None:
+        return {}
+    device_type = device_type or _device_of(target)
+    region = autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
+    facts = region._prepared.facts
+    return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy)
+
+
+def _device_of(target: Any, *inputs: Any) -> str:
+    """The device type of a module's parameters, or of the first tensor that it is called with."""
+    tensors = [*target.parameters(), *target.buffers()] if isinstance(target, torch.nn.Module) else []
+    return next((t.device.type for t in (*tensors, *tensors_in(inputs))), "cpu")
+
+
+def trace(
+    target: Callable[..., Any] | torch.nn.Module,
+    example_inputs: Any,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Trace a function or a module with TorchScript, with the casts of eager autocast in the graph.
+
+    example_inputs: a tensor or a tuple of them, as for torch.jit.trace; options: its other keywords (check_trace,
+        strict, example_kwarg_inputs, ...).
+    policy, dtype, device_type, enabled, cache_enabled: the region around it all, as for `narrowcast.autocast`; none if
+        policy, dtype and device_type are all None: then the regions that are open hold, and those inside the code.
+
+    The weight cache works: what it kept from before the trace is let go first.
+    """
+    checked = options.pop("check_trace", True)
+    region: Any = contextlib.nullcontext()
+    if policy is not None or dtype is not None or device_type is not None:
+        device = device_type or _device_of(target, example_inputs)
+        region = autocast(device, dtype, enabled, cache_enabled, policy=policy)
+    with warnings.catch_warnings(), region, scripts_follow_regions() as called:
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.clear_autocast_cache()
+        try:
+            traced = torch.jit.trace(target, example_inputs, check_trace=False, **options)
+        finally:
+            torch.clear_autocast_cache()
+        made = fixed_module(traced) if isinstance(target, torch.nn.Module) else fixed_function(traced)
+        del called  # what it kept is part of the trace now
+        if checked and "example_kwarg_inputs" not in options:
+            _check_trace(target, made, example_inputs)
+    return made
+
+
+def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:
+    """ScriptWarning if the trace gives something else than the code that was traced."""
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        expected = tensors_in(target(*copy.deepcopy(inputs)))
+        torch.manual_seed(0)
+        found = tensors_in(made(*copy.deepcopy(inputs)))
+    torch.clear_autocast_cache()
+    pairs = zip(expected, found, strict=False)
+    if len(expected) != len(found) or not all(
+        a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs
+    ):
+        warnings.warn(
+            "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, or "
+            "on what it has done before",
+            ScriptWarning,
+            stacklevel=3,
+        )
+
+
+__all__ = ["ExplicitFunction", "ExplicitModule", "convert", "script", "trace"]

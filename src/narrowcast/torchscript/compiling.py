@@ -1,0 +1,86 @@
+"""Python code as scripts with explicit casts: what TorchScript compiles anew, and what becomes of its graphs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import _jit_internal
+from torch.jit import _recursive, _script, frontend
+
+from narrowcast.policy import Policy
+from narrowcast.torchscript.region import register_region
+from narrowcast.torchscript.scopes import Scope, number_of
+from narrowcast.torchscript.source import rewriting
+
+_OURS, _TORCHS = "__narrowcast_region_ours", "__narrowcast_region_torchs"
+
+
+@contextmanager
+def compiling(region_class: type) -> Iterator[None]:
+    """TorchScript compiles functions that are decorated with regions, and regions of ours, inside.
+
+    region_class: `narrowcast.autocast`, which this cannot import.
+    """
+
+    def get_closure(function: Any) -> dict[str, Any]:
+        return {**original_closure(undecorated(function)), _OURS: region_class, _TORCHS: torch.autocast}
+
+    def try_compile_fn(function: Any, location: Any) -> Any:
+        return original_compile(undecorated(function), location)
+
+    register_region(region_class)
+    with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class)):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        original_closure, original_compile = _jit_internal.get_closure, _recursive.try_compile_fn
+        _jit_internal.get_closure, _recursive.try_compile_fn = get_closure, try_compile_fn
+        try:
+            yield
+        finally:
+            _jit_internal.get_closure, _recursive.try_compile_fn = original_closure, original_compile
+
+
+def _described(region_class: type, value: Any) -> dict[str, Any] | None:
+    """The arguments that make a region in a script."""
+    if not isinstance(value, (torch.autocast, region_class)):
+        return None
+    value = cast(Any, value)
+    facts: dict[str, Any] = {"device_type": value.device, "dtype": number_of(value.fast_dtype)}
+    facts["enabled"] = value._enabled
+    if isinstance(value, torch.autocast):
+        return {"kind": _TORCHS, **facts, "cache_enabled": value._cache_enabled}
+    return {"kind": _OURS, **facts, "cache_enabled": value._native._cache_enabled, "policy": value.policy.digest}
+
+
+def undecorated(function: Any) -> Any:
+    """The function under decorators that are regions: they are in its source, too."""
+    while hasattr(function, "__script_unsupported") or hasattr(function, "__narrowcast_decorated__"):
+        function = function.__wrapped__
+    return function
+
+
+def compile_function(function: Callable[..., Any]) -> Any:
+    """A new script function, which nobody shares."""
+    function = undecorated(function)
+    definition = frontend.get_jit_def(function, function.__name__)
+    callback = _jit_internal.createResolutionCallbackFromClosure(function)
+    name = _jit_internal._qualified_name(function)
+    defaults = frontend.get_default_args(function)
+    made = torch._C._jit_script_compile(name, definition, callback, defaults)
+    made.__doc__ = function.__doc__
+    return made
+
+
+def compile_module(module: torch.nn.Module) -> Any:
+    """A new script module, whose types no other module shares."""
+    prepared = _script.call_prepare_scriptable_func(module)
+    return _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
+
+
+def around(device_type: str, dtype: torch.dtype, enabled: bool, cached: bool, policy: Policy) -> dict[str, Scope]:
+    """The region around a whole script."""
+    return {device_type: Scope(device_type, enabled, dtype, policy.digest, cached, 0)}

@@ -1,0 +1,43 @@
+"""The class that `narrowcast.autocast` is in scripts: facts to be read off, with no effect of its own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Optional
+
+import torch
+from torch import _jit_internal
+
+from narrowcast.torchscript.scopes import REGION
+
+
+class autocast:  # noqa: N801 (in scripts it has this name)
+    """A region as its facts."""
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: Optional[int] = None,  # noqa: UP045  # what TorchScript reads
+        enabled: bool = True,
+        cache_enabled: Optional[bool] = None,  # noqa: UP045
+        policy: str = "native",
+    ) -> None:
+        self.device = device_type
+        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        self._enabled = enabled
+        self.cached = True if cache_enabled is None else cache_enabled
+        self.narrowcast_policy = policy
+
+    def __enter__(self):  # type: ignore[no-untyped-def]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any):  # type: ignore[no-untyped-def]
+        pass
+
+
+@cache
+def register_region(named: type) -> None:
+    """Have TorchScript take this class where a script names `named`, which is `narrowcast.autocast`."""
+    callback = _jit_internal.createResolutionCallbackForClassMethods(autocast)
+    compiled = torch.jit._recursive._compile_and_register_class(autocast, callback, f"__torch__.{REGION}")
+    torch.jit._state._add_script_class(named, compiled)

@@ -1,0 +1,249 @@
+"""Script functions and modules with explicit casts, and what they do when they are called inside a region.
+
+A script's graph has the casts of its own regions and of the one that it was made with: that graph is saved. Called
+inside a region, eager or native, it is converted once more from the graph that it was made of, with that region around
+it, and the result runs with autocast off. So what the script switches off is off, whoever calls it, and what it leaves
+open follows the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.passes import Outcome
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place
+from narrowcast.program import Program
+from narrowcast.regions.state import region_on
+from narrowcast.report import CompiledGraph
+from narrowcast.torch_bridge import DTYPES, FORMATS
+from narrowcast.torchscript.convert import inline_calls, make_graph_explicit
+from narrowcast.torchscript.scopes import Scope, Scopes
+
+
+@dataclass(slots=True)
+class Method:
+    """One function of a script: the graph that it was made of, what was done to it, and its forms in other regions.
+
+    fixed: traced in its regions: it leaves nothing open.
+    """
+
+    name: str
+    schema: Any
+    raw: Any
+    around: Scopes
+    module: Any = None
+    fixed: bool = False
+    program: Program | None = None
+    outcome: Outcome | None = None
+    policies: dict[str, Any] = field(default_factory=dict)
+    variants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def make_explicit(self, graph: Any) -> None:
+        """Convert the script's own graph, in place."""
+        self.program, self.outcome, self.policies = make_graph_explicit(graph, self.around, self.module, self.name)
+
+    def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it, in whatever region we are."""
+        if not torch._C._is_any_autocast_enabled():
+            return plain(*args, **kwargs)
+        key, scopes = _ambient(self.around) if not self.fixed else ((), {})
+        if not scopes:
+            with torch._C._DisableAutocast():
+                return plain(*args, **kwargs)
+        with self.lock:
+            variant = self.variants.get(key)
+            if variant is None:
+                variant = self.variants[key] = self._variant(scopes)
+        with torch._C._DisableAutocast():
+            return variant(*self._bound(args, kwargs))
+
+    def _variant(self, scopes: Scopes) -> Any:
+        graph = self.raw.copy()
+        make_graph_explicit(graph, {**scopes, **self.around}, self.module, self.name)
+        return torch._C._create_function_from_graph(self.name, graph)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """All arguments by position: functions made of graphs know no names and no defaults."""
+        arguments = list(self.schema.arguments)
+        given: list[Any] = []
+        if self.module is not None:
+            given.append(self.module)
+            arguments = arguments[1:]
+        if len(args) > len(arguments):
+            raise TypeError(f"{self.name}() takes {len(arguments)} arguments, {len(args)} were given")
+        given += args
+        left = dict(kwargs)
+        for argument in arguments[len(args) :]:
+            if argument.name in left:
+                given.append(left.pop(argument.name))
+            elif argument.has_default_value():
+                given.append(argument.default_value)
+            else:
+                raise TypeError(f"{self.name}() is missing value for argument '{argument.name}'")
+        if left:
+            raise TypeError(f"{self.name}() got an unexpected argument '{next(iter(left))}'")
+        return given
+
+    def graph(self, number: int) -> CompiledGraph:
+        """What became of it, for explanations."""
+        steps = self.program.steps.values() if self.program is not None else ()
+        first = next((step.place for step in steps if step.place != NOWHERE), Place())
+        edits = self.outcome.edits if self.outcome is not None else ()
+        after = self.outcome.program if self.outcome is not None else None
+        return CompiledGraph(number, first, self.program, after, edits=edits, policies=self.policies)
+
+
+def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes]:
+    """The regions that we are in, without those that a script's own replace; and what tells them apart."""
+    found: Scopes = {}
+    key: list[Any] = []
+    for device_type in DEVICE_TYPES:
+        if device_type in around or torch.get_autocast_dtype(device_type) not in FORMATS:
+            continue  # what Dynamo sees of a policy is kept in the state of a device that nobody has
+        region = region_on(device_type)
+        if region is not None:
+            facts, digest = region.prepared.facts, region.prepared.policy.digest
+            found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], digest, facts.cache)
+            key.append((facts, digest))
+    return tuple(key), found
+
+
+class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]
+    """A script function whose casts are explicit."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; regions around the call hold in what the script leaves open."""
+        method = methods_of(self)["forward"]
+        return method.run(super().__call__, args, kwargs)
+
+
+class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defined, misc]
+    """A script module whose casts are explicit."""
+
+    def __getattr__(self, attr: str) -> Any:
+        """A method that runs in whatever region it is called, or anything else that a script module has."""
+        methods = self.__dict__.get("_narrowcast_methods", {})
+        if attr in methods:
+            return BoundMethod(methods[attr], self._c._get_method(attr))
+        return super().__getattr__(attr)
+
+
+class BoundMethod:
+    """A method of an ExplicitModule; whatever else is asked of it, torch's own script method answers."""
+
+    def __init__(self, method: Method, plain: Any) -> None:
+        self._method = method
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; regions around the call hold in what the script leaves open."""
+        return self._method.run(self._plain, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+def explicit_function(function: Any, around: Scopes) -> ExplicitFunction:
+    """The script function, with explicit casts from here on."""
+    graph = function.graph
+    inline_calls(graph)
+    method = Method(function.name, function.schema, graph.copy(), around)
+    method.make_explicit(graph)
+    function.__class__ = ExplicitFunction
+    function._narrowcast_methods = {"forward": method}
+    return function  # type: ignore[no-any-return]
+
+
+def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
+    """The script module, all methods of its own with explicit casts from here on."""
+    names = module._c._method_names()
+    graphs = {name: module._c._get_method(name).graph for name in names}
+    for graph in graphs.values():  # before any is changed: they call each other
+        inline_calls(graph)
+    methods = {
+        name: Method(name, module._c._get_method(name).schema, graph.copy(), around, module)
+        for name, graph in graphs.items()
+    }
+    for name, graph in graphs.items():
+        methods[name].make_explicit(graph)
+    for name in names:
+        module.__dict__.pop(name, None)
+    module.__class__ = ExplicitModule
+    module.__dict__["_narrowcast_methods"] = methods
+    return module  # type: ignore[no-any-return]
+
+
+def fixed_function(function: Any) -> ExplicitFunction:
+    """A traced function, which runs as it was traced in whatever region it is called."""
+    inline_calls(function.graph)
+    function.__class__ = ExplicitFunction
+    function._narrowcast_methods = {"forward": Method(function.name, function.schema, function.graph, {}, fixed=True)}
+    return function  # type: ignore[no-any-return]
+
+
+def fixed_module(traced: Any) -> ExplicitModule:
+    """A traced module, the same."""
+    for part in traced.modules():
+        for name in part._c._method_names():
+            inline_calls(part._c._get_method(name).graph)
+    module = torch.jit._recursive.wrap_cpp_module(traced._c)
+    names = module._c._method_names()
+    plain = {name: module._c._get_method(name) for name in names}
+    module.__class__ = ExplicitModule
+    methods = {n: Method(n, p.schema, p.graph, {}, module, fixed=True) for n, p in plain.items()}
+    module.__dict__["_narrowcast_methods"] = methods
+    return module  # type: ignore[no-any-return]
+
+
+@contextmanager
+def scripts_follow_regions() -> Iterator[list[Method]]:
+    """Scripts of torch's own, called inside, are cast by the regions that they are called in, as ours are.
+
+    Gives the forms of them that were made: whoever traces these must keep them until they are inlined.
+    """
+    made: list[Method] = []
+
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled() or methods_of(self):
+            return of_function(self, *args, **kwargs)
+        made.append(_method_of(self, None))
+        return made[-1].run(self, args, kwargs)
+
+    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return of_method(self, *args, **kwargs)
+        made.append(_method_of(self, self.owner))
+        return made[-1].run(self, args, kwargs)
+
+    function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
+    with _lock:
+        of_function, of_method = function.__call__, method.__call__
+        function.__call__, method.__call__ = call_function, call_method  # type: ignore[method-assign]
+        try:
+            yield made
+        finally:
+            function.__call__, method.__call__ = of_function, of_method  # type: ignore[method-assign]
+
+
+_lock = threading.RLock()
+
+
+def _method_of(script: Any, module: Any) -> Method:
+    raw = script.graph.copy()
+    inline_calls(raw)
+    return Method(script.name, script.schema, raw, {}, module)
+
+
+def methods_of(script: Any) -> dict[str, Method]:
+    """What was done to each function of a script; nothing for other objects."""
+    found: dict[str, Method] = getattr(script, "__dict__", {}).get("_narrowcast_methods") or {}
+    return found
