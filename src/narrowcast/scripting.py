@@ -14,8 +14,8 @@ import torch
 from narrowcast.eager import autocast
 from narrowcast.errors import ScriptError, ScriptWarning
 from narrowcast.formats import Format
-from narrowcast.policy import Policy
-from narrowcast.torch_bridge import DTYPES, tensors_in
+from narrowcast.policy import DEVICE_TYPES, Policy
+from narrowcast.torch_bridge import DTYPES, FORMATS, tensors_in
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling
 from narrowcast.torchscript.scopes import Scopes
 from narrowcast.torchscript.scripted import (
@@ -23,10 +23,8 @@ from narrowcast.torchscript.scripted import (
     ExplicitModule,
     explicit_function,
     explicit_module,
-    fixed_function,
-    fixed_module,
-    scripts_follow_regions,
 )
+from narrowcast.torchscript.tracing import traced_function, traced_module, tracing
 
 
 def script(
@@ -147,18 +145,25 @@ def trace(
     """
     checked = options.pop("check_trace", True)
     region: Any = contextlib.nullcontext()
+    device = ""
     if policy is not None or dtype is not None or device_type is not None:
         device = device_type or _device_of(target, example_inputs)
         region = autocast(device, dtype, enabled, cache_enabled, policy=policy)
-    with warnings.catch_warnings(), region, scripts_follow_regions() as called:
+    with warnings.catch_warnings(), region:
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.clear_autocast_cache()
-        try:
-            traced = torch.jit.trace(target, example_inputs, check_trace=False, **options)
-        finally:
-            torch.clear_autocast_cache()
-        made = fixed_module(traced) if isinstance(target, torch.nn.Module) else fixed_function(traced)
-        del called  # what it kept is part of the trace now
+        ruled = tuple(
+            d for d in DEVICE_TYPES if torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in FORMATS
+        )
+        if device and device not in ruled:
+            ruled += (device,)
+        with tracing():
+            try:
+                traced = torch.jit.trace(target, example_inputs, check_trace=False, **options)
+            finally:
+                torch.clear_autocast_cache()
+            is_module = isinstance(target, torch.nn.Module)
+            made = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
         if checked and "example_kwarg_inputs" not in options:
             _check_trace(target, made, example_inputs)
     return made

@@ -62,7 +62,7 @@ def nested(x, w):
         with torch.autocast("cpu", enabled=False):
             z = torch.mm(y.float(), w)
         with torch.autocast("cpu", dtype=torch.float16):
-            v = torch.mm(y, w)
+            v = torch.mm(y, w * 1)  # eager code would take the cast of w that the other region made
     return y, z, v, torch.mm(x, w)
 
 
@@ -74,7 +74,7 @@ def several(x, w):
 
 
 def made_earlier(x, w):
-    region = torch.autocast("cpu", dtype=torch.bfloat16)
+    region = nc.autocast("cpu", torch.bfloat16)  # torch's own may not be entered twice
     y = torch.mm(x, w)
     with region:
         z = torch.mm(x, w)
@@ -301,7 +301,7 @@ class Outer(nn.Module):
 
     @torch.jit.export
     def other(self, x):
-        return self.helper(x)
+        return self.helper(x * 2)  # equal expressions would be one in a script
 
     def forward(self, x):
         with torch.autocast("cpu", enabled=False):
@@ -329,5 +329,10 @@ FUNCTIONS = [
     (left_by_exception, (1,)), (loops, (2,)), (loops, (0,)), (decorated, ()), (decorated_by_ours, ()),
     (decorated_twice, ()), (helpers, ()), (helpers_outside, ()), (forked, ()), (lists, (2,)), (optional, ()),
     (indexed, ()), (untouched, ()), (full, ()), (composites, ()), (written_in_place, ()), (reused, ()),
+]  # fmt: skip
+EXACT_GRADIENTS = [
+    scope, scope_without_dtype, scope_cpu_amp, scope_cpu_amp_fp16, scope_ours, scope_ours_by_name, made_in_the_module,
+    chosen, enabled_by_an_expression, dtype_at_run_time, left_by_return, left_by_break, loops, decorated,
+    decorated_by_ours, lists, optional, indexed, untouched, written_in_place, reused,
 ]  # fmt: skip
 MODULES = [Block, Outer, Recurrent]

@@ -19,6 +19,7 @@ from narrowcast.program import (
     CastTogether,
     Edit,
     Follow,
+    Hoist,
     InsertCast,
     Move,
     Program,
@@ -81,7 +82,7 @@ def run_passes(
 
 _KINDS: dict[type, str] = {
     InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
-    Remove: "remove", Share: "share", Retarget: "fold", Move: "move",
+    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Move: "move",
 }  # fmt: skip
 
 

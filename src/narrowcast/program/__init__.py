@@ -6,6 +6,7 @@ from narrowcast.program.edits import (
     CastTogether,
     Edit,
     Follow,
+    Hoist,
     InsertCast,
     Move,
     Remove,
@@ -21,6 +22,7 @@ from narrowcast.program.model import (
     EXIT,
     TENSOR,
     TOGETHER,
+    WEIGHT,
     Block,
     OpenedRegion,
     Operand,
@@ -32,7 +34,7 @@ from narrowcast.program.text import parse_program, print_program
 from narrowcast.program.verify import ASSIGNED, READ, verify
 
 __all__ = [
-    "ASSIGNED", "CAST", "ENTER", "EXIT", "READ", "TENSOR", "TOGETHER", "Block", "CastResult", "CastTogether", "Edit",
-    "Follow", "InsertCast", "Move", "OpenedRegion", "Operand", "Program", "Remove", "Retarget", "SetDtype", "Share",
-    "Step", "Value", "Why", "Writes", "apply_edits", "parse_program", "print_program", "verify",
+    "ASSIGNED", "CAST", "ENTER", "EXIT", "READ", "TENSOR", "TOGETHER", "WEIGHT", "Block", "CastResult", "CastTogether",
+    "Edit", "Follow", "Hoist", "InsertCast", "Move", "OpenedRegion", "Operand", "Program", "Remove", "Retarget",
+    "SetDtype", "Share", "Step", "Value", "Why", "Writes", "apply_edits", "parse_program", "print_program", "verify",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from narrowcast.errors import ProgramError
 from narrowcast.formats import Format
 from narrowcast.policy import Rule
-from narrowcast.program.model import CAST, TENSOR, TOGETHER, Block, Operand, Program, Step, Value
+from narrowcast.program.model import CAST, TENSOR, TOGETHER, WEIGHT, Block, Operand, Program, Step, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,20 @@ class Retarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Hoist:
+    """Make one cast of what several casts read, before step `before` of the same block or one around it.
+
+    step: the first of the casts. casts: all of them, to the same format. Of a weight the new cast replaces them; of
+    what may turn out to be one, they read it.
+    """
+
+    step: int
+    before: int
+    casts: tuple[int, ...]
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """Move a cast to just before another step of its block."""
 
@@ -117,7 +131,7 @@ class Move:
     why: Why
 
 
-Edit = InsertCast | CastTogether | CastResult | Follow | SetDtype | Remove | Share | Retarget | Move
+Edit = InsertCast | CastTogether | CastResult | Follow | SetDtype | Remove | Share | Retarget | Hoist | Move
 
 
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
@@ -137,6 +151,7 @@ class _Editor:
         self.made: dict[int, Value] = {}
         self.inserts: dict[int, list[InsertCast]] = {}
         self.together: dict[int, CastTogether] = {}
+        self.hoists: dict[int, list[Hoist]] = {}
         self.results: dict[int, CastResult] = {}
         self.follows: dict[int, Format] = {}
         self.dtypes: dict[int, SetDtype] = {}
@@ -169,6 +184,8 @@ class _Editor:
                 self._remove(edit.step, edit.instead)
             elif isinstance(edit, Share):
                 self._remove(edit.step, edit.keep)
+            elif isinstance(edit, Hoist):
+                self.hoists.setdefault(edit.before, []).append(edit)
             elif isinstance(edit, Retarget):
                 self.sources[edit.step] = edit.source
             else:
@@ -202,8 +219,25 @@ class _Editor:
         returns = tuple(self._now(value) for value in block.returns)
         return replace(block, steps=tuple(steps), returns=returns)
 
+    def _hoist(self, edit: Hoist, steps: list[Step]) -> None:
+        cast = self.program.steps[edit.step]
+        source = self.program.values[cast.operands[0].value]
+        known = source.weight
+        value = replace(cast.value if known else source, id=self.next_id, weight=False)
+        self.next_id += 1
+        self.made[value.id] = value
+        made = self._beside(cast, value, CAST if known else WEIGHT, (Operand("self", source.id),))
+        steps.append(made if known else replace(made, constants=cast.value.type, aliases=(0,)))
+        for other in edit.casts:
+            if known:
+                self._remove(other, value.id)
+            else:
+                self.sources[other] = value.id
+
     def _add(self, step: Step, steps: list[Step]) -> None:
         """The step as it is after the edits, with the casts before and after it."""
+        for hoist in self.hoists.get(step.id, ()):
+            self._hoist(hoist, steps)
         if step.id in self.gone:
             return
         operands = [self._operand(o) for o in step.operands]

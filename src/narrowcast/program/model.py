@@ -17,6 +17,7 @@ from narrowcast.policy import NOWHERE, Place
 
 CAST = "cast"
 TOGETHER = "cast.together"
+WEIGHT = "cast.weight"
 TENSOR = "tensor"
 ENTER = "region.enter"
 EXIT = "region.exit"
@@ -76,7 +77,8 @@ class Step:
 
     value:     what it makes; its id is the step's.
     op:        an op id (`aten.mm.default`), `cast`, `cast.together` (of several values to the format that they have in
-               common, found when it runs; makes a tuple), `region.enter`, `region.exit`, or another callable's name.
+               common, found when it runs; makes a tuple), `cast.weight` (if what comes turns out to be a weight; gives
+               it as it is otherwise; `constants` is the format), `region.enter`, `region.exit`, or another callable.
     constants: the other arguments, as text.
     given:     names of arguments that were passed and are no tensors (`dtype` matters).
     computes:  False for views, copies, conversions, factories and whatever writes.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import ScriptError
-from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
@@ -19,8 +19,56 @@ from narrowcast.torchscript.write import write_graph
 
 def inline_calls(graph: Any) -> None:
     """Put the functions and methods that a graph calls into it, in place, and mark its regions' edges as nodes."""
-    torch._C._jit_pass_inline(graph)
+    earlier = torch._C._jit_set_autocast_mode(False)  # what is called comes without the casts of torch's own pass
+    try:
+        with torch._C._DisableAutocast():
+            torch._C._jit_pass_inline(graph)
+    finally:
+        torch._C._jit_set_autocast_mode(earlier)
     make_edges(graph)
+    _read_attributes_once(graph)
+
+
+def _read_attributes_once(graph: Any) -> None:
+    """Attributes of a module that nothing sets are read once, at the top: one weight is one value."""
+    inputs = list(graph.inputs())
+    if not inputs or inputs[0].type().kind() != "ClassType":
+        return
+    changed = {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+    read: dict[tuple[str, ...], Any] = {}
+    for node in graph.findAllNodes("prim::GetAttr"):
+        path = _path_of(node)
+        if path is None or changed & set(path):
+            continue
+        value = inputs[0]
+        for n in range(len(path)):
+            if path[: n + 1] not in read:
+                kind = node.output().type() if n == len(path) - 1 else None
+                again = _find_read(node, len(path) - 1 - n)
+                made = graph.create("prim::GetAttr", [value], 1)
+                made.s_("name", path[n])
+                made.output().setType(kind or again.output().type())
+                graph.prependNode(made)
+                if n:
+                    made.moveAfter(read[path[:n]].node())
+                read[path[: n + 1]] = made.output()
+            value = read[path[: n + 1]]
+        node.output().replaceAllUsesWith(value)
+
+
+def _find_read(node: Any, up: int) -> Any:
+    for _ in range(up):
+        node = node.inputsAt(0).node()
+    return node
+
+
+def _path_of(node: Any) -> tuple[str, ...] | None:
+    """The names by which an attribute is read off the module; None if it is not read off it."""
+    names: list[str] = []
+    while node.kind() == "prim::GetAttr":
+        names.append(node.s("name"))
+        node = node.inputsAt(0).node()
+    return tuple(reversed(names)) if node.kind() == "prim::Param" else None
 
 
 def make_graph_explicit(
@@ -38,8 +86,10 @@ def make_graph_explicit(
     scanner = Scanner(graph, around)
     section = scanner.scan()
     _refuse_unseen(section)
+    _convert_forks(section, module)
     reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)
-    outcome = run_passes(reading.program, BEFORE_AUTOGRAD, reading.policies, _overload)
+    passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
+    outcome = run_passes(reading.program, passes, reading.policies, _overload)
     write_graph(graph, section, reading, outcome.program)
     scanner.finish()
     torch._C._jit_pass_erase_shape_information(graph)
@@ -72,6 +122,24 @@ def _overload(op: str) -> str:
     found = find_op(op)
     other = overload_with_dtype(found) if found is not None else None
     return op_id(other) if other is not None else op
+
+
+def _convert_forks(section: Section, module: Any) -> None:
+    """What is forked runs in the regions that hold where it is forked."""
+    for item in section.items:
+        for inner in item.blocks:
+            _convert_forks(inner, module)
+        if item.node.kind() != "prim::fork" or not item.scopes:
+            continue
+        if any(scope.open for scope in item.scopes.values()):
+            raise ScriptError(
+                asked="torch.jit.fork in a region", found="only the running script knows whether the region is on",
+                where=shown_at(item.node), advice="Give the forked function a region of its own.",
+            )  # fmt: skip
+        forked = item.node.g("Subgraph")
+        inline_calls(forked)
+        make_graph_explicit(forked, item.scopes, module, "forked")
+        item.node.g_("Subgraph", forked)
 
 
 _UNSEEN = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from narrowcast.decide import Plan, Region, decide
-from narrowcast.passes import call_of
+from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import NOWHERE, Kind, Place, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, is_random, op_facts, short_type
@@ -27,7 +27,7 @@ class Reading:
 
     ids: of the script's values. items: the call of each step. operands: for each step the script's values that its
     operands are, with the position among the call's inputs and, for an element of a list, in the list. scopes: of each
-    region. policies: by digest.
+    region. policies: by digest. sessions: of each the first step of the block in which it begins.
     """
 
     program: Program
@@ -36,6 +36,7 @@ class Reading:
     operands: dict[int, list[Source]]
     scopes: list[Scope]
     policies: dict[str, Policy]
+    sessions: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,14 @@ class Reader:
     scopes: list[Scope] = field(default_factory=list)
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
     policies: dict[str, Policy] = field(default_factory=dict)
+    sessions: dict[int, int] = field(default_factory=dict)
 
     def read(self, section: Section, name: str) -> Reading:
         """The program of a graph."""
         self._propagate(section)
         body = self._block(section, "main")
         program = Program(name, body, tuple(self.regions))
-        return Reading(program, self.ids, self.items, self.operands, self.scopes, self.policies)
+        return Reading(program, self.ids, self.items, self.operands, self.scopes, self.policies, self.sessions)
 
     # -- regions
 
@@ -90,14 +92,15 @@ class Reader:
             low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
             facts = Region(scope.device_type, FORMATS[low], scope.enabled is not False, scope.cached)
             number = len(self.scopes)
-            session = scope.session
-            opened = OpenedRegion(facts, digest, session, scope.open + several)
-            while opened in self.regions:  # two instances with open facts are two regions
-                session += 1000
-                opened = OpenedRegion(facts, digest, session, scope.open + several)
+            self.numbers[scope, several] = number
+            opened = OpenedRegion(facts, digest, scope.session, scope.open + several)
+            if opened in self.regions and not scope.open:
+                self.numbers[scope, several] = self.regions[opened]
+                return self.regions[opened]
+            if opened in self.regions:  # each instance has facts of its own
+                opened = replace(opened, open=(*opened.open, f"instance{number}"))
             self.regions[opened] = number
             self.scopes.append(scope)
-            self.numbers[scope, several] = number
         return self.numbers[scope, several]
 
     # -- formats
@@ -231,6 +234,9 @@ class Reader:
         steps: list[Step] = []
         for item in section.items:
             steps += self._steps(item)
+        for session in (*section.sessions, *([0] if name == "main" else [])):
+            if steps:
+                self.sessions[session] = steps[0].id
         returns = tuple(self.ids[v.unique()] for v in section.block.outputs() if v.unique() in self.ids)
         return Block(name, parameters, tuple(steps), returns)
 
@@ -276,7 +282,8 @@ class Reader:
         file, line = place_of(node)
         place = Place(_module_path(node), file=file, line=line) if file or line else NOWHERE
         return Step(
-            Value(-1, OTHER), decided_as(facts.id), operands, "", given, facts.computes, *_first(regions),
+            Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in _CALLING else "", given,
+            facts.computes, *_first(regions),
             effects=("random",) if is_random(facts.op) else (), place=place, others=regions[1:],
         )  # fmt: skip
 

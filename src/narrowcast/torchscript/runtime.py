@@ -33,6 +33,12 @@ def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: 
     return y
 
 
+def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
+    if on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device:
+        return x.to(low)
+    return x
+
+
 def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
     if x is not None:
         if is_eligible(x, on, device) and x.dtype != dtype:

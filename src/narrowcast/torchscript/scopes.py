@@ -61,10 +61,11 @@ class Item:
 
 @dataclass(slots=True)
 class Section:
-    """A block, or a whole graph: its nodes in order."""
+    """A block, or a whole graph: its nodes in order, and the sessions whose outermost regions are entered in it."""
 
     block: Any
     items: list[Item]
+    sessions: list[int] = field(default_factory=list)
 
 
 class Scanner:
@@ -92,11 +93,13 @@ class Scanner:
 
     def _section(self, block: Any, stack: list[Scopes]) -> Section:
         items = []
+        sessions: list[int] = []
         depth = len(stack)
         for node in list(block.nodes()):
             kind = node.kind()
             if kind in ("prim::Enter", "prim::Exit") and region_class(node.inputsAt(0)) is not None:
                 if kind == "prim::Enter":
+                    sessions += [] if stack[-1] else [self.sessions + 1]
                     stack.append(self._entered(node, stack))
                 else:
                     stack.pop()
@@ -112,7 +115,7 @@ class Scanner:
                 asked="a region in a script", found="it is left in another block than it was entered in",
                 where=shown_at(block.returnNode()), advice="Write it as a with statement.",
             )  # fmt: skip
-        return Section(block, items)
+        return Section(block, items, sessions)
 
     def _entered(self, node: Node, stack: list[Scopes]) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
@@ -123,12 +126,12 @@ class Scanner:
         if device is None:
             raise ScriptError(
                 asked="a region in a script", found="its device type is not known before it runs",
-                where=shown_at(node), advice='Write the device type as a constant, "cuda" for example.',
+                where=shown_at(instance.node()), advice='Write the device type as a constant, "cuda" for example.',
             )  # fmt: skip
         if device not in DEVICE_TYPES:
             raise ScriptError(
                 asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
-                where=shown_at(node), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+                where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
             )  # fmt: skip
         outermost = not before
         if outermost:
@@ -137,8 +140,8 @@ class Scanner:
         policy = _the_same(makers, POLICY, missing="")
         if policy is None:
             raise ScriptError(
-                asked="a region in a script", found="its policy depends on a condition", where=shown_at(node),
-                advice="Open each region in a branch of its own.",
+                asked="a region in a script", found="its policy depends on a condition",
+                where=shown_at(instance.node()), advice="Open each region in a branch of its own.",
             )  # fmt: skip
         cached = _the_same(makers, "cached", missing=True)
         enabled = self._fact(node, makers, "_enabled")
@@ -203,6 +206,8 @@ def _makers(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
                     return None
                 attributes[name] = use.user.inputsAt(1)
         return [attributes]
+    if node.kind() == "prim::Enter":  # `as`
+        return _makers(node.inputsAt(0), seen)
     if node.kind() == "prim::If":
         found: list[dict[str, Value]] = []
         position = [o.unique() for o in node.outputs()].index(instance.unique())

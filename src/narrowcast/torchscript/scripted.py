@@ -9,8 +9,8 @@ open follows the caller.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,16 +52,17 @@ class Method:
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
         if not torch._C._is_any_autocast_enabled():
-            return plain(*args, **kwargs)
+            with _eager_gradients():
+                return plain(*args, **kwargs)
         key, scopes = _ambient(self.around) if not self.fixed else ((), {})
         if not scopes:
-            with torch._C._DisableAutocast():
+            with torch._C._DisableAutocast(), _eager_gradients():
                 return plain(*args, **kwargs)
         with self.lock:
             variant = self.variants.get(key)
             if variant is None:
                 variant = self.variants[key] = self._variant(scopes)
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), _eager_gradients():
             return variant(*self._bound(args, kwargs))
 
     def _variant(self, scopes: Scopes) -> Any:
@@ -98,6 +99,13 @@ class Method:
         edits = self.outcome.edits if self.outcome is not None else ()
         after = self.outcome.program if self.outcome is not None else None
         return CompiledGraph(number, first, self.program, after, edits=edits, policies=self.policies)
+
+
+def _eager_gradients() -> Any:
+    """Leave gradients to autograd: TorchScript's own formulas give some in the format of the wrong operand."""
+    if torch.is_grad_enabled() and torch._C._get_graph_executor_optimize():
+        return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    return nullcontext()
 
 
 def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes]:
@@ -180,67 +188,6 @@ def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
     return module  # type: ignore[no-any-return]
-
-
-def fixed_function(function: Any) -> ExplicitFunction:
-    """A traced function, which runs as it was traced in whatever region it is called."""
-    inline_calls(function.graph)
-    function.__class__ = ExplicitFunction
-    function._narrowcast_methods = {"forward": Method(function.name, function.schema, function.graph, {}, fixed=True)}
-    return function  # type: ignore[no-any-return]
-
-
-def fixed_module(traced: Any) -> ExplicitModule:
-    """A traced module, the same."""
-    for part in traced.modules():
-        for name in part._c._method_names():
-            inline_calls(part._c._get_method(name).graph)
-    module = torch.jit._recursive.wrap_cpp_module(traced._c)
-    names = module._c._method_names()
-    plain = {name: module._c._get_method(name) for name in names}
-    module.__class__ = ExplicitModule
-    methods = {n: Method(n, p.schema, p.graph, {}, module, fixed=True) for n, p in plain.items()}
-    module.__dict__["_narrowcast_methods"] = methods
-    return module  # type: ignore[no-any-return]
-
-
-@contextmanager
-def scripts_follow_regions() -> Iterator[list[Method]]:
-    """Scripts of torch's own, called inside, are cast by the regions that they are called in, as ours are.
-
-    Gives the forms of them that were made: whoever traces these must keep them until they are inlined.
-    """
-    made: list[Method] = []
-
-    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled() or methods_of(self):
-            return of_function(self, *args, **kwargs)
-        made.append(_method_of(self, None))
-        return made[-1].run(self, args, kwargs)
-
-    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
-            return of_method(self, *args, **kwargs)
-        made.append(_method_of(self, self.owner))
-        return made[-1].run(self, args, kwargs)
-
-    function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
-    with _lock:
-        of_function, of_method = function.__call__, method.__call__
-        function.__call__, method.__call__ = call_function, call_method  # type: ignore[method-assign]
-        try:
-            yield made
-        finally:
-            function.__call__, method.__call__ = of_function, of_method  # type: ignore[method-assign]
-
-
-_lock = threading.RLock()
-
-
-def _method_of(script: Any, module: Any) -> Method:
-    raw = script.graph.copy()
-    inline_calls(raw)
-    return Method(script.name, script.schema, raw, {}, module)
 
 
 def methods_of(script: Any) -> dict[str, Method]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.program import CAST, TOGETHER, Block, Program, Step
+from narrowcast.program import CAST, TOGETHER, WEIGHT, Block, Program, Step
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torchscript import runtime
 from narrowcast.torchscript.read import Reading, facts_of, is_optional_tensor, is_tensor_list
@@ -76,8 +76,18 @@ class _Writer:
             self.made[step.id] = self._cast(self._value(source), self._type(source), step)
         elif step.op == TOGETHER:
             self.made[step.id] = self._together(step)
+        elif step.op == WEIGHT:
+            self.made[step.id] = self._cast_weight(step)
         else:
             self.made[step.id] = self.made[step.operands[0].value][int(step.constants)]
+
+    def _cast_weight(self, step: Step) -> Any:
+        """The cast of what turns out to be a weight; lists and what may be None are none."""
+        value, scope = self._value(step.operands[0].value), self._scope(step)
+        if value.type().kind() != "TensorType":
+            return value
+        arguments = [value, self._on(scope), self._constant(scope.device_type), self._low(scope)]
+        return self._call(runtime.cast_weight, arguments)
 
     def _value(self, number: int) -> Any:
         return self.made[number] if number in self.made else self.read[number]

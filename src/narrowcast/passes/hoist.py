@@ -1,0 +1,97 @@
+"""hoist: what eager's weight cache shares through loops and branches, where blocks read what is around them.
+
+Before, and after:
+
+    %5: other = prim.Loop(%1) {                            %9: bf16[4, 8] cpu = cast(self=%0)      # %0 is a weight
+      %6: bf16[4, 8] cpu = cast(self=%0)                   %5: other = prim.Loop(%1) {
+      %7: bf16[2, 8] cpu = aten.mm.default(%4, %6)           %7: bf16[2, 8] cpu = aten.mm.default(%4, %9)
+
+A weight is cast once in an outermost region, so that its gradients add up in the low format. Of an input nobody
+knows whether it is a weight before the program runs: `cast.weight` casts it then if it is one, and the casts that were
+there find nothing left to do. Exact, in the backward too. Refuses: regions that do not cache, values that are made
+inside, and values that something writes to. Recurses into all blocks. Idempotent: a hoisted cast is one, and stands
+where it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from narrowcast.program import TENSOR, WEIGHT, Block, Edit, Hoist, Program, Step, Why, Writes
+
+NAME = "hoist"
+COMPOSITE = "cast by what it calls"
+"""The constants of a call that is cast as the op that it calls: what that one reads is no weight any more."""
+
+
+def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
+    """The edits after which each weight is cast once where its outermost region begins.
+
+    sessions: for each session, a step of the block in which its outermost region is entered.
+    """
+    homes = _homes(program.body)
+    groups: dict[tuple[int, str, int, int | None], list[Step]] = {}
+    inner = {o.value for s in program.steps.values() if s.constants == COMPOSITE for o in s.operands}
+    for _, step in program.body.walk():
+        found = _session(program, step)
+        if found is not None and found in sessions and step.id not in inner:
+            alone = step.region if _is_open(program, [step]) else None
+            groups.setdefault((step.operands[0].value, step.value.type, found, alone), []).append(step)
+    edits: list[Edit] = []
+    for (value, _, session, _), casts in groups.items():
+        home = homes.get(sessions[session])
+        if home is None or not _is_made_outside(program, home, value):
+            continue
+        before = next((s for s in home.steps if _contains(s, casts)), None)
+        if _is_open(program, casts) and not {cast.id for cast in casts} <= {s.id for s in home.steps}:
+            continue  # what it needs to know may not be there yet
+        if before is None or (len(casts) == 1 and before.id == casts[0].id) or Writes(home).is_written_after(value, -1):
+            continue
+        why = Why(NAME, "the weight cache")
+        edits.append(Hoist(casts[0].id, before.id, tuple(cast.id for cast in casts), why))
+    return edits
+
+
+def _session(program: Program, step: Step) -> int | None:
+    """The session in whose cache eager would keep this cast of a weight; None if it would not."""
+    if not step.is_cast or step.region is None:
+        return None
+    region, source = program.regions[step.region], program.values[step.operands[0].value]
+    low = step.value.format is region.facts.low and region.facts.cache
+    maker = program.steps.get(source.id)
+    if maker is not None and maker.op == WEIGHT:
+        return None
+    may_be = source.weight or (source.type == TENSOR and (maker is None or not maker.computes))
+    return region.session if low and may_be else None
+
+
+def _is_open(program: Program, casts: list[Step]) -> bool:
+    return any(program.regions[cast.region].open for cast in casts if cast.region is not None)
+
+
+def _homes(block: Block) -> dict[int, Block]:
+    """The block of each step."""
+    found = {step.id: block for step in block.steps}
+    for step in block.steps:
+        for inner in step.blocks:
+            found.update(_homes(inner))
+    return found
+
+
+def _is_made_outside(program: Program, home: Block, value: int) -> bool:
+    """Whether the value is there where the block begins, or is made by a step of it that is no cast's reader."""
+    inside = {v.id for b in _blocks(home) for v in b.parameters} | {s.id for b in _blocks(home) for s in b.steps}
+    return value not in inside or value in {s.id for s in home.steps} or value in {v.id for v in home.parameters}
+
+
+def _blocks(home: Block) -> list[Block]:
+    """The block and all inside it."""
+    found = [home]
+    for block in found:
+        found += [inner for step in block.steps for inner in step.blocks]
+    return found
+
+
+def _contains(step: Step, casts: list[Step]) -> bool:
+    ids = {cast.id for cast in casts}
+    return step.id in ids or any(s.id in ids for b in step.blocks for _, s in b.walk())

@@ -1,0 +1,179 @@
+"""Traces: the casts of eager code are in them as torch records them; the regions that made them are marked.
+
+A marked part is cast already. The mark is a region that is off, so a script that calls the trace from a region of its
+own leaves the part as it is, and torch's own pass does, too. What no region ruled is left open to the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from narrowcast.torchscript.convert import inline_calls
+from narrowcast.torchscript.scripted import ExplicitFunction, ExplicitModule, Method, methods_of
+
+_lock = threading.RLock()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Regions that are entered in a trace are marked in it, and scripts of torch's own are cast by the regions around.
+
+    One thread at a time.
+    """
+    kept: list[Method] = []
+    with _lock, _following(kept), _marking():
+        yield
+
+
+@contextmanager
+def _following(kept: list[Method]) -> Iterator[None]:
+    """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
+
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled() or methods_of(self):
+            return of_function(self, *args, **kwargs)
+        kept.append(_method_of(self, None))
+        return kept[-1].run(self, args, kwargs)
+
+    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return of_method(self, *args, **kwargs)
+        kept.append(_method_of(self, self.owner))
+        return kept[-1].run(self, args, kwargs)
+
+    function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
+    of_function, of_method = function.__call__, method.__call__
+    function.__call__, method.__call__ = call_function, call_method  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        function.__call__, method.__call__ = of_function, of_method  # type: ignore[method-assign]
+
+
+def _method_of(script: Any, module: Any) -> Method:
+    raw = script.graph.copy()
+    inline_calls(raw)
+    return Method(script.name, script.schema, raw, {}, module)
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _marking() -> Iterator[None]:
+    """Every region enters a native one: there the mark is made."""
+    open_marks: dict[int, list[Any]] = {}
+
+    def enter(self: Any) -> Any:
+        entered = of_enter(self)
+        state = torch._C._get_tracing_state()
+        if state is not None:
+            open_marks.setdefault(id(self), []).append(mark_entered(_graph(state), self.device))
+        return entered
+
+    def leave(self: Any, *raised: Any) -> Any:
+        if open_marks.get(id(self)):
+            instance = open_marks[id(self)].pop()
+            state = torch._C._get_tracing_state()
+            if state is not None:
+                mark_left(_graph(state), instance)
+        return of_leave(self, *raised)
+
+    native: Any = torch.autocast
+    of_enter, of_leave = native.__enter__, native.__exit__
+    native.__enter__, native.__exit__ = enter, leave
+    try:
+        yield
+    finally:
+        native.__enter__, native.__exit__ = of_enter, of_leave
+
+
+def _graph(state: Any) -> Any:
+    return state.graph() if callable(state.graph) else state.graph
+
+
+def mark_entered(graph: Any, device_type: str) -> Any:
+    """Enter a region that is off, where the graph is written to. Returns the region."""
+    (instance,) = graph.insertGraph(_mark(), [graph.insertConstant(device_type)])
+    return instance
+
+
+def mark_left(graph: Any, instance: Any) -> None:
+    """Leave it."""
+    node = graph.create("prim::Exit", [instance], 1)
+    node.output().setType(torch._C.NoneType.get())
+    graph.insertNode(node)
+
+
+def _region_that_is_off(device_type: str):  # type: ignore[no-untyped-def]
+    region = torch.autocast(device_type, dtype=torch.bfloat16, enabled=False)
+    with region:  # not `as`: torch's own pass, which sees traces, refuses it
+        pass
+    return region
+
+
+@cache
+def _mark() -> Any:
+    """The graph of the function above, without the exit: it makes the region, enters it, and gives it."""
+    graph = torch.jit.script(_region_that_is_off).graph.copy()
+    earlier = torch._C._jit_set_autocast_mode(False)
+    try:
+        torch._C._jit_pass_inline(graph)
+    finally:
+        torch._C._jit_set_autocast_mode(earlier)
+    torch._C._jit_pass_peephole(graph)
+    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
+    graph.findNode("prim::Exit").destroy()
+    return graph
+
+
+# -- what was traced ---------------------------------------------------------------------------------------------------
+
+
+def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction:
+    """A traced function; `regions` are the device types that a region around the trace ruled."""
+    inline_calls(function.graph)
+    _mark_whole(function.graph, regions)
+    function.__class__ = ExplicitFunction
+    function._narrowcast_methods = {"forward": _method(function.name, function, None, regions)}
+    return function  # type: ignore[no-any-return]
+
+
+def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
+    """A traced module, the same."""
+    for part in traced.modules():
+        for name in part._c._method_names():
+            inline_calls(part._c._get_method(name).graph)
+    module = torch.jit._recursive.wrap_cpp_module(traced._c)
+    methods = {}
+    for name in module._c._method_names():
+        plain = module._c._get_method(name)
+        _mark_whole(plain.graph, regions)
+        methods[name] = _method(name, plain, module, regions)
+    module.__class__ = ExplicitModule
+    module.__dict__["_narrowcast_methods"] = methods
+    return module  # type: ignore[no-any-return]
+
+
+def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Method:
+    return Method(name, plain.schema, plain.graph.copy(), {}, module, fixed=bool(regions))
+
+
+def _mark_whole(graph: Any, regions: tuple[str, ...]) -> None:
+    """The whole graph is in regions that are off."""
+    instances = []
+    first = next(iter(graph.nodes()), None)
+    if first is None:
+        return
+    graph.setInsertPoint(first)
+    for device_type in regions:
+        instances.append(mark_entered(graph, device_type))
+    graph.setInsertPoint(graph.block())
+    for instance in reversed(instances):
+        mark_left(graph, instance)
