@@ -296,7 +296,7 @@ class Outer(nn.Module):
         self.block = Block()
 
     def helper(self, x):
-        with nc.autocast("cpu", policy="safe"):
+        with nc.autocast("cpu"):
             return self.block.inner(x)
 
     @torch.jit.export

@@ -120,7 +120,8 @@ def test_scripted_modules_equal_eager(module, around):
 
     expected = outcome(eager, leaves, x)
     for _ in range(3):
-        assert_same(expected, outcome(scripted, leaves, x))
+        exact = module is not scripts.Outer  # so many gradients of x are added up in another order
+        assert_same(expected, outcome(scripted, leaves, x), True if exact else "close")
 
 
 def test_two_scripts_of_one_module_are_two():
