@@ -319,6 +319,18 @@ class Recurrent(nn.Module):
             return self.lstm(x.unsqueeze(0))[0]
 
 
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(4, 4), nn.GRUCell(4, 4), nn.RNNCell(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h, c = self.lstm(x)
+            h, c = self.lstm(x + 1, (h, c))
+            return h, c, self.gru(x, c), self.rnn(x, c)
+
+
 FUNCTIONS = [
     (scope, ()), (scope_without_dtype, ()), (scope_cpu_amp, ()), (scope_cpu_amp_fp16, ()), (scope_cuda_amp, ()),
     (scope_ours, ()), (scope_ours_by_name, ()), (nested, ()), (several, ()), (made_earlier, ()),
@@ -335,4 +347,4 @@ EXACT_GRADIENTS = [
     chosen, enabled_by_an_expression, dtype_at_run_time, left_by_return, left_by_break, loops, decorated,
     decorated_by_ours, lists, optional, indexed, untouched, written_in_place, reused,
 ]  # fmt: skip
-MODULES = [Block, Outer, Recurrent]
+MODULES = [Block, Outer, Recurrent, Cells]

@@ -120,7 +120,7 @@ def test_scripted_modules_equal_eager(module, around):
 
     expected = outcome(eager, leaves, x)
     for _ in range(3):
-        exact = module is not scripts.Outer  # so many gradients of x are added up in another order
+        exact = module not in (scripts.Outer, scripts.Cells)  # so many gradients of x are added up in another order
         assert_same(expected, outcome(scripted, leaves, x), True if exact else "close")
 
 

@@ -11,6 +11,7 @@ from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torchscript.cells import open_cells
 from narrowcast.torchscript.read import Reader
 from narrowcast.torchscript.scopes import Scanner, Scope, Scopes, Section, make_edges, region_class
 from narrowcast.torchscript.source import shown_at
@@ -85,6 +86,9 @@ def make_graph_explicit(
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
     scanner = Scanner(graph, around)
     section = scanner.scan()
+    if open_cells(graph, section, policy_of):
+        scanner = Scanner(graph, around)
+        section = scanner.scan()
     _refuse_unseen(section)
     _convert_forks(section, module)
     reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)

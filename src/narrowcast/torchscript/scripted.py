@@ -30,7 +30,8 @@ from narrowcast.torchscript.scopes import Scope, Scopes
 class Method:
     """One function of a script: the graph that it was made of, what was done to it, and its forms in other regions.
 
-    fixed: traced in its regions: it leaves nothing open.
+    fixed: traced in its regions: it leaves nothing open. called: by another method of its module; TorchScript keeps
+    what it inlined then, and would run that instead of the graph.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     around: Scopes
     module: Any = None
     fixed: bool = False
+    called: bool = False
     program: Program | None = None
     outcome: Outcome | None = None
     policies: dict[str, Any] = field(default_factory=dict)
@@ -51,11 +53,12 @@ class Method:
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
-        if not torch._C._is_any_autocast_enabled():
+        ambient = torch._C._is_any_autocast_enabled()
+        if not ambient and not self.called:
             with _eager_gradients():
                 return plain(*args, **kwargs)
-        key, scopes = _ambient(self.around) if not self.fixed else ((), {})
-        if not scopes:
+        key, scopes = _ambient(self.around) if ambient and not self.fixed else ((), {})
+        if not scopes and not self.called:
             with torch._C._DisableAutocast(), _eager_gradients():
                 return plain(*args, **kwargs)
         with self.lock:
@@ -175,10 +178,11 @@ def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
     """The script module, all methods of its own with explicit casts from here on."""
     names = module._c._method_names()
     graphs = {name: module._c._get_method(name).graph for name in names}
+    called = {node.s("name") for graph in graphs.values() for node in graph.findAllNodes("prim::CallMethod")}
     for graph in graphs.values():  # before any is changed: they call each other
         inline_calls(graph)
     methods = {
-        name: Method(name, module._c._get_method(name).schema, graph.copy(), around, module)
+        name: Method(name, module._c._get_method(name).schema, graph.copy(), around, module, called=name in called)
         for name, graph in graphs.items()
     }
     for name, graph in graphs.items():

@@ -1,0 +1,187 @@
+"""Each limitation that torch/csrc/jit/JIT-AUTOCAST.md lists: torch 2.13 shows it, Narrowcast does not have it.
+
+Where torch is mended one day, its half of a test fails: then docs/torchscript.md changes.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+_spec = importlib.util.spec_from_file_location("limits_scripts", Path(__file__).with_name("scripts.py"))
+scripts = importlib.util.module_from_spec(_spec)
+sys.modules["limits_scripts"] = scripts
+_spec.loader.exec_module(scripts)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def xw():
+    torch.manual_seed(0)
+    return torch.randn(4, 4), torch.randn(4, 4)
+
+
+def dtypes(found):
+    return [t.dtype for t in torch.utils._pytree.tree_leaves(found)]
+
+
+def test_diagnostics(xw):
+    """torch: an internal assertion without a place. Here it simply works."""
+    with pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
+        torch.jit.script(scripts.left_by_break)
+    assert dtypes(nc.script(scripts.left_by_break)(*xw, 2)) == dtypes(scripts.left_by_break(*xw, 2))
+
+
+def test_decorators(xw):
+    """On the function, and on a helper."""
+    for function in (scripts.decorated, scripts.helpers_outside):
+        with pytest.raises(RuntimeError, match="decorator is not supported"):
+            torch.jit.script(function)
+        assert dtypes(nc.script(function)(*xw)) == dtypes(function(*xw))
+
+
+def test_decorated_methods():
+    """torch drops the decorator without a word."""
+    torch.manual_seed(0)
+    model, x = scripts.Block(), torch.randn(4, 4)
+    assert model(x).dtype is BF16
+    assert nc.script(model)(x).dtype is BF16
+
+    class Decorated(nn.Module):
+        @torch.autocast("cpu", dtype=torch.bfloat16)
+        def forward(self, x):
+            return torch.mm(x, x)
+
+    assert torch.jit.script(Decorated())(x).dtype is FP32
+    assert nc.script(Decorated())(x).dtype is BF16
+
+
+@pytest.mark.parametrize("function, more", [(scripts.enabled_at_run_time, (True,)), (scripts.chosen, (True,))])
+def test_arguments_that_are_no_constants(function, more, xw):
+    """`enabled` of the running script, and a region chosen by a condition."""
+    with pytest.raises(RuntimeError):
+        torch.jit.script(function)(*xw, *more)
+    assert dtypes(nc.script(function)(*xw, *more)) == dtypes(function(*xw, *more))
+
+
+def test_uncommon_patterns(xw):
+    """`as`, and what it names entered again."""
+    with pytest.raises(RuntimeError, match="is not supported"):
+        torch.jit.script(scripts.named)(*xw)
+    assert dtypes(nc.script(scripts.named)(*xw)) == dtypes(scripts.named(*xw))
+
+
+def adds(x, w):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.mm(x, w)
+        return y + y, torch.cat([y, y])
+
+
+def test_promotion_neither_guesses_nor_bloats(xw):
+    """Nothing is inserted where the formats are known; add is not promoted, as in eager code."""
+    scripted = nc.script(adds)
+    assert dtypes(scripted(*xw)) == dtypes(adds(*xw)) == [BF16, BF16]
+    assert "aten::__getitem__" not in str(scripted.graph) and "prim::Loop" not in str(scripted.graph)
+
+
+def mixed_add(x, w):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.mm(x, w).add_(x), torch.mm(x, w) + x
+
+
+def test_add_is_not_promoted(xw):
+    """torch's pass promotes what eager code leaves alone; here the two agree."""
+    assert dtypes(nc.script(mixed_add)(*xw)) == dtypes(mixed_add(*xw))
+
+
+def appended(x, w):
+    with torch.autocast("cuda", dtype=torch.float16):
+        return torch.mm(x, w).norm(2.0), torch.softmax(torch.mm(x, w), -1)
+
+
+def test_missing_policies(xw):
+    """cuda's full_append_dtype and full_set_dtype are in the graph, behind a look at the tensor's device."""
+    graph = nc.script(appended).graph
+    kinds = [n.schema() for n in graph.findAllNodes("aten::norm")]
+    assert any("ScalarOpt_dtype" in k for k in kinds) and any("norm.Scalar(" in k for k in kinds)
+    assert dtypes(nc.script(appended)(*xw)) == [FP32, FP32]
+
+
+def helper_off(a, b):
+    with torch.autocast("cpu", enabled=False):
+        return torch.mm(a, b) * 2.0
+
+
+def test_scripts_that_call_traces(xw):
+    """`autocast(False)` in the traced part: torch strips it. A trace with regions keeps it here."""
+    kept, stripped = nc.trace(helper_off, xw), torch.jit.trace(helper_off, xw)
+
+    def calls(which):
+        def function(a, b):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return which(a, b)
+
+        return function
+
+    assert nc.script(calls(kept))(*xw).dtype is FP32
+    assert nc.script(calls(stripped))(*xw).dtype is BF16
+    assert "Enter" not in str(stripped.graph)
+
+
+def test_traces_that_call_scripts(xw):
+    """torch leaves the script uncast."""
+
+    @torch.jit.script
+    def callee(a, b):
+        return torch.mm(a, b)
+
+    def traced(a, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return callee(a, b)
+
+    assert torch.jit.trace(traced, xw, check_trace=False)(*xw).dtype is not BF16
+    assert nc.trace(traced, xw)(*xw).dtype is BF16
+
+
+def off(a, b):
+    with torch.autocast("cpu", enabled=False):
+        return torch.mm(a, b)
+
+
+def test_switching_eager_autocast_off(xw):
+    """torch: still cast. Here the scope is off, and the caller's state is back after it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.jit.script(off)(*xw).dtype is BF16
+        assert nc.script(off)(*xw).dtype is FP32
+        assert torch.mm(*xw).dtype is BF16
+
+
+def test_tracing_under_a_region_with_the_cache(xw):
+    """#50231: a weight that was cast before cannot be traced by torch."""
+    model, x = nn.Linear(4, 4), xw[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
+        with pytest.raises(RuntimeError):
+            torch.jit.trace(model, x)
+        traced = nc.trace(model, x)
+        assert torch.equal(traced(x), model(x))
+
+
+def lists_of_cpu(x, w):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.softmax(torch.mm(x, w), -1), torch.mm(x, w).exp()
+
+
+def test_lists_are_those_of_the_device(xw):
+    """torch takes the old cuda lists for every device: softmax in fp32, where the cpu's list leaves it in bf16."""
+    assert dtypes(lists_of_cpu(*xw)) == [BF16, BF16]
+    assert dtypes(torch.jit.script(lists_of_cpu)(*xw)) != [BF16, BF16]
+    assert dtypes(nc.script(lists_of_cpu)(*xw)) == [BF16, BF16]
