@@ -38,18 +38,58 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
             alone = step.region if _is_open(program, [step]) else None
             groups.setdefault((step.operands[0].value, step.value.type, found, alone), []).append(step)
     edits: list[Edit] = []
+    known: dict[int, _Home] = {}
     for (value, _, session, _), casts in groups.items():
-        home = homes.get(sessions[session])
-        if home is None or not _is_made_outside(program, home, value):
+        block = homes.get(sessions[session])
+        if block is None:
             continue
-        before = next((s for s in home.steps if _contains(s, casts)), None)
-        if _is_open(program, casts) and not {cast.id for cast in casts} <= {s.id for s in home.steps}:
+        home = known.setdefault(id(block), _Home(block))
+        before = home.first_with(casts)
+        if before is None or not home.has(value) or (len(casts) == 1 and before.id == casts[0].id):
+            continue
+        if _is_open(program, casts) and not all(home.is_direct(cast) for cast in casts):
             continue  # what it needs to know may not be there yet
-        if before is None or (len(casts) == 1 and before.id == casts[0].id) or Writes(home).is_written_after(value, -1):
+        if home.writes.is_written_after(value, -1):
             continue
         why = Why(NAME, "the weight cache")
         edits.append(Hoist(casts[0].id, before.id, tuple(cast.id for cast in casts), why))
     return edits
+
+
+class _Home:
+    """The block in which a session begins: where its steps are, and what is made in it."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.position: dict[int, int] = {}  # of each step in it, or of the step around that
+        self.inner: set[int] = set()  # what is made in blocks inside it
+        self.writes = Writes(block)
+        for n, step in enumerate(block.steps):
+            self.position[step.id] = n
+            for inner in step.blocks:
+                self._enter(inner, n)
+
+    def _enter(self, block: Block, position: int) -> None:
+        self.inner.update(v.id for v in block.parameters)
+        for step in block.steps:
+            self.inner.add(step.id)
+            self.position[step.id] = position
+            for inner in step.blocks:
+                self._enter(inner, position)
+
+    def first_with(self, casts: list[Step]) -> Step | None:
+        """The first step that is one of the casts, or has one in it."""
+        found = [self.position.get(cast.id) for cast in casts]
+        known = [n for n in found if n is not None]
+        return self.block.steps[min(known)] if len(known) == len(casts) else None
+
+    def has(self, value: int) -> bool:
+        """Whether the value is there for every step of the block."""
+        return value not in self.inner
+
+    def is_direct(self, step: Step) -> bool:
+        """Whether it is a step of the block itself."""
+        return step.id not in self.inner
 
 
 def _session(program: Program, step: Step) -> int | None:
@@ -76,22 +116,3 @@ def _homes(block: Block) -> dict[int, Block]:
         for inner in step.blocks:
             found.update(_homes(inner))
     return found
-
-
-def _is_made_outside(program: Program, home: Block, value: int) -> bool:
-    """Whether the value is there where the block begins, or is made by a step of it that is no cast's reader."""
-    inside = {v.id for b in _blocks(home) for v in b.parameters} | {s.id for b in _blocks(home) for s in b.steps}
-    return value not in inside or value in {s.id for s in home.steps} or value in {v.id for v in home.parameters}
-
-
-def _blocks(home: Block) -> list[Block]:
-    """The block and all inside it."""
-    found = [home]
-    for block in found:
-        found += [inner for step in block.steps for inner in step.blocks]
-    return found
-
-
-def _contains(step: Step, casts: list[Step]) -> bool:
-    ids = {cast.id for cast in casts}
-    return step.id in ids or any(s.id in ids for b in step.blocks for _, s in b.walk())

@@ -98,7 +98,6 @@ def make_graph_explicit(
     scanner.finish()
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_dce(graph)
-    torch._C._jit_pass_lint(graph)
     return reading.program, outcome, reading.policies
 
 
