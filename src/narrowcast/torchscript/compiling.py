@@ -14,7 +14,7 @@ from torch.jit import _recursive, _script, frontend
 
 from narrowcast.policy import Policy
 from narrowcast.torchscript.region import register_region
-from narrowcast.torchscript.scopes import Scope, number_of
+from narrowcast.torchscript.scopes import Scope, make_edges, number_of
 from narrowcast.torchscript.source import rewriting
 
 _OURS, _TORCHS = "__narrowcast_region_ours", "__narrowcast_region_torchs"
@@ -31,7 +31,10 @@ def compiling(region_class: type) -> Iterator[None]:
         return {**original_closure(undecorated(function)), _OURS: region_class, _TORCHS: torch.autocast}
 
     def try_compile_fn(function: Any, location: Any) -> Any:
-        return original_compile(undecorated(function), location)
+        made = original_compile(undecorated(function), location)
+        if isinstance(made, torch.jit.ScriptFunction):
+            make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
+        return made
 
     register_region(region_class)
     with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class)):
@@ -78,7 +81,11 @@ def compile_function(function: Callable[..., Any]) -> Any:
 def compile_module(module: torch.nn.Module) -> Any:
     """A new script module, whose types no other module shares."""
     prepared = _script.call_prepare_scriptable_func(module)
-    return _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
+    made = _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
+    for part in made.modules():
+        for name in part._c._method_names():
+            make_edges(part._c._get_method(name).graph)
+    return made
 
 
 def around(device_type: str, dtype: torch.dtype, enabled: bool, cached: bool, policy: Policy) -> dict[str, Scope]:

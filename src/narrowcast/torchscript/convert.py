@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,15 +135,25 @@ def _convert_forks(section: Section, module: Any) -> None:
             _convert_forks(inner, module)
         if item.node.kind() != "prim::fork" or not item.scopes:
             continue
-        if any(scope.open for scope in item.scopes.values()):
-            raise ScriptError(
-                asked="torch.jit.fork in a region", found="only the running script knows whether the region is on",
-                where=shown_at(item.node), advice="Give the forked function a region of its own.",
-            )  # fmt: skip
         forked = item.node.g("Subgraph")
         inline_calls(forked)
-        make_graph_explicit(forked, item.scopes, module, "forked")
+        scopes = {device: _passed_on(scope, item.node, forked) for device, scope in item.scopes.items()}
+        make_graph_explicit(forked, scopes, module, "forked")
         item.node.g_("Subgraph", forked)
+
+
+def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
+    """The region as the forked code sees it: what only the running script knows comes in as an input."""
+
+    def passed(value: Any, kind: Any) -> Any:
+        fork.addInput(value)
+        made = forked.addInput()
+        made.setType(kind)
+        return made
+
+    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, torch._C.BoolType.get())
+    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, torch._C.IntType.get())
+    return replace(scope, enabled=enabled, low=low)
 
 
 _UNSEEN = {

@@ -327,7 +327,8 @@ class Reader:
         reads = [v for v in node.inputs() if v.unique() in self.ids]
         numbers = [self.ids[v.unique()] for v in reads]
         inner = [o for b in blocks for _, s in b.walk() for o in s.operands]
-        made_inside = {s.id for b in blocks for _, s in b.walk()} | {v.id for b in blocks for v in b.parameters}
+        within = [*blocks, *[inner for b in blocks for _, s in b.walk() for inner in s.blocks]]
+        made_inside = {s.id for b in within for s in b.steps} | {v.id for b in within for v in b.parameters}
         captured = dict.fromkeys(o.value for o in inner if o.value not in made_inside and o.value not in numbers)
         written = {o.value for o in inner if o.written}
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))

@@ -1,0 +1,92 @@
+"""Random programs compute the same as Python in eager regions and as scripts: dtypes, bits, gradients."""
+
+import importlib.util
+import itertools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import narrowcast as nc
+
+sys.path.insert(0, str(Path(__file__).parent))
+from script_programs import functions, adds_up_alike
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FOLDER = Path(tempfile.mkdtemp())
+NUMBERS = itertools.count()
+EXAMPLES = int(os.environ.get("NARROWCAST_SCRIPTS", "60"))
+
+
+def load(text):
+    """The module of a source text: TorchScript reads functions from files."""
+    path = FOLDER / f"program_{next(NUMBERS)}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(function, flag, n, around):
+    """Outputs and gradients, or "error"."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(4, 4), torch.randn(4, 4) / 2, torch.randn(4)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    try:
+        with around():
+            found = function(*leaves, flag, n)
+        torch.stack([o.double().tanh().sum() for o in found]).sum().backward()
+    except (RuntimeError, nc.errors.NarrowcastError) as error:
+        return f"error: {error}"
+    return [*found, *[leaf.grad for leaf in leaves]]
+
+
+def differences(expected, found, exact):
+    """What differs: an output's dtype or bits, a gradient's bits (or, if they add up otherwise, more than rounding)."""
+    if isinstance(expected, str) or isinstance(found, str):
+        return (
+            [] if isinstance(expected, str) == isinstance(found, str) else [(str(expected)[-300:], str(found)[-300:])]
+        )
+    wrong = []
+    for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if (a is None) != (b is None) or (a is not None and a.dtype is not b.dtype):
+            wrong.append((n, a if a is None else a.dtype, b if b is None else b.dtype))
+        elif a is not None:
+            a, b = a.detach().nan_to_num(), b.detach().nan_to_num()
+            close = n >= 3 and not exact and (a - b).norm() <= 0.05 * a.norm() + 1e-6
+            if not close and not torch.equal(a, b):
+                wrong.append((n, (a - b).abs().max().item()))
+    return wrong
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(functions())
+def test_random_scripts_equal_eager(text):
+    """By themselves and inside a region; a program that fails is shrunk to a small one."""
+    module = load(text)
+    scripted = nc.script(module.program)
+    low = module.LOW
+    for flag, n in ((True, 2), (False, 1)):
+        for name, around in (
+            ("alone", lambda: nc.autocast("cpu", enabled=False)),
+            ("inside", lambda: nc.autocast("cpu", low)),
+        ):
+            if name == "alone":
+                around = torch.enable_grad
+            expected = run(module.program, flag, n, around)
+            for _ in range(2):
+                wrong = differences(expected, run(scripted, flag, n, around), adds_up_alike(text))
+                assert not wrong, f"flag={flag} n={n} {name}: {wrong}\n{text[text.index('def program') :]}"
+
+
+def test_the_comparison_sees_what_differs():
+    """Another dtype, another bit, an error."""
+    a, b = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    assert differences([a], [b], True) and differences([a], [a + 1e-6], True) and differences("error", [a], True)
+    assert not differences([a], [a], True)
