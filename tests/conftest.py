@@ -1,6 +1,7 @@
 """Shared: how many tests may be skipped, and what is there to test with."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,6 +10,33 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("narrowcast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("narrowcast")
 ALLOWED_SKIPS = int(os.environ.get("NARROWCAST_ALLOWED_SKIPS", "0"))
+
+
+@pytest.fixture(autouse=True)
+def autocast_is_left_as_it_was():
+    """No test may leave autocast, gradients or the dispatch modes otherwise than it found them.
+
+    A state that leaks fails some other test, far away; here it fails the one that lost it.
+    """
+    before = _ambient_state()
+    yield
+    assert before is None or _ambient_state() == before
+
+
+def _ambient_state() -> dict | None:
+    torch = sys.modules.get("torch")  # the pure half is tested without it
+    if torch is None:
+        return None
+    devices = ("cpu", "cuda", "xpu")
+    return {
+        "nesting": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+        "cache": torch.is_autocast_cache_enabled(),
+        "enabled": [torch.is_autocast_enabled(device) for device in devices],
+        "dtype": [torch.get_autocast_dtype(device) for device in devices],
+        "gradients": torch.is_grad_enabled(),
+        "modes": torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
+        "script": torch._C._get_graph_executor_optimize(),
+    }
 
 
 @pytest.hookimpl(trylast=True)

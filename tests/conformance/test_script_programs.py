@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 import narrowcast as nc
 
 sys.path.insert(0, str(Path(__file__).parent))
-from script_programs import functions, adds_up_alike
+from script_programs import adds_up_alike, functions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FOLDER = Path(tempfile.mkdtemp())

@@ -330,9 +330,6 @@ def test_traced_modules_equal_eager_with_the_weight_cache(policy):
     with nc.autocast("cpu", torch.bfloat16, policy=policy):
         model(x)
         under = nc.trace(model, x)
-        if policy is None:
-            with pytest.raises(RuntimeError):
-                torch.jit.trace(model, x)
     given = nc.trace(model, x, dtype="bf16", policy=policy)
     for traced in (under, given):
         assert isinstance(traced, torch.jit.ScriptModule)
@@ -340,6 +337,27 @@ def test_traced_modules_equal_eager_with_the_weight_cache(policy):
             assert_same(expected, outcome(traced, leaves, x))
         with torch.autocast("cpu", torch.float16):
             assert_same(expected, outcome(traced, leaves, x), gradients=False)
+
+
+def test_torchs_own_trace_casts_a_weight_once_where_our_kernels_run():
+    """What was cast before the trace is not in it, and is not traced either."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.inner(self.inner(x))
+
+    model, x = Twice(), torch.randn(4, 4)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "to(bf16)", reason="a kernel of ours"))
+    with nc.autocast("cpu", torch.float16, policy=policy):
+        expected = model(x)
+        traced = torch.jit.trace(model, x, check_trace=False)
+        assert torch.equal(expected, model(x))
+    assert torch.equal(expected, traced(x))
+    assert str(traced.inlined_graph).count("aten::to(") == 2, "one of the input, one of the weight"
 
 
 def test_a_trace_that_depends_on_values_is_warned_of():

@@ -301,7 +301,8 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
     """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
 
     Like native's cache, but keyed by version too, so that an in-place update is seen, and by grad mode, so that a cast
-    made under no_grad is not taken for one that carries a gradient. Native regions keep torch's rules, faults included.
+    made under no_grad is not taken for one that carries a gradient. Native regions keep torch's rules, faults included;
+    but a trace has casts of its own, where torch's cannot be traced.
     """
     if not (
         tensor.requires_grad
@@ -311,12 +312,11 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         and not tensor._is_view()
         and not torch.is_inference_mode_enabled()
         and not tensor.is_inference()
-        and torch._C._get_tracing_state() is None
     ):
         return cast(tensor, dtype)
     if region.owner is None:
         return native_cast(tensor, dtype, DTYPES[region.prepared.facts.low])
-    key = (id(tensor), dtype, torch.is_grad_enabled())
+    key = (id(tensor), dtype, torch.is_grad_enabled(), torch._C._get_tracing_state())
     entry = region.casts.get(key)
     if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
         cached: torch.Tensor = entry[2]

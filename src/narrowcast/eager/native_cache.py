@@ -8,6 +8,7 @@ cache. That is one function, which is wrapped once so that ours is cleared with 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -15,10 +16,10 @@ from narrowcast.torch_bridge import cast
 
 
 class _Casts(threading.local):
-    """Per thread: a weight's id, the weight (so that the id stays its own), and its cast."""
+    """Per thread: a weight's id and the trace, the weight (so that the id stays its own), and its cast."""
 
     def __init__(self) -> None:
-        self.by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.by_id: dict[tuple[int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 _casts = _Casts()
@@ -28,13 +29,14 @@ def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> t
     """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made anew."""
     if dtype is not low:
         return cast(weight, dtype)
-    entry = _casts.by_id.get(id(weight))
+    key = (id(weight), torch._C._get_tracing_state())
+    entry = _casts.by_id.get(key)
     if entry is not None:
         return entry[1]
     _clear_with_torch()
     with torch.enable_grad():  # as torch does: a cast made under no_grad carries the gradient of a later use
         made = cast(weight, dtype)
-    _casts.by_id[id(weight)] = (weight, made)
+    _casts.by_id[key] = (weight, made)
     return made
 
 

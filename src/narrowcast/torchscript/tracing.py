@@ -27,6 +27,7 @@ def tracing() -> Iterator[None]:
     One thread at a time.
     """
     kept: list[Method] = []
+    _mark()  # TorchScript compiles the class of native regions for it, as that class is outside
     with _lock, _following(kept), _marking():
         yield
 
