@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 import narrowcast as nc
 
 sys.path.insert(0, str(Path(__file__).parent))
-from script_programs import adds_up_alike, functions
+from script_programs import functions, rounding, uses_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FOLDER = Path(tempfile.mkdtemp())
@@ -47,19 +47,23 @@ def run(function, flag, n, around):
     return [*found, *[leaf.grad for leaf in leaves]]
 
 
-def differences(expected, found, exact):
-    """What differs: an output's dtype or bits, a gradient's bits (or, if they add up otherwise, more than rounding)."""
+def differences(expected, found, rounded=0.0, whole=True):
+    """What differs: an output's dtype or bits, a gradient by more than a part of it.
+
+    whole: eager code has no errors in what nothing uses.
+    """
     if isinstance(expected, str) or isinstance(found, str):
-        return (
-            [] if isinstance(expected, str) == isinstance(found, str) else [(str(expected)[-300:], str(found)[-300:])]
-        )
+        alike = isinstance(expected, str) == isinstance(found, str) or (isinstance(expected, str) and not whole)
+        return [] if alike else [(str(expected)[-300:], str(found)[-300:])]
+    if len(expected) != len(found):
+        return [f"{len(expected)} values in eager code, {len(found)}"]
     wrong = []
     for n, (a, b) in enumerate(zip(expected, found, strict=True)):
         if (a is None) != (b is None) or (a is not None and a.dtype is not b.dtype):
             wrong.append((n, a if a is None else a.dtype, b if b is None else b.dtype))
         elif a is not None:
             a, b = a.detach().nan_to_num(), b.detach().nan_to_num()
-            close = n >= 3 and not exact and (a - b).norm() <= 0.05 * a.norm() + 1e-6
+            close = n >= len(expected) - 3 and (a - b).norm() <= rounded * a.norm() + bool(rounded) * 1e-6
             if not close and not torch.equal(a, b):
                 wrong.append((n, (a - b).abs().max().item()))
     return wrong
@@ -81,12 +85,13 @@ def test_random_scripts_equal_eager(text):
                 around = torch.enable_grad
             expected = run(module.program, flag, n, around)
             for _ in range(2):
-                wrong = differences(expected, run(scripted, flag, n, around), adds_up_alike(text))
+                wrong = differences(expected, run(scripted, flag, n, around), rounding(text), uses_all(text))
                 assert not wrong, f"flag={flag} n={n} {name}: {wrong}\n{text[text.index('def program') :]}"
 
 
 def test_the_comparison_sees_what_differs():
     """Another dtype, another bit, an error."""
     a, b = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
-    assert differences([a], [b], True) and differences([a], [a + 1e-6], True) and differences("error", [a], True)
-    assert not differences([a], [a], True)
+    assert differences([a], [b]) and differences([a], [a + 1e-6]) and differences("error", [a])
+    assert differences([a], "error", whole=False) and not differences("error", [a], whole=False)
+    assert not differences([a], [a]) and differences([a], [a, a])

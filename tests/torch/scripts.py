@@ -10,6 +10,7 @@ import narrowcast as nc
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 OURS = nc.autocast("cpu", torch.bfloat16, policy="safe")
+UNCACHED = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
 CUSTOM = nc.Policy.native().with_rules(
     nc.Rule("aten.softmax", "lower"),
     nc.Rule("aten.relu", "full"),
@@ -161,6 +162,22 @@ def left_by_exception(x, w, n: int):
             raise ValueError("three")
         y = torch.mm(x, w)
     return y
+
+
+def without_cache(x, w):
+    """Each use of a weight has a cast of its own, and its gradient adds up in fp32."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        y = torch.mm(torch.mm(x, w), w)
+    region = torch.cpu.amp.autocast(True, torch.bfloat16, False)
+    with region:
+        y = torch.mm(torch.mm(y, w), w)
+    with UNCACHED:
+        return torch.mm(torch.mm(y, w), w), cached_by_nobody(y, w)
+
+
+@torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+def cached_by_nobody(x, w):
+    return torch.mm(torch.mm(x, w), w)
 
 
 def loops(x, w, n: int):
@@ -338,13 +355,13 @@ FUNCTIONS = [
     (enabled_at_run_time, (False,)), (enabled_by_an_expression, ()), (dtype_at_run_time, (torch.bfloat16,)),
     (dtype_at_run_time, (torch.float16,)), (entered_in_one_branch, (True,)), (entered_in_one_branch, (False,)),
     (left_by_return, (1,)), (left_by_return, (2,)), (left_by_break, (3,)), (left_by_break, (5,)),
-    (left_by_exception, (1,)), (loops, (2,)), (loops, (0,)), (decorated, ()), (decorated_by_ours, ()),
-    (decorated_twice, ()), (helpers, ()), (helpers_outside, ()), (forked, ()), (lists, (2,)), (optional, ()),
-    (indexed, ()), (untouched, ()), (full, ()), (composites, ()), (written_in_place, ()), (reused, ()),
+    (left_by_exception, (1,)), (loops, (2,)), (loops, (0,)), (without_cache, ()), (decorated, ()),
+    (decorated_by_ours, ()), (decorated_twice, ()), (helpers, ()), (helpers_outside, ()), (forked, ()), (lists, (2,)),
+    (optional, ()), (indexed, ()), (untouched, ()), (full, ()), (composites, ()), (written_in_place, ()), (reused, ()),
 ]  # fmt: skip
 EXACT_GRADIENTS = [
     scope, scope_without_dtype, scope_cpu_amp, scope_cpu_amp_fp16, scope_ours, scope_ours_by_name, made_in_the_module,
-    chosen, enabled_by_an_expression, dtype_at_run_time, left_by_return, left_by_break, loops, decorated,
+    chosen, enabled_by_an_expression, dtype_at_run_time, left_by_return, left_by_break, loops, without_cache, decorated,
     decorated_by_ours, lists, optional, indexed, untouched, written_in_place, reused,
 ]  # fmt: skip
 MODULES = [Block, Outer, Recurrent, Cells]

@@ -193,3 +193,26 @@ def test_lists_are_those_of_the_device(xw):
     assert dtypes(lists_of_cpu(*xw)) == [BF16, BF16]
     assert dtypes(torch.jit.script(lists_of_cpu)(*xw)) != [BF16, BF16]
     assert dtypes(nc.script(lists_of_cpu)(*xw)) == [BF16, BF16]
+
+
+def given_out_and_read_in_a_loop(x, w, n: int):
+    x, v = x * 1.5, x * 0.75
+    for _i in range(n):
+        x = x + w
+        for _j in range(n):
+            v = v + x
+    return x, v
+
+
+def test_values_that_loops_inside_read_are_still_there(xw):
+    """A fault of torch's interpreter: a value is dropped by the inner loop, though the outer one gives it out."""
+    with torch.no_grad():
+        plain = torch.jit.script(given_out_and_read_in_a_loop)
+        with pytest.raises(RuntimeError, match="Expected Tensor but got None"):
+            for _ in range(3):
+                plain(*xw, 2)
+        scripted = nc.script(given_out_and_read_in_a_loop, dtype="bf16")
+        with nc.autocast("cpu"):
+            expected = given_out_and_read_in_a_loop(*xw, 2)
+        for _ in range(3):
+            assert all(map(torch.equal, scripted(*xw, 2), expected))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region
 from narrowcast.fx.operands import operands_of
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.op_memory import alias_names
+from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
 from narrowcast.regions.marks import enter_marked, exit_marked, marked_region
@@ -204,7 +204,7 @@ class _Reader:
         inputs = [self.values[o.value] for o in operands]
         gradient = self.grad_mode and op is not torch.ops.aten.detach.default and any(map(self._has_gradient, inputs))
         value = self._value(node, gradient)
-        aliases = _alias_names(op)
+        aliases = alias_names(op)
         given, constants = _constants(node, op)
         shared = tuple(n for n, o in enumerate(operands) if aliases is None or o.name in aliases)
         for n in shared:
@@ -343,19 +343,6 @@ def _type_of(found: Any) -> str:
     if isinstance(found, (tuple, list)):
         return "tuple"
     return type(found).__name__.lower()
-
-
-@cache
-def _alias_names(op: OpOverload) -> frozenset[str] | None:
-    """The arguments whose memory the result may share; None if that may be any."""
-    schema = op._schema
-    if any(r.alias_info is not None for r in schema.returns):
-        return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
-    if not op._can_decompose() or any(
-        Policy.native(device).table.candidates(op_facts(op).id, True).whole for device in DEVICE_TYPES
-    ):
-        return frozenset()  # what autocast lists computes something new
-    return None  # einsum may give a view, dropout what it was given; their schemas do not say so
 
 
 def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:

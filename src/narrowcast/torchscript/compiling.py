@@ -15,9 +15,9 @@ from torch.jit import _recursive, _script, frontend
 from narrowcast.policy import Policy
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
-from narrowcast.torchscript.source import rewriting
+from narrowcast.torchscript.source import OURS, rewriting
 
-_OURS, _TORCHS = "__narrowcast_region_ours", "__narrowcast_region_torchs"
+_TORCHS = "__narrowcast_region_torchs"
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def compiling(region_class: type) -> Iterator[None]:
     """
 
     def get_closure(function: Any) -> dict[str, Any]:
-        return {**original_closure(undecorated(function)), _OURS: region_class, _TORCHS: torch.autocast}
+        return {**original_closure(undecorated(function)), OURS: region_class, _TORCHS: torch.autocast}
 
     def try_compile_fn(function: Any, location: Any) -> Any:
         made = original_compile(undecorated(function), location)
@@ -37,7 +37,7 @@ def compiling(region_class: type) -> Iterator[None]:
         return made
 
     register_region(region_class)
-    with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class)):
+    with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class), _signature_of):
         warnings.simplefilter("ignore", DeprecationWarning)
         original_closure, original_compile = _jit_internal.get_closure, _recursive.try_compile_fn
         _jit_internal.get_closure, _recursive.try_compile_fn = get_closure, try_compile_fn
@@ -55,8 +55,21 @@ def _described(region_class: type, value: Any) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"device_type": value.device, "dtype": number_of(value.fast_dtype)}
     facts["enabled"] = value._enabled
     if isinstance(value, torch.autocast):
-        return {"kind": _TORCHS, **facts, "cache_enabled": value._cache_enabled}
-    return {"kind": _OURS, **facts, "cache_enabled": value._native._cache_enabled, "policy": value.policy.digest}
+        cached = value._cache_enabled
+        return {"kind": _TORCHS, **facts} if cached else {"kind": OURS, **facts, "cache_enabled": cached}
+    return {"kind": OURS, **facts, "cache_enabled": value._native._cache_enabled, "policy": value.policy.digest}
+
+
+def _signature_of(value: Any) -> dict[str, Any] | None:
+    """The arguments of torch's region classes in their order, and those of ours that they do not have, as source."""
+    rest = dict.fromkeys(("enabled", "dtype", "cache_enabled"))
+    if value is torch.autocast:
+        return dict.fromkeys(("device_type", "dtype", "enabled", "cache_enabled"))
+    if value is torch.cpu.amp.autocast:  # type: ignore[attr-defined]
+        return {"device_type": "'cpu'", **rest}
+    if value is torch.cuda.amp.autocast:
+        return {"device_type": "'cuda'", **rest}
+    return None
 
 
 def undecorated(function: Any) -> Any:

@@ -13,6 +13,7 @@ from narrowcast.policy import Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
 from narrowcast.torchscript.cells import open_cells
+from narrowcast.torchscript.lifetimes import keep_until_given_out
 from narrowcast.torchscript.read import Reader
 from narrowcast.torchscript.scopes import Scanner, Scope, Scopes, Section, make_edges, region_class
 from narrowcast.torchscript.source import shown_at
@@ -99,6 +100,7 @@ def make_graph_explicit(
     scanner.finish()
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_dce(graph)
+    keep_until_given_out(graph)
     return reading.program, outcome, reading.policies
 
 

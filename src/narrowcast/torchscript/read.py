@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from narrowcast.decide import Plan, Region, decide
+from narrowcast.op_memory import alias_names
 from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import NOWHERE, Kind, Place, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
-from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, is_random, op_facts, short_type
+from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
+from narrowcast.torchscript.calls import (
+    CALLING,
+    Source,
+    decided_as,
+    dtype_argument,
+    facts_of,
+    holds_tensors,
+    is_optional_tensor,
+    is_tensor,
+    is_tensor_list,
+    module_path,
+    sources,
+)
 from narrowcast.torchscript.formats import COUNTING, KEEPING, OTHER, join, promoted
-from narrowcast.torchscript.scopes import Item, Scope, Scopes, Section, constant, dtype_of
+from narrowcast.torchscript.scopes import Item, Scope, Scopes, Section, dtype_of
 from narrowcast.torchscript.source import place_of
 
 _ANY_SHAPE = ("?",)
@@ -37,15 +50,6 @@ class Reading:
     scopes: list[Scope]
     policies: dict[str, Policy]
     sessions: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where an operand stands in a call: the input's position, and the element's if that is a list."""
-
-    position: int
-    element: int | None
-    value: Any
 
 
 @dataclass(slots=True)
@@ -149,7 +153,7 @@ class Reader:
         node = item.node
         outputs = list(node.outputs())
         facts = facts_of(node)
-        if node.kind() in ("prim::GetAttr", "prim::Constant") and outputs and _is_tensor(outputs[0]):
+        if node.kind() in ("prim::GetAttr", "prim::Constant") and outputs and is_tensor(outputs[0]):
             self._look_up(outputs[0])
             return
         if facts is None:
@@ -158,7 +162,7 @@ class Reader:
             return
         known = self._result(item, facts)
         for output in outputs:
-            self.types[output.unique()] = known if _holds_tensors(output) else OTHER
+            self.types[output.unique()] = known if holds_tensors(output) else OTHER
 
     def _look_up(self, value: Any) -> None:
         tensor = self.attributes(value) if value.node().kind() == "prim::GetAttr" else value.toIValue()
@@ -170,10 +174,10 @@ class Reader:
             self.types[value.unique()] = TENSOR
 
     def _type_without_schema(self, node: Any, output: Any) -> str:
-        if not _holds_tensors(output):
+        if not holds_tensors(output):
             return OTHER
         if node.kind() in ("prim::ListConstruct", "prim::TupleConstruct", "prim::ListUnpack", "prim::unchecked_cast"):
-            return join(self._type(v) for v in node.inputs() if _holds_tensors(v)) if node.inputsSize() else TENSOR
+            return join(self._type(v) for v in node.inputs() if holds_tensors(v)) if node.inputsSize() else TENSOR
         return TENSOR
 
     def _result(self, item: Item, facts: OpFacts) -> str:
@@ -183,7 +187,7 @@ class Reader:
         given = [self._type(s.value) for s in sources(node, facts)]
         if name in COUNTING:
             return OTHER
-        dtype = _dtype_argument(node, facts)
+        dtype = dtype_argument(node, facts)
         if isinstance(dtype, int):
             return FORMATS[dtype_of(dtype)].name if dtype in (5, 6, 7, 15) else OTHER
         if dtype is not None:
@@ -225,7 +229,7 @@ class Reader:
         return None
 
     def _type(self, value: Any) -> str:
-        return self.types.get(value.unique(), TENSOR if _holds_tensors(value) else OTHER)
+        return self.types.get(value.unique(), TENSOR if holds_tensors(value) else OTHER)
 
     # -- the program
 
@@ -250,8 +254,8 @@ class Reader:
         """What is known of a value."""
         if is_optional_tensor(value) or is_tensor_list(value):
             return Value(number, TENSOR, _ANY_SHAPE, "", True)
-        if not _is_tensor(value):
-            return Value(number, "tuple" if _holds_tensors(value) else OTHER, gradient=_holds_tensors(value))
+        if not is_tensor(value):
+            return Value(number, "tuple" if holds_tensors(value) else OTHER, gradient=holds_tensors(value))
         known = self._type(value)
         tensor = self.known.get(value.unique())
         if tensor is None:
@@ -278,11 +282,11 @@ class Reader:
         else:
             numbers = list(range(len(found)))
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
-        given = frozenset(["dtype"]) if _dtype_argument(node, facts) is not None else frozenset()
+        given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
         file, line = place_of(node)
-        place = Place(_module_path(node), file=file, line=line) if file or line else NOWHERE
+        place = Place(module_path(node), file=file, line=line) if file or line else NOWHERE
         return Step(
-            Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in _CALLING else "", given,
+            Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in CALLING else "", given,
             facts.computes, *_first(regions),
             effects=("random",) if is_random(facts.op) else (), place=place, others=regions[1:],
         )  # fmt: skip
@@ -306,7 +310,13 @@ class Reader:
             value = self._value(outputs[0])
         else:
             value = self._plain("tuple" if outputs else OTHER)
-        aliases = tuple(range(len(made.operands))) if facts is None or _may_alias(facts) else ()
+        names = None if facts is None else alias_names(facts.op)
+        reaching = _reaching(blocks) if node.kind() == "prim::If" else None
+        aliases = tuple(
+            n
+            for n, o in enumerate(made.operands)
+            if (names is None or o.name in names) and (reaching is None or o.value in reaching)
+        )
         step = _replace(made, value, blocks, aliases)
         self.items[value.id] = item
         if facts is not None:
@@ -339,21 +349,6 @@ class Reader:
         return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
 
 
-# Ops that no list names, whose kernels call one op that lists do: eager autocast casts there, a script before them.
-_CALLING = {
-    "aten.einsum.default": "aten.bmm.default",
-    "aten.lstm.input": "aten.mkldnn_rnn_layer.default",
-    "aten.gru.input": "aten.linear.default",
-    "aten.rnn_tanh.input": "aten.linear.default",
-    "aten.rnn_relu.input": "aten.linear.default",
-}
-
-
-def decided_as(op: str) -> str:
-    """The op about which policies are asked: the one that a composite op calls."""
-    return _CALLING.get(op, op)
-
-
 def _first(regions: tuple[int, ...]) -> tuple[int | None]:
     return (regions[0],) if regions else (None,)
 
@@ -373,100 +368,15 @@ def _replace(step: Step, value: Value, blocks: tuple[Block, ...], aliases: tuple
     )  # fmt: skip
 
 
-def _may_alias(facts: OpFacts) -> bool:
-    return facts.is_view or facts.writes or not facts.computes
-
-
-@cache
-def _facts(schema: str) -> OpFacts | None:
-    name, _, _ = schema.partition("(")
-    identity = name.replace("::", ".")
-    op = find_op(identity if "." in name else f"{identity}.default")
-    return op_facts(op) if op is not None else None
-
-
-def facts_of(node: Any) -> OpFacts | None:
-    """The facts of the op that a node calls; None if it calls none, or one without tensors."""
-    schema = node.schema()
-    facts = _facts(schema) if schema and not schema.startswith("(no") else None
-    return facts if facts is not None and facts.slots else None
-
-
-def sources(node: Any, facts: OpFacts) -> list[Source]:
-    """The tensors that a call reads, elements of lists that are made for it one by one."""
-    inputs = list(node.inputs())
-    found = []
-    for slot in facts.slots:
-        value = inputs[slot.position]
-        if slot.is_list:
-            maker = value.node()
-            if maker.kind() == "prim::ListConstruct" and is_only_read(value):
-                found += [Source(slot.position, n, v) for n, v in enumerate(maker.inputs()) if _may_be_tensor(v)]
-            elif is_tensor_list(value):
-                found.append(Source(slot.position, None, value))
-        elif _may_be_tensor(value):
-            found.append(Source(slot.position, None, value))
-    return found
-
-
-def is_only_read(value: Any) -> bool:
-    """Whether a list is passed to ops that do not change it, and to nothing else."""
-    for use in value.uses():
-        schema = use.user.schema()
-        if not schema or schema.startswith("(no"):
-            return False
-        arguments = torch._C.parse_schema(schema).arguments
-        alias = arguments[use.offset].alias_info if use.offset < len(arguments) else None
-        if alias is not None and alias.is_write:
-            return False
-    return True
-
-
-def _may_be_tensor(value: Any) -> bool:
-    return _is_tensor(value) or (is_optional_tensor(value))
-
-
-def is_optional_tensor(value: Any) -> bool:
-    """Whether a value may be a tensor or None, and nobody knows which."""
-    kind = value.type()
-    return bool(kind.kind() == "OptionalType" and kind.getElementType().kind() == "TensorType")
-
-
-def is_tensor_list(value: Any) -> bool:
-    """Whether a value is a list of tensors."""
-    kind = value.type()
-    return bool(kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType")
-
-
-def _is_tensor(value: Any) -> bool:
-    return bool(value.type().kind() == "TensorType")
-
-
-def _holds_tensors(value: Any) -> bool:
-    return "Tensor" in value.type().annotation_str
-
-
 def _declared(value: Any) -> str:
-    return TENSOR if _holds_tensors(value) else OTHER
+    return TENSOR if holds_tensors(value) else OTHER
 
 
-def _dtype_argument(node: Any, facts: OpFacts) -> Any:
-    """What a call was given as dtype: a number, a value, or None where that is left open."""
-    if facts.dtype_position is None:
-        return None
-    value = list(node.inputs())[facts.dtype_position]
-    known = constant(value)
-    if known is not None:
-        return known
-    kind = value.type().kind()
-    return None if kind in ("NoneType", "OptionalType") else value
-
-
-def _module_path(node: Any) -> str:
-    """The module that an inlined node comes from: `encoder.0`."""
-    parts = []
-    for part in node.getModuleHierarchy().split("."):
-        name, _, kind = part.partition("(")
-        if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
-            parts.append(name)
-    return ".".join(parts)
+def _reaching(blocks: tuple[Block, ...]) -> set[int]:
+    """The values whose memory may be among what blocks return."""
+    found = {value for block in blocks for value in block.returns}
+    for block in blocks:
+        for step in reversed(block.steps):
+            if step.id in found:
+                found.update(step.operands[n].value for n in step.aliases)
+    return found

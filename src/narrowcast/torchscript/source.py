@@ -29,18 +29,24 @@ from narrowcast.errors import Origin, ScriptError
 frontend: Any = _frontend
 _lock = threading.RLock()
 _numbers = itertools.count()
+OURS = "__narrowcast_region_ours"
+"""The name of our region class in functions that TorchScript compiles."""
 
 
 @contextmanager
-def rewriting(describe: Callable[[Any], dict[str, Any] | None]) -> Iterator[None]:
+def rewriting(
+    describe: Callable[[Any], dict[str, Any] | None], signature_of: Callable[[Any], dict[str, Any] | None]
+) -> Iterator[None]:
     """TorchScript parses functions through us inside; one thread at a time.
 
     describe: from a region object to the arguments that make it, or None for any other object.
+    signature_of: from torch's region classes to the arguments of ours, in their order: None for what theirs take,
+        source text for what they do not; None for any other object.
     """
 
     def parse(function: Any) -> Any:
         parsed = original(function)
-        _Rewriter(function, parsed, describe).run()
+        _Rewriter(function, parsed, describe, signature_of).run()
         return parsed
 
     with _lock:
@@ -55,10 +61,11 @@ def rewriting(describe: Callable[[Any], dict[str, Any] | None]) -> Iterator[None
 class _Rewriter:
     """One function's rewriting, in its own syntax tree."""
 
-    def __init__(self, function: Any, parsed: Any, describe: Callable[[Any], dict[str, Any] | None]) -> None:
+    def __init__(self, function: Any, parsed: Any, describe: Any, signature_of: Any) -> None:
         self.definition = parsed.ast.body[0]
         self.parsed = parsed
         self.describe = describe
+        self.signature_of = signature_of
         self.names = _namespace(function)
         self.local = {a.arg for a in ast.walk(self.definition) if isinstance(a, ast.arg)} | {
             n.id for n in ast.walk(self.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
@@ -66,11 +73,13 @@ class _Rewriter:
 
     def run(self) -> None:
         definition = self.definition
-        for node in ast.walk(definition):
+        regions = [made for d in definition.decorator_list if (made := self._existing(d)) is not None]
+        for node in [n for statement in definition.body for n in ast.walk(statement)]:
             if isinstance(node, ast.With):
                 for item in node.items:
                     item.context_expr = self._made_here(item.context_expr)
-        regions = [made for d in definition.decorator_list if (made := self._existing(d)) is not None]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                self._keep_cache(node)
         if regions:
             docstring, body = _without_docstring(definition.body)
             items = [ast.withitem(context_expr=r) for r in regions]
@@ -124,6 +133,23 @@ class _Rewriter:
             ) from None  # fmt: skip
         policies[0].value = _at(ast.Constant(facts), policies[0].value)
         return call
+
+    def _keep_cache(self, call: ast.Call) -> None:
+        """A call of torch's that says whether weights are cached, in place, as one of ours."""
+        if len(call.args) < 3 and all(k.arg != "cache_enabled" for k in call.keywords):
+            return
+        signature = self.signature_of(self._value(call.func))
+        if signature is None:
+            return
+        given = dict(zip((k for k, v in signature.items() if v is None), call.args, strict=False))
+        given.update({k.arg: k.value for k in call.keywords if k.arg is not None})
+        if "cache_enabled" not in given:
+            return
+        constants = {k: ast.parse(v, mode="eval").body for k, v in signature.items() if v is not None}
+        call.func = ast.Name(OURS, ast.Load())
+        call.args = []
+        call.keywords = [ast.keyword(k, v) for k, v in {**constants, **given}.items()]
+        _at(call, call)
 
     # -- control flow out of a with statement
 

@@ -15,7 +15,8 @@ import torch
 from narrowcast.program import CAST, TOGETHER, WEIGHT, Block, Program, Step
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torchscript import runtime
-from narrowcast.torchscript.read import Reading, facts_of, is_optional_tensor, is_tensor_list
+from narrowcast.torchscript.calls import facts_of, is_optional_tensor, is_tensor_list
+from narrowcast.torchscript.read import Reading
 from narrowcast.torchscript.scopes import Scope, Section, number_of
 
 _FULL = 6
@@ -32,6 +33,7 @@ class _Writer:
         self.reading = reading
         self.program = program
         self.before = reading.program.steps
+        self.positions: dict[int, list[int]] = {}  # of each section: which of its outputs the program has
         self.made: dict[int, Any] = {}  # script values of the program's new steps
         self.read = {
             operand.value: source.value
@@ -40,9 +42,20 @@ class _Writer:
         }
 
     def run(self, section: Section) -> None:
-        self._block(self.program.body, section.block)
+        self._look(section)
+        self._block(self.program.body, section)
 
-    def _block(self, block: Block, into: Any) -> None:
+    def _look(self, section: Section) -> None:
+        """What blocks give, before anything is changed: where, and those values that nothing else reads."""
+        given = [(n, v) for n, v in enumerate(section.block.outputs()) if v.unique() in self.reading.ids]
+        self.positions[id(section)] = [n for n, _ in given]
+        for _, value in given:
+            self.read.setdefault(self.reading.ids[value.unique()], value)
+        for item in section.items:
+            for inner in item.blocks:
+                self._look(inner)
+
+    def _block(self, block: Block, section: Section) -> None:
         waiting: list[Step] = []
         for step in block.steps:
             item = self.reading.items.get(step.id)
@@ -54,15 +67,15 @@ class _Writer:
             for new in waiting:
                 self._insert(new)
             waiting = []
-            for inner, section in zip(step.blocks, item.blocks, strict=True):
-                self._block(inner, section.block)
+            for inner, its in zip(step.blocks, item.blocks, strict=True):
+                self._block(inner, its)
             if step != self.before[step.id]:
                 self._change(step, item.node)
+        into = section.block
         self.graph.setInsertPoint(into)
         for new in waiting:
             self._insert(new)
-        positions = [n for n, v in enumerate(into.outputs()) if v.unique() in self.reading.ids]
-        for position, value in zip(positions, block.returns, strict=True):
+        for position, value in zip(self.positions[id(section)], block.returns, strict=True):
             if value in self.made:
                 into.returnNode().replaceInput(position, self.made[value])
 
@@ -215,12 +228,16 @@ class _Writer:
         for output in list(node.outputs()):
             if output.type().kind() != "TensorType":
                 continue
-            self.graph.setInsertPoint(_after(node))
+            mark = self.graph.create("prim::Constant", [], 1)
+            mark.insertAfter(node)
+            self.graph.setInsertPoint(mark)
             users = [(use.user, use.offset) for use in output.uses()]
             arguments = [output, self._list(came), self._on(scope), self._constant(scope.device_type)]
             given = self._call(runtime.back, arguments)
             for user, offset in users:
                 user.replaceInput(offset, given)
+            self.graph.setInsertPoint(node)
+            mark.destroy()
 
     # -- nodes
 
@@ -249,10 +266,3 @@ class _Writer:
 
     def _per_device(self, scope: Scope, low: Any, others: dict[str, torch.dtype]) -> list[Any]:
         return [low if d == scope.device_type else self._constant(number_of(others[d])) for d in ("cuda", "cpu")]
-
-
-def _after(node: Any) -> Any:
-    """The node that follows; its block, if it is the last one."""
-    nodes = list(node.owningBlock().nodes())
-    position = next(n for n, other in enumerate(nodes) if other == node)
-    return nodes[position + 1] if position + 1 < len(nodes) else node.owningBlock()
