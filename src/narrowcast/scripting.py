@@ -14,9 +14,10 @@ import torch
 from narrowcast.eager import autocast
 from narrowcast.errors import ScriptError, ScriptWarning
 from narrowcast.formats import Format
-from narrowcast.policy import DEVICE_TYPES, Policy
-from narrowcast.torch_bridge import DTYPES, FORMATS, tensors_in
-from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling
+from narrowcast.policy import Policy, as_policy
+from narrowcast.regions.state import ruled_device_types
+from narrowcast.torch_bridge import DTYPES, tensors_in
+from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
 from narrowcast.torchscript.scripted import (
     ExplicitFunction,
@@ -57,7 +58,7 @@ def script(
     with compiling(autocast):
         if isinstance(target, torch.nn.Module):
             return explicit_module(compile_module(target), scopes)
-        return explicit_function(compile_function(target), scopes)
+        return explicit_function(compile_function(target), scopes, undecorated(target))
 
 
 def convert(
@@ -76,6 +77,13 @@ def convert(
     Raises ScriptError for what is no script, and for code in a region that cannot be cast.
     """
     scopes = _scopes(script, policy, dtype, device_type, enabled, cache_enabled)
+    if any(rule.function for rule in as_policy(policy).rules):
+        warnings.warn(
+            "narrowcast: a script that exists already does not say which functions it was made of: rules about "
+            "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all",
+            ScriptWarning,
+            stacklevel=2,
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if isinstance(script, torch.jit.ScriptFunction):
@@ -152,9 +160,7 @@ def trace(
     with warnings.catch_warnings(), region:
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.clear_autocast_cache()
-        ruled = tuple(
-            d for d in DEVICE_TYPES if torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) in FORMATS
-        )
+        ruled = ruled_device_types()
         if device and device not in ruled:
             ruled += (device,)
         with tracing():

@@ -37,6 +37,11 @@ class Identity:
             torch.set_autocast_enabled(name, True)
             torch.set_autocast_dtype(name, _DTYPES[position])
 
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """The device types whose state is not their own."""
+        return tuple(name for name, _, _ in self._before)
+
     def restore(self) -> None:
         """Write back what was there."""
         for name, enabled, dtype in self._before:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region
-from narrowcast.policy import Policy
+from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting
@@ -114,6 +114,17 @@ def region_on(device_type: str) -> OpenRegion | None:
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return active_region(device_type) or native_region(device_type)
+
+
+def ruled_device_types() -> tuple[str, ...]:
+    """The device types for which autocast is on, in earnest: not those that carry the identity of a policy."""
+    carrying: set[str] = set()
+    region = _stack.innermost
+    while region is not None:
+        if region.identity is not None:
+            carrying.update(region.identity.carriers)
+        region = region.outer
+    return tuple(d for d in DEVICE_TYPES if d not in carrying and torch.is_autocast_enabled(d))
 
 
 def native_region(device_type: str) -> OpenRegion:

@@ -117,13 +117,3 @@ def dtype_argument(node: Any, facts: OpFacts) -> Any:
         return known
     kind = value.type().kind()
     return None if kind in ("NoneType", "OptionalType") else value
-
-
-def module_path(node: Any) -> str:
-    """The module that an inlined node comes from: `encoder.0`."""
-    parts = []
-    for part in node.getModuleHierarchy().split("."):
-        name, _, kind = part.partition("(")
-        if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
-            parts.append(name)
-    return ".".join(parts)

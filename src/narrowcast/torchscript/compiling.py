@@ -13,6 +13,7 @@ from torch import _jit_internal
 from torch.jit import _recursive, _script, frontend
 
 from narrowcast.policy import Policy
+from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
 from narrowcast.torchscript.source import OURS, rewriting
@@ -34,8 +35,12 @@ def compiling(region_class: type) -> Iterator[None]:
         made = original_compile(undecorated(function), location)
         if isinstance(made, torch.jit.ScriptFunction):
             make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
+            mark_calls(made.graph)
+            mark_function(made.graph, undecorated(function))
+            marked.append(made)
         return made
 
+    marked: list[Any] = []
     register_region(region_class)
     with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class), _signature_of):
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -45,6 +50,8 @@ def compiling(region_class: type) -> Iterator[None]:
             yield
         finally:
             _jit_internal.get_closure, _recursive.try_compile_fn = original_closure, original_compile
+            for made in marked:
+                unmark(made.graph)
 
 
 def _described(region_class: type, value: Any) -> dict[str, Any] | None:

@@ -9,9 +9,10 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
-from narrowcast.policy import Policy, as_policy, known_policy
+from narrowcast.policy import NOWHERE, Place, Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torchscript.callers import path_of
 from narrowcast.torchscript.cells import open_cells
 from narrowcast.torchscript.lifetimes import keep_until_given_out
 from narrowcast.torchscript.read import Reader
@@ -40,7 +41,7 @@ def _read_attributes_once(graph: Any) -> None:
     changed = {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
     read: dict[tuple[str, ...], Any] = {}
     for node in graph.findAllNodes("prim::GetAttr"):
-        path = _path_of(node)
+        path = path_of(node)
         if path is None or changed & set(path):
             continue
         value = inputs[0]
@@ -65,31 +66,22 @@ def _find_read(node: Any, up: int) -> Any:
     return node
 
 
-def _path_of(node: Any) -> tuple[str, ...] | None:
-    """The names by which an attribute is read off the module; None if it is not read off it."""
-    names: list[str] = []
-    while node.kind() == "prim::GetAttr":
-        names.append(node.s("name"))
-        node = node.inputsAt(0).node()
-    return tuple(reversed(names)) if node.kind() == "prim::Param" else None
-
-
 def make_graph_explicit(
-    graph: Any, around: Scopes, module: Any = None, name: str = "forward"
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Place = NOWHERE
 ) -> tuple[Program, Outcome, dict[str, Policy]]:
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 
-    module: the script module that `self` is. Returns the program as read, what the passes made of it, and the policies
-    by digest.
+    module: the script module that `self` is. caller: who calls the whole graph. Returns the program as read, what the
+    passes made of it, and the policies by digest.
 
     Raises ScriptError for what cannot be cast.
     """
     torch._C._jit_pass_peephole(graph)
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
-    scanner = Scanner(graph, around)
+    scanner = Scanner(graph, around, caller)
     section = scanner.scan()
     if open_cells(graph, section, policy_of):
-        scanner = Scanner(graph, around)
+        scanner = Scanner(graph, around, caller)
         section = scanner.scan()
     _refuse_unseen(section)
     _convert_forks(section, module)
@@ -140,7 +132,7 @@ def _convert_forks(section: Section, module: Any) -> None:
         forked = item.node.g("Subgraph")
         inline_calls(forked)
         scopes = {device: _passed_on(scope, item.node, forked) for device, scope in item.scopes.items()}
-        make_graph_explicit(forked, scopes, module, "forked")
+        make_graph_explicit(forked, scopes, module, "forked", item.caller)
         item.node.g_("Subgraph", forked)
 
 

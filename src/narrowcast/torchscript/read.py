@@ -11,9 +11,10 @@ import torch
 from narrowcast.decide import Plan, Region, decide
 from narrowcast.op_memory import alias_names
 from narrowcast.passes import COMPOSITE, call_of
-from narrowcast.policy import NOWHERE, Kind, Place, Policy
+from narrowcast.policy import Kind, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
+from narrowcast.torchscript.callers import place_in
 from narrowcast.torchscript.calls import (
     CALLING,
     Source,
@@ -24,12 +25,10 @@ from narrowcast.torchscript.calls import (
     is_optional_tensor,
     is_tensor,
     is_tensor_list,
-    module_path,
     sources,
 )
 from narrowcast.torchscript.formats import COUNTING, KEEPING, OTHER, join, promoted
 from narrowcast.torchscript.scopes import Item, Scope, Scopes, Section, dtype_of
-from narrowcast.torchscript.source import place_of
 
 _ANY_SHAPE = ("?",)
 
@@ -283,8 +282,7 @@ class Reader:
             numbers = list(range(len(found)))
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
-        file, line = place_of(node)
-        place = Place(module_path(node), file=file, line=line) if file or line else NOWHERE
+        place = place_in(item.caller, node)
         return Step(
             Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in CALLING else "", given,
             facts.computes, *_first(regions),
@@ -344,8 +342,7 @@ class Reader:
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
         name = node.kind().replace("::", ".")
         pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
-        file, line = place_of(node)
-        place = Place(file=file, line=line) if file else NOWHERE
+        place = place_in(item.caller, node)
         return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
 
 

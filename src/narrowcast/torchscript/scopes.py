@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from narrowcast.errors import ScriptError
-from narrowcast.policy import DEVICE_TYPES
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place
+from narrowcast.torchscript.callers import cross, is_caller_mark
 from narrowcast.torchscript.source import ENTER_MARK, EXIT_MARK, shown_at
 
 AUTOCAST = "torch.amp.autocast_mode.autocast"
@@ -52,10 +53,11 @@ Scopes = dict[str, Scope]  # the regions that hold, by device type
 
 @dataclass(slots=True)
 class Item:
-    """A node, the regions that it runs in, and the contents of its blocks."""
+    """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks."""
 
     node: Node
     scopes: Scopes
+    caller: Place = NOWHERE
     blocks: list[Section] = field(default_factory=list)
 
 
@@ -71,15 +73,16 @@ class Section:
 class Scanner:
     """Finds the regions of a graph. Enter and exit nodes go; `as` names stand for the objects then."""
 
-    def __init__(self, graph: Any, around: Scopes) -> None:
+    def __init__(self, graph: Any, around: Scopes, caller: Place = NOWHERE) -> None:
         self.graph = graph
         self.around = around
+        self.caller = caller
         self.sessions = max((s.session for s in around.values()), default=0)
         self.edges: list[Node] = []
 
     def scan(self) -> Section:
         """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
-        section = self._section(self.graph.block(), [self.around])
+        section = self._section(self.graph.block(), [self.around], self.caller)
         for node in self.edges:
             if node.kind() == "prim::Enter" and node.outputsSize():
                 node.output().replaceAllUsesWith(node.inputsAt(0))
@@ -91,8 +94,9 @@ class Scanner:
             node.destroy()
         _remove_unused_objects(self.graph)
 
-    def _section(self, block: Any, stack: list[Scopes]) -> Section:
+    def _section(self, block: Any, stack: list[Scopes], caller: Place) -> Section:
         items = []
+        callers = [caller]
         sessions: list[int] = []
         depth = len(stack)
         for node in list(block.nodes()):
@@ -105,10 +109,14 @@ class Scanner:
                     stack.pop()
                 self.edges.append(node)
                 continue
+            if is_caller_mark(node):
+                cross(callers, node)
+                self.edges.append(node)
+                continue
             if _is_machinery(node):
                 continue
-            item = Item(node, stack[-1])
-            item.blocks = [self._section(inner, [stack[-1]]) for inner in node.blocks()]
+            item = Item(node, stack[-1], callers[-1])
+            item.blocks = [self._section(inner, [stack[-1]], callers[-1]) for inner in node.blocks()]
             items.append(item)
         if len(stack) != depth:
             raise ScriptError(

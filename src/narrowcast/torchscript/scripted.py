@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from narrowcast.passes import Outcome
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place
+from narrowcast.policy import NOWHERE, Place
 from narrowcast.program import Program
-from narrowcast.regions.state import region_on
+from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
-from narrowcast.torch_bridge import DTYPES, FORMATS
+from narrowcast.torch_bridge import DTYPES
+from narrowcast.torchscript.callers import class_name, function_name, graphs_of, mark_calls, method_name, unmark
 from narrowcast.torchscript.convert import inline_calls, make_graph_explicit
 from narrowcast.torchscript.scopes import Scope, Scopes
 
@@ -39,6 +40,7 @@ class Method:
     raw: Any
     around: Scopes
     module: Any = None
+    caller: Place = NOWHERE
     fixed: bool = False
     called: bool = False
     program: Program | None = None
@@ -49,7 +51,9 @@ class Method:
 
     def make_explicit(self, graph: Any) -> None:
         """Convert the script's own graph, in place."""
-        self.program, self.outcome, self.policies = make_graph_explicit(graph, self.around, self.module, self.name)
+        self.program, self.outcome, self.policies = make_graph_explicit(
+            graph, self.around, self.module, self.name, self.caller
+        )
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
@@ -70,7 +74,7 @@ class Method:
 
     def _variant(self, scopes: Scopes) -> Any:
         graph = self.raw.copy()
-        make_graph_explicit(graph, {**scopes, **self.around}, self.module, self.name)
+        make_graph_explicit(graph, {**scopes, **self.around}, self.module, self.name, self.caller)
         return torch._C._create_function_from_graph(self.name, graph)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -115,11 +119,9 @@ def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes]:
     """The regions that we are in, without those that a script's own replace; and what tells them apart."""
     found: Scopes = {}
     key: list[Any] = []
-    for device_type in DEVICE_TYPES:
-        if device_type in around or torch.get_autocast_dtype(device_type) not in FORMATS:
-            continue  # what Dynamo sees of a policy is kept in the state of a device that nobody has
+    for device_type in ruled_device_types():
         region = region_on(device_type)
-        if region is not None:
+        if region is not None and device_type not in around:
             facts, digest = region.prepared.facts, region.prepared.policy.digest
             found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], digest, facts.cache)
             key.append((facts, digest))
@@ -163,11 +165,14 @@ class BoundMethod:
         return getattr(self._plain, name)
 
 
-def explicit_function(function: Any, around: Scopes) -> ExplicitFunction:
-    """The script function, with explicit casts from here on."""
+def explicit_function(function: Any, around: Scopes, written: Callable[..., Any] | None = None) -> ExplicitFunction:
+    """The script function, with explicit casts from here on. written: the Python function that it was made of."""
     graph = function.graph
+    mark_calls(graph)
     inline_calls(graph)
-    method = Method(function.name, function.schema, graph.copy(), around)
+    name = function_name(written) if written is not None else ""
+    caller = Place(functions=(name,)) if name else NOWHERE
+    method = Method(function.name, function.schema, graph.copy(), around, caller=caller)
     method.make_explicit(graph)
     function.__class__ = ExplicitFunction
     function._narrowcast_methods = {"forward": method}
@@ -177,21 +182,32 @@ def explicit_function(function: Any, around: Scopes) -> ExplicitFunction:
 def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
     """The script module, all methods of its own with explicit casts from here on."""
     names = module._c._method_names()
+    for graph in graphs_of(module):
+        mark_calls(graph)
     graphs = {name: module._c._get_method(name).graph for name in names}
     called = {node.s("name") for graph in graphs.values() for node in graph.findAllNodes("prim::CallMethod")}
     for graph in graphs.values():  # before any is changed: they call each other
         inline_calls(graph)
-    methods = {
-        name: Method(name, module._c._get_method(name).schema, graph.copy(), around, module, called=name in called)
-        for name, graph in graphs.items()
-    }
+    methods = {}
+    for name, graph in graphs.items():
+        schema, caller = module._c._get_method(name).schema, caller_of(module, name)
+        methods[name] = Method(name, schema, graph.copy(), around, module, caller, called=name in called)
     for name, graph in graphs.items():
         methods[name].make_explicit(graph)
+    for graph in graphs_of(module):
+        unmark(graph)
     for name in names:
         module.__dict__.pop(name, None)
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
     return module  # type: ignore[no-any-return]
+
+
+def caller_of(module: Any, method: str) -> Place:
+    """What is around everything in a method: the module's class, and the method itself."""
+    kind = class_name(module._c._type())
+    name = method_name(kind, method)
+    return Place(classes=(kind,), functions=(name,) if name else ())
 
 
 def methods_of(script: Any) -> dict[str, Method]:

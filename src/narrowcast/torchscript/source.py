@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +26,12 @@ from typing import Any
 from torch.jit import frontend as _frontend
 
 from narrowcast.errors import Origin, ScriptError
+from narrowcast.regions.place import is_user_file
 
 frontend: Any = _frontend
 _lock = threading.RLock()
 _numbers = itertools.count()
+_FRAME = re.compile(r"(.+)\((\d+)\): ")
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
 
@@ -312,7 +315,7 @@ def shown_at(node: Any) -> tuple[Origin, ...]:
     lines = node.sourceRange().splitlines()
     head = next((line for line in lines if line.strip().startswith('File "')), None)
     if head is None:
-        return ()
+        return _shown_in_trace(lines)
     file, _, rest = head.strip().removeprefix('File "').partition('", line ')
     marks = next((n for n, line in enumerate(lines) if "~" in line and line.strip(" ~") in ("", "<--- HERE")), None)
     note = ""
@@ -320,6 +323,13 @@ def shown_at(node: Any) -> tuple[Origin, ...]:
         source, caret = lines[marks - 1], lines[marks].replace(" <--- HERE", "")
         note = f"column {caret.index('~') + 1}\n    {source}\n    {caret.replace('~', '^', 1).rstrip()}"
     return (Origin(file, int(rest.partition(" ")[0]), note),)
+
+
+def _shown_in_trace(lines: list[str]) -> tuple[Origin, ...]:
+    """Of a traced node, whose lines are the Python stack, the user's innermost."""
+    frames = [found for line in lines if (found := _FRAME.match(line))]
+    inner = next((f for f in frames if is_user_file(f[1])), frames[0] if frames else None)
+    return (Origin(inner[1], int(inner[2])),) if inner else ()
 
 
 def place_of(node: Any) -> tuple[str, int]:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from narrowcast.policy import NOWHERE
+from narrowcast.torchscript.callers import graphs_of, mark_calls, unmark
 from narrowcast.torchscript.convert import inline_calls
-from narrowcast.torchscript.scripted import ExplicitFunction, ExplicitModule, Method, methods_of
+from narrowcast.torchscript.scripted import ExplicitFunction, ExplicitModule, Method, caller_of, methods_of
 
 _lock = threading.RLock()
 
@@ -148,6 +150,8 @@ def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction
 
 def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
     """A traced module, the same."""
+    for graph in graphs_of(traced):
+        mark_calls(graph)
     for part in traced.modules():
         for name in part._c._method_names():
             inline_calls(part._c._get_method(name).graph)
@@ -157,13 +161,16 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
         plain = module._c._get_method(name)
         _mark_whole(plain.graph, regions)
         methods[name] = _method(name, plain, module, regions)
+    for graph in graphs_of(module):
+        unmark(graph)
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
     return module  # type: ignore[no-any-return]
 
 
 def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Method:
-    return Method(name, plain.schema, plain.graph.copy(), {}, module, fixed=bool(regions))
+    caller = caller_of(module, name) if module is not None else NOWHERE
+    return Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
 
 
 def _mark_whole(graph: Any, regions: tuple[str, ...]) -> None:

@@ -1,0 +1,148 @@
+"""Where inlined nodes of a script come from: the submodules and the user's functions around them, and the user's line.
+
+TorchScript keeps little of that: of a submodule the last part of its name, `0` for `steps.0`, and of a call in torch's
+library the library's line. So calls are marked before they are inlined, by nodes around them that do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from narrowcast.policy import NOWHERE, Place
+from narrowcast.regions.place import is_user_file
+from narrowcast.torchscript.source import place_of
+
+_MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it where one is left
+_PREFIX = "narrowcast "
+_EXIT = f"{_PREFIX}exit"
+
+
+def mark_calls(graph: Any) -> None:
+    """Mark the calls of submodules, methods and functions in a graph, in place."""
+    for call in (*graph.findAllNodes("prim::CallMethod"), *graph.findAllNodes("prim::CallFunction")):
+        facts: dict[str, Any] = {}
+        if call.kind() == "prim::CallMethod":
+            facts = _facts_of_method(call)
+        file, line = place_of(call)
+        if is_user_file(file or "<>"):
+            facts |= {"file": file, "line": line}
+        if facts:
+            _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(call)
+            _mark(graph, _EXIT).insertAfter(call)
+
+
+def mark_function(graph: Any, function: Callable[..., Any]) -> None:
+    """Mark a whole graph as that of a function, in place, if it is the user's."""
+    name = function_name(function)
+    first = next(iter(graph.nodes()), None)
+    if name and first is not None:
+        _mark(graph, _PREFIX + json.dumps({"function": name})).insertBefore(first)
+        graph.appendNode(_mark(graph, _EXIT))
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The qualified name of a user's function; empty for any other."""
+    code = getattr(function, "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return ""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def unmark(graph: Any) -> None:
+    """Take the marks out, where calls are not inlined."""
+    for node in graph.findAllNodes(_MARK):
+        if is_caller_mark(node):
+            node.destroy()
+
+
+def graphs_of(module: Any) -> list[Any]:
+    """The graphs of a script module's methods and of its submodules', each once: modules may share their classes."""
+    methods: dict[tuple[str, str], Any] = {}
+    for part in module.modules():
+        for name in part._c._method_names():
+            methods.setdefault((part._c._type().qualified_name(), name), part._c._get_method(name))
+    return [method.graph for method in methods.values()]
+
+
+def is_caller_mark(node: Any) -> bool:
+    """Whether a node is a mark of ours."""
+    return bool(node.kind() == _MARK and node.hasAttribute("name") and node.s("name").startswith(_PREFIX))
+
+
+def cross(callers: list[Place], mark: Any) -> None:
+    """Go over a mark: the innermost caller comes last."""
+    text = mark.s("name")
+    if text == _EXIT:
+        callers.pop()
+        return
+    facts, outer = json.loads(text.removeprefix(_PREFIX)), callers[-1]
+    callers.append(
+        Place(
+            f"{outer.module_path}.{facts.get('path', '')}".strip("."),
+            (*([facts["class"]] if "class" in facts else []), *outer.classes),
+            (*([facts["function"]] if "function" in facts else []), *outer.functions),
+            facts.get("file", outer.file),
+            facts.get("line", outer.line),
+        )
+    )
+
+
+def place_in(caller: Place, node: Any) -> Place:
+    """Where a node stands: its own line, or if that is a library's, that of the user's call."""
+    file, line = place_of(node)
+    path = caller.module_path or _path_in_hierarchy(node)
+    if caller.file and not is_user_file(file or "<>"):
+        file, line = caller.file, caller.line
+    if not (path or file or caller.functions or caller.classes):
+        return NOWHERE
+    return Place(path, caller.classes, caller.functions, file, line)
+
+
+def path_of(node: Any) -> tuple[str, ...] | None:
+    """The names by which an attribute is read off the module; None if it is not read off it."""
+    names: list[str] = []
+    while node.kind() == "prim::GetAttr":
+        names.append(node.s("name"))
+        node = node.inputsAt(0).node()
+    return tuple(reversed(names)) if node.kind() == "prim::Param" else None
+
+
+def class_name(kind: Any) -> str:
+    """The Python name of a script type's class: `models.Block`; of the main program's `__main__.Block`."""
+    name = re.sub(r"___torch_mangle_\d+\.", "", str(kind.qualified_name())).removeprefix("__torch__.")
+    return name if "." in name else f"__main__.{name}"
+
+
+def method_name(class_of: str, name: str) -> str:
+    """The qualified name of a method; empty if its class is torch's."""
+    return "" if class_of.startswith("torch.") else f"{class_of}.{name}"
+
+
+def _facts_of_method(call: Any) -> dict[str, Any]:
+    path = path_of(call.inputsAt(0).node())
+    kind = class_name(call.inputsAt(0).type())
+    facts: dict[str, Any] = {}
+    if path:
+        facts = {"path": ".".join(path), "class": kind}
+    if method_name(kind, call.s("name")):
+        facts["function"] = method_name(kind, call.s("name"))
+    return facts
+
+
+def _mark(graph: Any, text: str) -> Any:
+    made = graph.create(_MARK, [], 1)
+    made.s_("name", text)
+    return made
+
+
+def _path_in_hierarchy(node: Any) -> str:
+    """What TorchScript itself keeps of the submodules."""
+    parts = []
+    for part in node.getModuleHierarchy().split("."):
+        name, _, kind = part.partition("(")
+        if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
+            parts.append(name)
+    return ".".join(parts)
