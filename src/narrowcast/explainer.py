@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from narrowcast.eager import autocast, record
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.graph_explainer import check_front_end, graphs_of
+from narrowcast.graph_explainer import check_front_end, graphs_of, script_graphs_of
 from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
@@ -30,6 +30,7 @@ from narrowcast.report import (
     graph_ledger,
 )
 from narrowcast.torch_bridge import FORMATS, tensors_in, to_dtype
+from narrowcast.torchscript.compiling import around as scopes_around
 
 Metric = Callable[..., Mapping[str, float] | float]
 
@@ -97,7 +98,8 @@ def explain(
             is not on, is stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
     real:   do not try fake tensors.
-    front_end: `eager`, or `compile` or `export`: then the ledger is that of the graphs, with what the passes shared,
+    front_end: `eager`, or `script`: the graphs of `nc.script` or, of a script that exists, of `nc.convert`, without
+            running anything; or `compile` or `export`: the ledger is that of the graphs, with what the passes shared,
             folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
             model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
 
@@ -128,21 +130,26 @@ def explain(
             advice=f"Leave run away, or move the model: model.to({device_type!r}).",
         )  # fmt: skip
     check_front_end(front_end)
-    if front_end != "eager" and stands_in:
+    if front_end in ("compile", "export") and stands_in:
         raise RegionError(
             asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
             advice="Leave front_end away, or move the model there: graphs are captured where the model is.",
         )  # fmt: skip
-    ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
-    if front_end != "eager":
+    if front_end == "script":
+        around = scopes_around(device_type, fast, True, resolved.effective_cache != "off", resolved)
+        graphs = script_graphs_of(subject.model, around)
+        ledger, ran_on, note = graph_ledger(graphs), "nothing was run", ""
+    else:
+        ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
+    if front_end in ("compile", "export"):
         graphs = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region)
         found = graph_ledger(graphs)
         if not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
         ledger, ran_on = found, f"eager beside it ran on {ran_on}"
-    if _has_script(subject):
+    if front_end != "script" and _has_script(subject):
         note = f"{note} {_SCRIPT_NOTE}".strip()
     return Explanation(
         subject=subject.name,
@@ -233,7 +240,7 @@ def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
 
 _SCRIPT_NOTE = (
     "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
-    "as calls of aten._to_copy, not as casts."
+    "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.convert makes of it."
 )
 
 

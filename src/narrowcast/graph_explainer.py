@@ -16,8 +16,11 @@ from narrowcast.fx.exported import explicit_program
 from narrowcast.isolation import isolated
 from narrowcast.policy import Place
 from narrowcast.report import CompiledGraph
+from narrowcast.scripting import script
+from narrowcast.torchscript.scopes import Scopes
+from narrowcast.torchscript.scripted import methods_of
 
-FRONT_ENDS = ("eager", "compile", "export")
+FRONT_ENDS = ("eager", "compile", "export", "script")
 
 
 def check_front_end(front_end: str) -> None:
@@ -46,6 +49,12 @@ def graphs_of(
         for n, (file, line, reason) in enumerate(left)
     ]
     return tuple(graphs)
+
+
+def script_graphs_of(model: Callable[..., Any], around: Scopes) -> tuple[CompiledGraph, ...]:
+    """The graphs of a script's methods in a region; Python code is scripted first. Nothing is run."""
+    made = model if methods_of(model) else script(model)
+    return tuple(method.explained(n, around) for n, method in enumerate(methods_of(made).values()))
 
 
 def _through(front_end: str) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ def test_programs_can_be_shown():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"front_end": "script"}, "no such front end"),
+        ({"front_end": "onnx"}, "no such front end"),
         ({"front_end": "compile", "device": "cuda"}, "where the model is"),
     ],
 )
@@ -147,3 +147,32 @@ def test_what_cannot_be_explained(options, says):
     with pytest.raises(nc.errors.NarrowcastError) as caught:
         nc.explain(Model(), torch.randn(4, 8), **options)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["code", "script", "converted"])
+def test_scripts(kind, tmp_path):
+    """The casts of the graph that nc.script or nc.convert makes, with lines, and the graph before and after."""
+    model, x = Model(), torch.randn(4, 8)
+    eager = nc.explain(model, x, policy=POLICY)
+    made = {"code": lambda: model, "script": lambda: torch.jit.script(model), "converted": lambda: nc.script(model)}
+    found = nc.explain(made[kind](), x, policy=POLICY, front_end="script")
+    assert {row[0] for row in decided(found)} == {row[0] for row in decided(eager)}
+    assert {(c.op, c.argument, c.module_path, c.line, c.dst) for c in found.ledger.casts if c.module_path} == {
+        (c.op, c.argument, c.module_path, c.line, c.dst) for c in eager.ledger.casts if c.module_path
+    }
+    text = explanation_text(found)
+    assert "front end script, 1 graphs; nothing was run" in text and "TorchScript code" not in text
+    shown = "\n".join(str(part) for part in program_parts(found))
+    assert "graph 0: as captured" in shown and "cast(self=" in shown
+    assert json.loads(found.to_json())["front_end"] == "script"
+
+
+def test_scripts_for_a_device_that_is_not_here():
+    """cuda's lists hold in the graph."""
+    model, x = Model(), torch.randn(4, 8)
+    found = nc.explain(torch.jit.script(model), x, device="cuda", front_end="script")
+    eager = nc.explain(model, x, device="cuda")
+    assert {(row.op, row.computes, row.result, row.action) for row in found.op_rows() if row.action != "unlisted"} == {
+        (row.op, row.computes, row.result, row.action) for row in eager.op_rows() if row.action != "unlisted"
+    }
+    assert found.low == "fp16"

@@ -24,7 +24,7 @@ def explain_command(
     device: Annotated[str | None, typer.Option(help="Device type whose lists hold; it need not be here.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
     real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,
-    front_end: Annotated[str, typer.Option(help="eager, compile or export: explain the graphs.")] = "eager",
+    front_end: Annotated[str, typer.Option(help="eager, or explain the graphs: compile, export, script.")] = "eager",
     show: Annotated[str, typer.Option(help="'program': print the programs of the graphs, too.")] = "",
     every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,

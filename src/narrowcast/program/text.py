@@ -87,7 +87,8 @@ def _print_step(step: Step, places: dict[Place, int]) -> str:
     if step.place != NOWHERE:
         number = places.setdefault(step.place, len(places))
         line = f"{PurePath(step.place.file).name}:{step.place.line}"
-        note = f"{step.place.module_path or '(root)'}, {line}"
+        note = step.place.module_path or "(root)"
+        note += f", {line}" if step.place.file else ""
         text += f" at {number}: {''.join(c if c.isprintable() else '?' for c in note)}"
     return text
 

@@ -151,9 +151,10 @@ class _Walker:
         read = [self.after.values[o.value] for o in step.operands]
         came = [self.before.values[o.value] for o in known.operands]
         result = self.elements.get(step.id, step.value)
+        computes = _formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
         rule = plan.rule
         kind = CallKind(
-            known.op, step.place.module_path, step.place.file, step.place.line, _formats(came), _formats(read),
+            known.op, step.place.module_path, step.place.file, step.place.line, _formats(came), computes,
             _formats([result]), str(rule.action) if rule else "unlisted",
             (rule.reason or str(rule)) if rule else "runs as its inputs are", policy,
         )  # fmt: skip

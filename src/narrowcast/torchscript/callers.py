@@ -122,6 +122,8 @@ def method_name(class_of: str, name: str) -> str:
 
 
 def _facts_of_method(call: Any) -> dict[str, Any]:
+    if call.inputsAt(0).type().kind() != "ClassType":  # an interface: nobody knows yet
+        return {}
     path = path_of(call.inputsAt(0).node())
     kind = class_name(call.inputsAt(0).type())
     facts: dict[str, Any] = {}

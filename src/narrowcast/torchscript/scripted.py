@@ -9,6 +9,7 @@ open follows the caller.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 
-from narrowcast.passes import Outcome
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.program import Program
 from narrowcast.regions.state import region_on, ruled_device_types
@@ -44,16 +44,12 @@ class Method:
     fixed: bool = False
     called: bool = False
     program: Program | None = None
-    outcome: Outcome | None = None
-    policies: dict[str, Any] = field(default_factory=dict)
     variants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
     def make_explicit(self, graph: Any) -> None:
         """Convert the script's own graph, in place."""
-        self.program, self.outcome, self.policies = make_graph_explicit(
-            graph, self.around, self.module, self.name, self.caller
-        )
+        self.program, _, _ = make_graph_explicit(graph, self.around, self.module, self.name, self.caller)
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
@@ -99,13 +95,17 @@ class Method:
             raise TypeError(f"{self.name}() got an unexpected argument '{next(iter(left))}'")
         return given
 
-    def graph(self, number: int) -> CompiledGraph:
-        """What became of it, for explanations."""
-        steps = self.program.steps.values() if self.program is not None else ()
-        first = next((step.place for step in steps if step.place != NOWHERE), Place())
-        edits = self.outcome.edits if self.outcome is not None else ()
-        after = self.outcome.program if self.outcome is not None else None
-        return CompiledGraph(number, first, self.program, after, edits=edits, policies=self.policies)
+    def explained(self, number: int, scopes: Scopes) -> CompiledGraph:
+        """What becomes of it in these regions, for explanations."""
+        around = self.around if self.fixed else {**scopes, **self.around}
+        graph = self.raw.copy()
+        start = time.perf_counter()
+        before, outcome, policies = make_graph_explicit(graph, around, self.module, self.name, self.caller)
+        seconds = time.perf_counter() - start
+        first = next((step.place for step in before.steps.values() if step.place.file), NOWHERE)
+        return CompiledGraph(
+            number, first, before, outcome.program, edits=outcome.edits, policies=policies, seconds=seconds
+        )
 
 
 def _eager_gradients() -> Any:
