@@ -43,7 +43,9 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
         block = homes.get(sessions[session])
         if block is None:
             continue
-        home = known.setdefault(id(block), _Home(block))
+        if id(block) not in known:
+            known[id(block)] = _Home(block)
+        home = known[id(block)]
         before = home.first_with(casts)
         if before is None or not home.has(value) or (len(casts) == 1 and before.id == casts[0].id):
             continue
