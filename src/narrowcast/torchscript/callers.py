@@ -17,6 +17,7 @@ from narrowcast.torchscript.source import place_of
 
 _MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it where one is left
 _PREFIX = "narrowcast "
+_TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]")
 _EXIT = f"{_PREFIX}exit"
 
 
@@ -27,7 +28,7 @@ def mark_calls(graph: Any) -> None:
         if call.kind() == "prim::CallMethod":
             facts = _facts_of_method(call)
         file, line = place_of(call)
-        if is_user_file(file or "<>"):
+        if _is_users(file):
             facts |= {"file": file, "line": line}
         if facts:
             _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(call)
@@ -94,7 +95,7 @@ def place_in(caller: Place, node: Any) -> Place:
     """Where a node stands: its own line, or if that is a library's, that of the user's call."""
     file, line = place_of(node)
     path = caller.module_path or _path_in_hierarchy(node)
-    if caller.file and not is_user_file(file or "<>"):
+    if caller.file and not _is_users(file):
         file, line = caller.file, caller.line
     if not (path or file or caller.functions or caller.classes):
         return NOWHERE
@@ -132,6 +133,11 @@ def _facts_of_method(call: Any) -> dict[str, Any]:
     if method_name(kind, call.s("name")):
         facts["function"] = method_name(kind, call.s("name"))
     return facts
+
+
+def _is_users(file: str) -> bool:
+    """Whether a line is the user's; a script from a file may have been made with a torch that lay elsewhere."""
+    return bool(file) and is_user_file(file) and not _TORCH_ELSEWHERE.search(file)
 
 
 def _mark(graph: Any, text: str) -> Any:
