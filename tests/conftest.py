@@ -27,7 +27,7 @@ def _ambient_state() -> dict | None:
     torch = sys.modules.get("torch")  # the pure half is tested without it
     if torch is None:
         return None
-    devices = ("cpu", "cuda", "xpu")
+    devices = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia")
     return {
         "nesting": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
         "cache": torch.is_autocast_cache_enabled(),

@@ -114,27 +114,12 @@ def explain(
         )  # fmt: skip
     own_device = _device_type(subject)
     device_type = device or own_device
-    if device_type not in DEVICE_TYPES:
-        raise RegionError(
-            asked=f"explain on device type {device_type!r}", found="no autocast lists are known for it",
-            advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
-        )  # fmt: skip
+    stands_in = device_type != own_device or not is_here(device_type)
+    _check(front_end, device_type, own_device, run, stands_in)
     chosen = as_policy(policy)
     resolved = chosen.resolve(device_type)
     fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
-    stands_in = device_type != own_device or not is_here(device_type)
     region = autocast("cpu" if stands_in else device_type, fast, policy=resolved if stands_in else chosen)
-    if run and stands_in:
-        raise RegionError(
-            asked=f"running on {device_type}", found=f"the model is on {own_device}",
-            advice=f"Leave run away, or move the model: model.to({device_type!r}).",
-        )  # fmt: skip
-    check_front_end(front_end)
-    if front_end in ("compile", "export") and stands_in:
-        raise RegionError(
-            asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
-            advice="Leave front_end away, or move the model there: graphs are captured where the model is.",
-        )  # fmt: skip
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
     if front_end == "script":
@@ -165,6 +150,26 @@ def explain(
         graphs=graphs,
         differences=differences,
     )
+
+
+def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
+    """Errors for what cannot be explained."""
+    check_front_end(front_end)
+    if device_type not in DEVICE_TYPES:
+        raise RegionError(
+            asked=f"explain on device type {device_type!r}", found="no autocast lists are known for it",
+            advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+        )  # fmt: skip
+    if run and stands_in:
+        raise RegionError(
+            asked=f"running on {device_type}", found=f"the model is on {own_device}",
+            advice=f"Leave run away, or move the model: model.to({device_type!r}).",
+        )  # fmt: skip
+    if front_end in ("compile", "export") and stands_in:
+        raise RegionError(
+            asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
+            advice="Leave front_end away, or move the model there: graphs are captured where the model is.",
+        )  # fmt: skip
 
 
 def _device_type(subject: Subject) -> str:

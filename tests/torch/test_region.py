@@ -384,6 +384,7 @@ def test_regions_left_out_of_order_leave_nothing_behind():
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     assert depth == 1
+    assert not torch.is_autocast_enabled("maia") and not torch.is_autocast_enabled("mtia")
     torch.set_autocast_enabled("cpu", False)  # torch restores in the order of leaving, and so do we
     assert dtypes() == [FP] * 4
 

@@ -123,8 +123,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             allow_marks()
             exit_marked(self._key)
             return
-        inner, region = None, innermost()
+        inner, region, later = None, innermost(), None
         while region is not None and region.owner is not self:
+            later = region.identity or later
             inner, region = region, region.outer
         if region is None:
             raise RegionError(
@@ -138,7 +139,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             inner.outer = region.outer
         if self._notes:
             self._notes.pop().__exit__(exc_type, exc_val, exc_tb)
-        if region.identity is not None:
+        if region.identity is not None and later is not None:
+            region.identity.hand_over(later)
+        elif region.identity is not None:
             region.identity.restore()
         if region.native is not None:
             region.native.__exit__(exc_type, exc_val, exc_tb)

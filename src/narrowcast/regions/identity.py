@@ -30,7 +30,7 @@ class Identity:
 
     def __init__(self, digest: str, device_type: str) -> None:
         number = int(digest[:12], 16)
-        self._before = []
+        self._before: list[tuple[str, bool, torch.dtype]] = []
         for name in carriers(device_type):
             self._before.append((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)))
             number, position = divmod(number, len(_DTYPES))
@@ -41,6 +41,11 @@ class Identity:
     def carriers(self) -> tuple[str, ...]:
         """The device types whose state is not their own."""
         return tuple(name for name, _, _ in self._before)
+
+    def hand_over(self, inner: Identity) -> None:
+        """Leave it to a region inside, which is left later, to write back what was there."""
+        states = {state[0]: state for state in (*inner._before, *self._before)}
+        inner._before = list(states.values())
 
     def restore(self) -> None:
         """Write back what was there."""

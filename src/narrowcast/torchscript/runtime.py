@@ -16,16 +16,19 @@ from torch import Tensor
 
 
 def is_eligible(x: Tensor, on: bool, device: str) -> bool:
+    """Whether a region casts it."""
     return on and x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
 
 
 def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
+    """To a dtype, if it is eligible."""
     if is_eligible(x, on, device) and x.dtype != dtype:
         return x.to(dtype)
     return x
 
 
 def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
+    """To the low format, from any other one."""
     y = x._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
     if y.dtype == other:  # the op knows fp32 only
         up = y._autocast_to_full_precision(cuda, cpu)
@@ -34,12 +37,14 @@ def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: 
 
 
 def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
+    """To the low format, if it turns out to be a weight: an fp32 leaf that requires grad."""
     if on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device:
         return x.to(low)
     return x
 
 
 def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
+    """The same of what may be None."""
     if x is not None:
         if is_eligible(x, on, device) and x.dtype != dtype:
             return x.to(dtype)
@@ -47,10 +52,12 @@ def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Opt
 
 
 def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
+    """The same of each of a list."""
     return [cast(x, on, device, dtype) for x in xs]
 
 
 def promote(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    """To the widest of fp32 and the low format; eager code, too, knows no third."""
     dst = low
     for x in xs:
         if is_eligible(x, on, device) and dst != 6:
@@ -62,6 +69,7 @@ def promote(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]: 
 
 
 def align(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    """To the narrowest format that holds those of all."""
     dst = -1
     for x in xs:
         if x.is_floating_point():
@@ -76,10 +84,12 @@ def align(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  #
 
 
 def inside(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    """To fp32, for the time of one call."""
     return [cast(x, on, device, 6) for x in xs]
 
 
 def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # noqa: UP006
+    """A result in the format in which the first eligible operand came."""
     for first in firsts:
         if is_eligible(first, on, device):
             return cast(x, on, device, first.dtype)
@@ -87,6 +97,7 @@ def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # n
 
 
 def chosen_dtype(x: Tensor, dtype: Optional[int], on: bool, device: str) -> Optional[int]:  # noqa: UP045
+    """fp32, where the script leaves a dtype open."""
     if dtype is None and is_eligible(x, on, device):
         return 6
     return dtype
