@@ -65,6 +65,22 @@ def test_decorated_methods():
     assert nc.script(Decorated())(x).dtype is BF16
 
 
+@torch.autocast("cpu", dtype=torch.bfloat16)
+class Built(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_decorated_classes(xw):
+    """In eager code the decorator holds while the module is made, not while it is called."""
+    model = Built()
+    assert model(xw[0]).dtype is nc.script(model)(xw[0]).dtype is FP32
+
+
 @pytest.mark.parametrize("function, more", [(scripts.enabled_at_run_time, (True,)), (scripts.chosen, (True,))])
 def test_arguments_that_are_no_constants(function, more, xw):
     """`enabled` of the running script, and a region chosen by a condition."""

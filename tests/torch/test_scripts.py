@@ -1,5 +1,6 @@
 """TorchScript: scripts compute what eager code computes, forward and backward, wherever they are called."""
 
+import copy
 import importlib.util
 import io
 import subprocess
@@ -298,6 +299,20 @@ def test_python_may_be_called_outside_of_regions():
     """A call that no region reaches is none of ours."""
     x, _ = inputs()
     assert_same(outcome(calls_python_outside, (), x), outcome(nc.script(calls_python_outside), (), x))
+
+
+def test_a_copy_is_explicit_too():
+    """It follows regions, and its weights are its own."""
+    torch.manual_seed(0)
+    model, (x, _) = nn.Linear(4, 4), inputs()
+    for scripted in (nc.script(model), nc.trace(model, x)):
+        copied = copy.deepcopy(scripted)
+        with torch.no_grad():
+            scripted.weight.zero_()
+        with nc.autocast("cpu", policy=scripts.CUSTOM):
+            assert copied(x).dtype is torch.bfloat16 and copied(x).any() and not torch.equal(copied(x), scripted(x))
+        with torch.no_grad():
+            scripted.weight.copy_(copied.weight)
 
 
 # -- traces

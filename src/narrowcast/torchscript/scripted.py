@@ -8,11 +8,12 @@ open follows the caller.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -149,6 +150,12 @@ class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defi
             return BoundMethod(methods[attr], self._c._get_method(attr))
         return super().__getattr__(attr)
 
+    def __copy__(self) -> ExplicitModule:
+        return _as_explicit(torch.jit._recursive.wrap_cpp_module(copy.copy(self._c)), methods_of(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExplicitModule:
+        return _as_explicit(torch.jit._recursive.wrap_cpp_module(copy.deepcopy(self._c, memo)), methods_of(self))
+
 
 class BoundMethod:
     """A method of an ExplicitModule; whatever else is asked of it, torch's own script method answers."""
@@ -200,6 +207,15 @@ def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
         module.__dict__.pop(name, None)
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
+    return module  # type: ignore[no-any-return]
+
+
+def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
+    """A copy of a module with these methods: its graphs are explicit already."""
+    module.__class__ = ExplicitModule
+    module.__dict__["_narrowcast_methods"] = {
+        name: replace(method, module=module, variants={}, lock=threading.Lock()) for name, method in methods.items()
+    }
     return module  # type: ignore[no-any-return]
 
 
