@@ -142,6 +142,18 @@ def left_by_return(x, w, n: int):
     return y + x
 
 
+def left_before_anything(x, w, n: int):
+    """Both products use one cast of w: the region is one, though it is left before them."""
+    y = x * 1.5
+    if n < 5:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if n == 1:
+                return y
+            y = torch.mm(torch.mm(y, w), w)
+        y = torch.mm(y.float(), w)
+    return torch.matmul(y, y)
+
+
 def left_by_break(x, w, n: int):
     y = x
     for i in range(n):
@@ -172,6 +184,10 @@ def without_cache(x, w):
     with region:
         y = torch.mm(torch.mm(y, w), w)
     with UNCACHED:
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # as around it
+            y = torch.mm(torch.mm(y, w), w)
+        with nc.autocast("cpu", torch.bfloat16, policy="native"):
+            y = torch.mm(torch.mm(y, w), w)
         return torch.mm(torch.mm(y, w), w), cached_by_nobody(y, w)
 
 
@@ -354,14 +370,16 @@ FUNCTIONS = [
     (made_in_the_module, ()), (named, ()), (chosen, (True,)), (chosen, (False,)), (enabled_at_run_time, (True,)),
     (enabled_at_run_time, (False,)), (enabled_by_an_expression, ()), (dtype_at_run_time, (torch.bfloat16,)),
     (dtype_at_run_time, (torch.float16,)), (entered_in_one_branch, (True,)), (entered_in_one_branch, (False,)),
-    (left_by_return, (1,)), (left_by_return, (2,)), (left_by_break, (3,)), (left_by_break, (5,)),
+    (left_by_return, (1,)), (left_by_return, (2,)), (left_before_anything, (1,)),
+    (left_before_anything, (2,)), (left_by_break, (3,)), (left_by_break, (5,)),
     (left_by_exception, (1,)), (loops, (2,)), (loops, (0,)), (without_cache, ()), (decorated, ()),
     (decorated_by_ours, ()), (decorated_twice, ()), (helpers, ()), (helpers_outside, ()), (forked, ()), (lists, (2,)),
     (optional, ()), (indexed, ()), (untouched, ()), (full, ()), (composites, ()), (written_in_place, ()), (reused, ()),
 ]  # fmt: skip
 EXACT_GRADIENTS = [
     scope, scope_without_dtype, scope_cpu_amp, scope_cpu_amp_fp16, scope_ours, scope_ours_by_name, made_in_the_module,
-    chosen, enabled_by_an_expression, dtype_at_run_time, left_by_return, left_by_break, loops, without_cache, decorated,
+    chosen, enabled_by_an_expression, dtype_at_run_time, left_by_return, left_before_anything,
+    left_by_break, loops, without_cache, decorated,
     decorated_by_ours, lists, optional, indexed, untouched, written_in_place, reused,
 ]  # fmt: skip
 MODULES = [Block, Outer, Recurrent, Cells]

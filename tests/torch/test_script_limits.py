@@ -221,15 +221,26 @@ def given_out_and_read_in_a_loop(x, w, n: int):
     return x, v
 
 
-def test_values_that_loops_inside_read_are_still_there(xw):
+def listed_and_read_in_a_loop(x, w, n: int):
+    x, v = x * 1.5, x * 0.75
+    if n > 1:
+        x = x + w
+        for _i in range(n):
+            v = v + x
+        return [x, v]
+    return [v, x]
+
+
+@pytest.mark.parametrize("function", [given_out_and_read_in_a_loop, listed_and_read_in_a_loop])
+def test_values_that_loops_inside_read_are_still_there(function, xw):
     """A fault of torch's interpreter: a value is dropped by the inner loop, though the outer one gives it out."""
     with torch.no_grad():
-        plain = torch.jit.script(given_out_and_read_in_a_loop)
+        plain = torch.jit.script(function)
         with pytest.raises(RuntimeError, match="Expected Tensor but got None"):
             for _ in range(3):
                 plain(*xw, 2)
-        scripted = nc.script(given_out_and_read_in_a_loop, dtype="bf16")
+        scripted = nc.script(function, dtype="bf16")
         with nc.autocast("cpu"):
-            expected = given_out_and_read_in_a_loop(*xw, 2)
+            expected = function(*xw, 2)
         for _ in range(3):
             assert all(map(torch.equal, scripted(*xw, 2), expected))

@@ -103,8 +103,27 @@ def _session(program: Program, step: Step) -> int | None:
     maker = program.steps.get(source.id)
     if maker is not None and maker.op == WEIGHT:
         return None
-    may_be = source.weight or (source.type == TENSOR and (maker is None or not maker.computes))
+    may_be = source.weight or (source.type == TENSOR and (maker is None or _passes_on(program, maker)))
     return region.session if low and may_be else None
+
+
+def _passes_on(program: Program, maker: Step) -> bool:
+    """Whether a step may give what it was given, and surely gives something.
+
+    Of a branch that was left early TorchScript gives a value that must not be read.
+    """
+    if maker.op == "getitem":
+        maker = program.steps.get(maker.operands[0].value, maker)
+    behind, left = {maker.id}, [maker]
+    while left:
+        step = left.pop()
+        if step.op == "prim.Uninitialized":
+            return False
+        given = [v for block in step.blocks for v in block.returns]
+        given += [step.operands[0].value] if step.op == "getitem" else []
+        left += [program.steps[v] for v in given if v in program.steps and v not in behind]
+        behind.update(given)
+    return not maker.computes
 
 
 def _is_open(program: Program, casts: list[Step]) -> bool:

@@ -16,9 +16,7 @@ from narrowcast.policy import Policy
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
-from narrowcast.torchscript.source import OURS, rewriting
-
-_TORCHS = "__narrowcast_region_torchs"
+from narrowcast.torchscript.source import OURS, Signature, rewriting
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def compiling(region_class: type) -> Iterator[None]:
     """
 
     def get_closure(function: Any) -> dict[str, Any]:
-        return {**original_closure(undecorated(function)), OURS: region_class, _TORCHS: torch.autocast}
+        return {**original_closure(undecorated(function)), OURS: region_class}
 
     def try_compile_fn(function: Any, location: Any) -> Any:
         made = original_compile(undecorated(function), location)
@@ -62,20 +60,19 @@ def _described(region_class: type, value: Any) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"device_type": value.device, "dtype": number_of(value.fast_dtype)}
     facts["enabled"] = value._enabled
     if isinstance(value, torch.autocast):
-        cached = value._cache_enabled
-        return {"kind": _TORCHS, **facts} if cached else {"kind": OURS, **facts, "cache_enabled": cached}
-    return {"kind": OURS, **facts, "cache_enabled": value._native._cache_enabled, "policy": value.policy.digest}
+        return {**facts, "cache_enabled": value._cache_enabled, "policy": ""}
+    return {**facts, "cache_enabled": value._native._cache_enabled, "policy": value.policy.digest}
 
 
-def _signature_of(value: Any) -> dict[str, Any] | None:
-    """The arguments of torch's region classes in their order, and those of ours that they do not have, as source."""
-    rest = dict.fromkeys(("enabled", "dtype", "cache_enabled"))
+def _signature_of(value: Any) -> Signature | None:
+    """The arguments of torch's region classes in their order, and what ours takes where these do not say it."""
     if value is torch.autocast:
-        return dict.fromkeys(("device_type", "dtype", "enabled", "cache_enabled"))
+        return ("device_type", "dtype", "enabled", "cache_enabled"), {"policy": "''"}
+    names = ("enabled", "dtype", "cache_enabled")
     if value is torch.cpu.amp.autocast:  # type: ignore[attr-defined]
-        return {"device_type": "'cpu'", **rest}
+        return names, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), "policy": "''"}
     if value is torch.cuda.amp.autocast:
-        return {"device_type": "'cuda'", **rest}
+        return names, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), "policy": "''"}
     return None
 
 

@@ -14,7 +14,7 @@ from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
 from narrowcast.torchscript.callers import path_of
 from narrowcast.torchscript.cells import open_cells
-from narrowcast.torchscript.lifetimes import keep_until_given_out
+from narrowcast.torchscript.lifetimes import keep_until_last_use
 from narrowcast.torchscript.read import Reader
 from narrowcast.torchscript.scopes import Scanner, Scope, Scopes, Section, make_edges, region_class
 from narrowcast.torchscript.source import shown_at
@@ -78,10 +78,10 @@ def make_graph_explicit(
     """
     torch._C._jit_pass_peephole(graph)
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
-    scanner = Scanner(graph, around, caller)
+    scanner = Scanner(graph, around, caller, _caches)
     section = scanner.scan()
     if open_cells(graph, section, policy_of):
-        scanner = Scanner(graph, around, caller)
+        scanner = Scanner(graph, around, caller, _caches)
         section = scanner.scan()
     _refuse_unseen(section)
     _convert_forks(section, module)
@@ -92,15 +92,21 @@ def make_graph_explicit(
     scanner.finish()
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_dce(graph)
-    keep_until_given_out(graph)
+    keep_until_last_use(graph)
     return reading.program, outcome, reading.policies
+
+
+def _caches(policy: str) -> bool:
+    return not policy or _named(policy).effective_cache != "off"
+
+
+def _named(policy: str) -> Policy:
+    return known_policy(policy) or as_policy(policy)
 
 
 def policy_of(scope: Scope) -> Policy:
     """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
-    chosen = (
-        (known_policy(scope.policy) or as_policy(scope.policy)) if scope.policy else Policy.native(scope.device_type)
-    )
+    chosen = _named(scope.policy) if scope.policy else Policy.native(scope.device_type)
     check_ops(chosen)
     return chosen.resolve(scope.device_type)
 

@@ -25,7 +25,7 @@ class autocast:  # noqa: N801 (in scripts it has this name)
         self.device = device_type
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         self._enabled = enabled
-        self.cached = True if cache_enabled is None else cache_enabled
+        self.cached = -1 if cache_enabled is None else int(cache_enabled)  # as around it, or as its policy says
         self.narrowcast_policy = policy
 
     def __enter__(self):  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ is the same for every object that may be entered is known; the rest is read off 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from narrowcast.errors import ScriptError
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place
 from narrowcast.torchscript.callers import cross, is_caller_mark
-from narrowcast.torchscript.source import ENTER_MARK, EXIT_MARK, shown_at
+from narrowcast.torchscript.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
 
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 _CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
@@ -73,16 +74,25 @@ class Section:
 class Scanner:
     """Finds the regions of a graph. Enter and exit nodes go; `as` names stand for the objects then."""
 
-    def __init__(self, graph: Any, around: Scopes, caller: Place = NOWHERE) -> None:
+    def __init__(
+        self, graph: Any, around: Scopes, caller: Place = NOWHERE, caches: Callable[[str], bool] | None = None
+    ) -> None:
+        """caches: whether a policy, by digest, name or path, leaves the weight cache on."""
         self.graph = graph
+        self.caches = caches or (lambda policy: True)
         self.around = around
         self.caller = caller
         self.sessions = max((s.session for s in around.values()), default=0)
+        self.sessions_of: dict[int, int] = {}  # of the objects that were entered
+        self.inside: list[Section] = []  # the blocks that are being read, the innermost last
+        self.homes: dict[int, list[Section]] = {}  # of each session: the blocks around all parts of it
         self.edges: list[Node] = []
 
     def scan(self) -> Section:
         """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
         section = self._section(self.graph.block(), [self.around], self.caller)
+        for session, home in self.homes.items():
+            home[-1].sessions.append(session)
         for node in self.edges:
             if node.kind() == "prim::Enter" and node.outputsSize():
                 node.output().replaceAllUsesWith(node.inputsAt(0))
@@ -95,15 +105,14 @@ class Scanner:
         _remove_unused_objects(self.graph)
 
     def _section(self, block: Any, stack: list[Scopes], caller: Place) -> Section:
-        items = []
+        section = Section(block, [])
+        self.inside.append(section)
         callers = [caller]
-        sessions: list[int] = []
         depth = len(stack)
         for node in list(block.nodes()):
             kind = node.kind()
             if kind in ("prim::Enter", "prim::Exit") and region_class(node.inputsAt(0)) is not None:
                 if kind == "prim::Enter":
-                    sessions += [] if stack[-1] else [self.sessions + 1]
                     stack.append(self._entered(node, stack))
                 else:
                     stack.pop()
@@ -117,13 +126,14 @@ class Scanner:
                 continue
             item = Item(node, stack[-1], callers[-1])
             item.blocks = [self._section(inner, [stack[-1]], callers[-1]) for inner in node.blocks()]
-            items.append(item)
+            section.items.append(item)
         if len(stack) != depth:
             raise ScriptError(
                 asked="a region in a script", found="it is left in another block than it was entered in",
                 where=shown_at(block.returnNode()), advice="Write it as a with statement.",
             )  # fmt: skip
-        return Section(block, items, sessions)
+        self.inside.pop()
+        return section
 
     def _entered(self, node: Node, stack: list[Scopes]) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
@@ -141,22 +151,30 @@ class Scanner:
                 asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
                 where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
             )  # fmt: skip
-        outermost = not before
-        if outermost:
+        key = instance.unique()
+        if before:
+            session = next(iter(before.values())).session
+        elif node.hasAttribute("name") and key in self.sessions_of:  # still the same with statement
+            session = self.sessions_of[key]
+        else:
             self.sessions += 1
-        session = self.sessions if outermost else next(iter(before.values())).session
+            session = self.sessions_of[key] = self.sessions
+        if not before:
+            earlier = self.homes.get(session, self.inside)
+            self.homes[session] = [a for a, b in zip(earlier, self.inside, strict=False) if a is b]
         policy = _the_same(makers, POLICY, missing="")
         if policy is None:
             raise ScriptError(
                 asked="a region in a script", found="its policy depends on a condition",
                 where=shown_at(instance.node()), advice="Open each region in a branch of its own.",
             )  # fmt: skip
-        cached = _the_same(makers, "cached", missing=True)
+        told = _the_same(makers, "cached", missing=-1)
+        inherited = next((s.cached for s in before.values()), True) and self.caches(policy)
         enabled = self._fact(node, makers, "_enabled")
         low = self._fact(node, makers, "fast_dtype")
         if isinstance(low, int):
             low = dtype_of(low)
-        scope = Scope(device, enabled, low, policy, cached is not False, session)
+        scope = Scope(device, enabled, low, policy, inherited if told in (-1, None) else bool(told), session)
         return {**before, device: scope}
 
     def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
@@ -251,20 +269,22 @@ def make_edges(graph: Any) -> None:
         edge = _mark_of(node)
         if edge is None:
             continue
-        made = graph.create("prim::Enter" if edge == "enter" else "prim::Exit", [node.inputsAt(0)], 1)
-        made.output().setType(node.inputsAt(0).type() if edge == "enter" else torch._C.NoneType.get())
+        made = graph.create("prim::Exit" if edge == EXIT_MARK else "prim::Enter", [node.inputsAt(0)], 1)
+        made.output().setType(torch._C.NoneType.get() if edge == EXIT_MARK else node.inputsAt(0).type())
+        if edge == AGAIN_MARK:
+            made.s_("name", AGAIN_MARK)
         made.insertBefore(node)
         node.destroy()
 
 
 def _mark_of(node: Node) -> str | None:
-    """`enter` or `exit`, if an assignment marks the edge of a region."""
+    """The mark, if an assignment marks the edge of a region."""
     read = node.inputsAt(1).node()
     if region_class(node.inputsAt(0)) is None or read.kind() != "prim::GetAttr" or read.s("name") != node.s("name"):
         return None
     if read.input().unique() != node.inputsAt(0).unique():
         return None
-    return {ENTER_MARK: "enter", EXIT_MARK: "exit"}.get(node.s("name"))
+    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK) else None
 
 
 def _is_machinery(node: Node) -> bool:

@@ -10,7 +10,8 @@ A `with` that return, break or continue leave is pushed into the statements arou
 statements, TorchScript's compiler ends with an internal assertion at any `with`: there a region is marked by statements
 that change nothing, `region._enabled = region._enabled` before it and `region.device = region.device` after it.
 Instances of regions that the function finds in its module are written as the calls that make them, and policies, which
-may be any expression, as their digests.
+may be any expression, as their digests. torch's region classes forget `cache_enabled` in scripts: their calls are
+written as calls of ours.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ _numbers = itertools.count()
 _FRAME = re.compile(r"(.+)\((\d+)\): ")
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
+Signature = tuple[tuple[str, ...], dict[str, str]]
+"""Of a region class: names of its arguments, and what ours is given, as source, where a call does not say it."""
 
 
 @contextmanager
 def rewriting(
-    describe: Callable[[Any], dict[str, Any] | None], signature_of: Callable[[Any], dict[str, Any] | None]
+    describe: Callable[[Any], dict[str, Any] | None], signature_of: Callable[[Any], Signature | None]
 ) -> Iterator[None]:
     """TorchScript parses functions through us inside; one thread at a time.
 
     describe: from a region object to the arguments that make it, or None for any other object.
-    signature_of: from torch's region classes to the arguments of ours, in their order: None for what theirs take,
-        source text for what they do not; None for any other object.
+    signature_of: from torch's region classes to their signature, or None for any other object.
     """
 
     def parse(function: Any) -> Any:
@@ -69,6 +71,7 @@ class _Rewriter:
         self.parsed = parsed
         self.describe = describe
         self.signature_of = signature_of
+        self.entered: set[str] = set()
         self.names = _namespace(function)
         self.local = {a.arg for a in ast.walk(self.definition) if isinstance(a, ast.arg)} | {
             n.id for n in ast.walk(self.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
@@ -82,7 +85,7 @@ class _Rewriter:
                 for item in node.items:
                     item.context_expr = self._made_here(item.context_expr)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                self._keep_cache(node)
+                self._make_ours(node)
         if regions:
             docstring, body = _without_docstring(definition.body)
             items = [ast.withitem(context_expr=r) for r in regions]
@@ -109,8 +112,8 @@ class _Rewriter:
         facts = self.describe(value) if value is not None else None
         if facts is None:
             return None
-        arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items() if k != "kind")
-        return _at(ast.parse(f"{facts['kind']}({arguments})", mode="eval").body, expression)  # type: ignore[no-any-return]
+        arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items())
+        return _at(ast.parse(f"{OURS}({arguments})", mode="eval").body, expression)  # type: ignore[no-any-return]
 
     def _made_here(self, expression: ast.expr) -> ast.expr:
         """The region of a with statement; one that exists in Python already as the call that makes it."""
@@ -137,21 +140,18 @@ class _Rewriter:
         policies[0].value = _at(ast.Constant(facts), policies[0].value)
         return call
 
-    def _keep_cache(self, call: ast.Call) -> None:
-        """A call of torch's that says whether weights are cached, in place, as one of ours."""
-        if len(call.args) < 3 and all(k.arg != "cache_enabled" for k in call.keywords):
-            return
+    def _make_ours(self, call: ast.Call) -> None:
+        """A call of one of torch's region classes, in place, as one of ours."""
         signature = self.signature_of(self._value(call.func))
         if signature is None:
             return
-        given = dict(zip((k for k, v in signature.items() if v is None), call.args, strict=False))
-        given.update({k.arg: k.value for k in call.keywords if k.arg is not None})
-        if "cache_enabled" not in given:
-            return
-        constants = {k: ast.parse(v, mode="eval").body for k, v in signature.items() if v is not None}
+        names, defaults = signature
+        found = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()}
+        found.update(zip(names, call.args, strict=False))
+        found.update({k.arg: k.value for k in call.keywords if k.arg is not None})
         call.func = ast.Name(OURS, ast.Load())
         call.args = []
-        call.keywords = [ast.keyword(k, v) for k, v in {**constants, **given}.items()]
+        call.keywords = [ast.keyword(k, v) for k, v in found.items()]
         _at(call, call)
 
     # -- control flow out of a with statement
@@ -171,7 +171,7 @@ class _Rewriter:
     def _pushed(self, statement: ast.With) -> list[ast.stmt]:
         """A with statement as marks around those of its parts that nothing leaves."""
         made: list[ast.stmt] = []
-        items = []
+        items: list[str] = []
         for item in statement.items:
             name = f"__narrowcast_with_{next(_numbers)}"
             made.append(_at(ast.Assign(targets=[ast.Name(name, ast.Store())], value=item.context_expr), statement))
@@ -188,7 +188,8 @@ class _Rewriter:
 
         def around(statements: list[ast.stmt]) -> list[ast.stmt]:
             first, last = statements[0], statements[-1]
-            enter = [_at(_mark(name, ENTER_MARK), first) for name in items]
+            enter = [_at(_mark(name, AGAIN_MARK if name in self.entered else ENTER_MARK), first) for name in items]
+            self.entered.update(items)
             return [*enter, *statements, *[_at(_mark(name, EXIT_MARK), last) for name in reversed(items)]]
 
         for statement in body:
@@ -234,7 +235,8 @@ class _Rewriter:
         return made
 
 
-ENTER_MARK, EXIT_MARK = "_enabled", "device"
+ENTER_MARK, AGAIN_MARK, EXIT_MARK = "_enabled", "fast_dtype", "device"
+"""Assigned to themselves where a region is entered, is still open after a part that leaves it, and is left."""
 
 
 def _mark(name: str, attribute: str) -> ast.stmt:
