@@ -7,6 +7,18 @@ from functools import cache
 from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.torch_bridge import OpOverload, op_facts
 
+_MAKES_NEW = frozenset(
+    """
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh batch_norm cdist concatenate cosine_similarity
+    cov cumulative_trapezoid diff div divide eq floor_divide gradient greater greater_equal group_norm inner
+    instance_norm isclose layer_norm less less_equal log_sigmoid log_softmax logical_xor logsumexp max_pool1d max_pool2d
+    max_pool3d mul multiply ne negative norm not_equal outer pairwise_distance pow remainder rms_norm rsub selu silu
+    softmax special_softmax square std std_mean sub subtract tensordot trapezoid true_divide var var_mean
+    vander where xlogy
+    """.split()  # noqa: SIM905
+)
+"""Ops that torch composes of others, whose result is surely new memory."""
+
 
 @cache
 def alias_names(op: OpOverload) -> frozenset[str] | None:
@@ -14,8 +26,10 @@ def alias_names(op: OpOverload) -> frozenset[str] | None:
     schema = op._schema
     if any(r.alias_info is not None for r in schema.returns):
         return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
-    if not _has_composite_kernel(op) or any(
-        Policy.native(device).table.candidates(op_facts(op).id, True).whole for device in DEVICE_TYPES
+    if (
+        op._opname in _MAKES_NEW
+        or not _has_composite_kernel(op)
+        or any(Policy.native(device).table.candidates(op_facts(op).id, True).whole for device in DEVICE_TYPES)
     ):
         return frozenset()  # what autocast lists computes something new
     return None  # einsum may give a view, dropout what it was given; their schemas do not say so

@@ -309,7 +309,9 @@ class Reader:
         else:
             value = self._plain("tuple" if outputs else OTHER)
         names = None if facts is None else alias_names(facts.op)
-        reaching = _reaching(blocks) if node.kind() == "prim::If" else None
+        reaching = _reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
+        if reaching is not None:  # a loop that does not run gives what it was given
+            reaching.update(self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids)
         aliases = tuple(
             n
             for n, o in enumerate(made.operands)
