@@ -14,7 +14,7 @@ from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
     from narrowcast.compiler import compile
-    from narrowcast.eager import autocast
+    from narrowcast.eager import autocast, carry
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
     from narrowcast.exporter import export
@@ -25,6 +25,7 @@ __version__ = "0.1.0.dev0"
 # The torch half is imported when it is first asked for: policies, ledgers and reports need no torch.
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
+    "carry": "narrowcast.eager",
     "compile": "narrowcast.compiler",
     "convert": "narrowcast.scripting",
     "export": "narrowcast.exporter",
@@ -53,6 +54,7 @@ __all__ = [
     "Subject",
     "__version__",
     "autocast",
+    "carry",
     "compile",
     "convert",
     "decide",

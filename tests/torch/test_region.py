@@ -143,20 +143,6 @@ def test_a_decorated_function_runs_in_the_region():
     assert found == [OURS] * 4 and decorated() == OURS
 
 
-def test_generators_and_async_functions_are_refused_as_decorated():
-    """torch decorates them without any effect."""
-
-    def generator():
-        yield
-
-    async def coroutine():
-        pass
-
-    for function in (generator, coroutine):
-        with pytest.raises(RegionError, match="Open the region inside"):
-            nc.autocast("cpu")(function)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
@@ -15,6 +13,7 @@ import torch
 from narrowcast.decide import Region
 from narrowcast.dynamo_bridge import never_trace
 from narrowcast.eager.kernels import install
+from narrowcast.eager.steps import run_inside
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, known_policy
@@ -148,31 +147,22 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             self._spare.append(region.native)
 
     def __call__(self, func: F) -> F:
-        """The function, running inside the region."""
+        """The function, running inside the region; generators and async functions while their steps run."""
         if not callable(func):
             raise RegionError(
                 asked=f"autocast()({type(func).__name__})",
                 found="not callable",
                 advice="Decorate a function, or write: with nc.autocast(...): ...",
             )
-        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
-            raise RegionError(
-                asked=f"autocast as decorator of {func.__qualname__}",
-                found="a generator or async function, whose body runs after the region would have been left",
-                advice="Open the region inside the function: with nc.autocast(...): ...",
-            )
-
         digest = self.policy.digest
         cached = self._native._cache_enabled
 
-        @functools.wraps(func)
-        def decorated(*args: Any, **kwargs: Any) -> Any:
+        def region() -> Any:
             if torch.compiler.is_dynamo_compiling():  # Dynamo takes only regions that are made where it traces
-                with autocast(self.device, self.fast_dtype, self._enabled, cached, policy=digest):
-                    return func(*args, **kwargs)
-            with self:
-                return func(*args, **kwargs)
+                return autocast(self.device, self.fast_dtype, self._enabled, cached, policy=digest)
+            return self
 
+        decorated = run_inside(func, region)
         decorated.__narrowcast_decorated__ = self  # type: ignore[attr-defined]  # scripts compile what is below
         return decorated  # type: ignore[return-value]
 
