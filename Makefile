@@ -15,6 +15,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: .venv/.ready
 	$(BIN)/narrowcast explain examples/minilm.py --policy examples/policies/minilm.toml --run
 	$(BIN)/python examples/compiled.py
+	$(BIN)/python examples/scripted.py
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -q

@@ -196,6 +196,18 @@ def cached_by_nobody(x, w):
     return torch.mm(torch.mm(x, w), w)
 
 
+def asks(x, w):
+    """Code that looks whether autocast is on, as torch.nn.Transformer does."""
+    y = torch.mm(x, w) if torch.is_autocast_cpu_enabled() else torch.mm(x, w) * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = torch.mm(x, w) if torch.is_autocast_cpu_enabled() else torch.mm(x, w) * 2
+        if torch.is_autocast_enabled():
+            z = z * 3
+        with torch.autocast("cpu", enabled=False):
+            v = torch.mm(x, w) if torch.is_autocast_cpu_enabled() else torch.mm(x, w) * 2
+    return y, z, v
+
+
 def loops(x, w, n: int):
     y = x
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -372,7 +384,7 @@ FUNCTIONS = [
     (dtype_at_run_time, (torch.float16,)), (entered_in_one_branch, (True,)), (entered_in_one_branch, (False,)),
     (left_by_return, (1,)), (left_by_return, (2,)), (left_before_anything, (1,)),
     (left_before_anything, (2,)), (left_by_break, (3,)), (left_by_break, (5,)),
-    (left_by_exception, (1,)), (loops, (2,)), (loops, (0,)), (without_cache, ()), (decorated, ()),
+    (left_by_exception, (1,)), (asks, ()), (loops, (2,)), (loops, (0,)), (without_cache, ()), (decorated, ()),
     (decorated_by_ours, ()), (decorated_twice, ()), (helpers, ()), (helpers_outside, ()), (forked, ()), (lists, (2,)),
     (optional, ()), (indexed, ()), (untouched, ()), (full, ()), (composites, ()), (written_in_place, ()), (reused, ()),
 ]  # fmt: skip

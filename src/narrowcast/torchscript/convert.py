@@ -85,6 +85,7 @@ def make_graph_explicit(
         section = scanner.scan()
     _refuse_unseen(section)
     _convert_forks(section, module)
+    _answer(graph, section)
     reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)
     passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
     outcome = run_passes(reading.program, passes, reading.policies, _overload)
@@ -154,6 +155,21 @@ def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
     enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, torch._C.BoolType.get())
     low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, torch._C.IntType.get())
     return replace(scope, enabled=enabled, low=low)
+
+
+_QUESTIONS = {"aten::is_autocast_enabled": "cuda", "aten::is_autocast_cpu_enabled": "cpu"}
+
+
+def _answer(graph: Any, section: Section) -> None:
+    """Code that asks whether autocast is on is told what its regions say: when the script runs, it is off."""
+    for item in section.items:
+        scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
+        if scope is not None:
+            graph.setInsertPoint(item.node)
+            known = isinstance(scope.enabled, bool)
+            item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
+        for inner in item.blocks:
+            _answer(graph, inner)
 
 
 _UNSEEN = {
