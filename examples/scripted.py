@@ -18,6 +18,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import minilm
+from transformers.utils import logging
 
 import narrowcast as nc
 
@@ -57,6 +58,7 @@ def says(equal: bool) -> str:
 def main() -> None:
     """Print all of it."""
     warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
     torch.manual_seed(0)
     decoder, x = Decoder(), torch.randn(3, 4, 8)
     print(f"nc.script, a loop left inside two regions: {says(torch.equal(nc.script(decoder)(x), decoder(x)))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import warnings
 from collections.abc import Callable
@@ -54,6 +55,8 @@ def script(
         return convert(
             target, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled
         )
+    if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
+        raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
     scopes = _scopes(target, policy, dtype, device_type, enabled, cache_enabled)
     with compiling(autocast):
         if isinstance(target, torch.nn.Module):
@@ -95,6 +98,11 @@ def convert(
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
         return explicit_module(_copied(script), scopes)
+
+
+def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
+    kind = "a class" if inspect.isclass(target) else f"of type {type(target).__name__}"
+    return ScriptError(asked=f"{asked}({target!r})"[:80], found=f"it is {kind}", advice=advice)
 
 
 def _copied(script: torch.jit.ScriptModule) -> Any:
@@ -151,6 +159,8 @@ def trace(
 
     The weight cache works: what it kept from before the trace is let go first.
     """
+    if not callable(target) or inspect.isclass(target):
+        raise _no_code("trace", target, "Give a function, or an instance of a Module.")
     checked = options.pop("check_trace", True)
     region: Any = contextlib.nullcontext()
     device = ""

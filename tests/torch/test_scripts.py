@@ -295,6 +295,18 @@ def test_what_cannot_be_cast_is_an_error_with_line_and_column(target, says, line
     assert line in place.note and caught.value.advice
 
 
+@pytest.mark.parametrize("target", [3, torch.mm, scripts.Block, "model"])
+def test_what_is_no_code_is_an_error(target):
+    """A number, a builtin, a class, a name; files are for convert."""
+    with pytest.raises(ScriptError, match="it is "):
+        nc.script(target)
+    if target is not torch.mm:
+        with pytest.raises(ScriptError, match="it is "):
+            nc.trace(target, torch.ones(2, 2))
+    with pytest.raises(ScriptError, match="no script"):
+        nc.convert(target)
+
+
 def test_python_may_be_called_outside_of_regions():
     """A call that no region reaches is none of ours."""
     x, _ = inputs()
