@@ -49,7 +49,7 @@ def _is_idle(
     program: Program, block: Block, step: Step, writes: Writes, readers: dict[int, int], after_autograd: bool
 ) -> bool:
     source = step.operands[0].value
-    if step.region is not None and program.regions[step.region].open:
+    if program.open_region(step) is not None:
         return False
     if program.values[source].format is not step.value.format:
         return False

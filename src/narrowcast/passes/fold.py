@@ -50,7 +50,7 @@ def _fold_in(program: Program, block: Block, readers: dict[int, int], after_auto
 
 
 def _exact(program: Program, first: int, middle: Step, last: Step) -> bool:
-    if any(s.region is not None and program.regions[s.region].open for s in (middle, last)):
+    if any(program.open_region(s) is not None for s in (middle, last)):
         return False
     a, b, c = program.values[first].format, middle.value.format, last.value.format
     return a is not None and b is not None and c is not None and can_fold(a, b, c)

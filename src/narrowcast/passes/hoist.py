@@ -15,7 +15,7 @@ where it should.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from narrowcast.program import TENSOR, WEIGHT, Block, Edit, Hoist, Program, Step, Why, Writes
 
@@ -32,14 +32,15 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
     homes = _homes(program.body)
     groups: dict[tuple[int, str, int, int | None], list[Step]] = {}
     inner = {o.value for s in program.steps.values() if s.constants == COMPOSITE for o in s.operands}
-    for _, step in program.body.walk():
-        found = _session(program, step)
+    left = _left_early(program)
+    for step in program.steps.values():
+        found = _session(program, step, left)
         if found is not None and found in sessions and step.id not in inner:
-            alone = step.region if _is_open(program, [step]) else None
-            groups.setdefault((step.operands[0].value, step.value.type, found, alone), []).append(step)
+            key = (step.operands[0].value, step.value.type, found, program.open_region(step))
+            groups.setdefault(key, []).append(step)
     edits: list[Edit] = []
     known: dict[int, _Home] = {}
-    for (value, _, session, _), casts in groups.items():
+    for (value, _, session, alone), casts in groups.items():
         block = homes.get(sessions[session])
         if block is None:
             continue
@@ -49,7 +50,7 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
         before = home.first_with(casts)
         if before is None or not home.has(value) or (len(casts) == 1 and before.id == casts[0].id):
             continue
-        if _is_open(program, casts) and not all(home.is_direct(cast) for cast in casts):
+        if alone is not None and not all(home.is_direct(cast) for cast in casts):
             continue  # what it needs to know may not be there yet
         if home.writes.is_written_after(value, -1):
             continue
@@ -94,7 +95,7 @@ class _Home:
         return step.id not in self.inner
 
 
-def _session(program: Program, step: Step) -> int | None:
+def _session(program: Program, step: Step, left: Set[int]) -> int | None:
     """The session in whose cache eager would keep this cast of a weight; None if it would not."""
     if not step.is_cast or step.region is None:
         return None
@@ -103,31 +104,22 @@ def _session(program: Program, step: Step) -> int | None:
     maker = program.steps.get(source.id)
     if maker is not None and maker.op == WEIGHT:
         return None
-    may_be = source.weight or (source.type == TENSOR and (maker is None or _passes_on(program, maker)))
+    if maker is not None and maker.op == "getitem":
+        maker = program.steps.get(maker.operands[0].value, maker)
+    passed_on = maker is None or not (maker.computes or maker.id in left)
+    may_be = source.weight or (source.type == TENSOR and passed_on)
     return region.session if low and may_be else None
 
 
-def _passes_on(program: Program, maker: Step) -> bool:
-    """Whether a step may give what it was given, and surely gives something.
-
-    Of a branch that was left early TorchScript gives a value that must not be read.
-    """
-    if maker.op == "getitem":
-        maker = program.steps.get(maker.operands[0].value, maker)
-    behind, left = {maker.id}, [maker]
-    while left:
-        step = left.pop()
-        if step.op == "prim.Uninitialized":
-            return False
+def _left_early(program: Program) -> set[int]:
+    """The values that TorchScript does not give where a branch was left early: they must not be read there."""
+    found: set[int] = set()
+    for step in program.steps.values():  # those of inner blocks first
         given = [v for block in step.blocks for v in block.returns]
         given += [step.operands[0].value] if step.op == "getitem" else []
-        left += [program.steps[v] for v in given if v in program.steps and v not in behind]
-        behind.update(given)
-    return not maker.computes
-
-
-def _is_open(program: Program, casts: list[Step]) -> bool:
-    return any(program.regions[cast.region].open for cast in casts if cast.region is not None)
+        if step.op == "prim.Uninitialized" or not found.isdisjoint(given):
+            found.add(step.id)
+    return found
 
 
 def _homes(block: Block) -> dict[int, Block]:

@@ -42,7 +42,7 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         reason, session = _may_share(program, step, after_autograd)
         if not reason:
             continue
-        key = (source, step.value.type, session, _open_region(program, step))
+        key = (source, step.value.type, session, program.open_region(step))
         first = kept.get(key)
         fits = first is not None and (first.grad_mode or not step.grad_mode or not step.value.gradient)
         if first is None or not fits or writes.is_written(source, first.id, step.id):
@@ -69,11 +69,6 @@ def _may_share(program: Program, cast: Step, after_autograd: bool) -> tuple[str,
     if value.weight and region is not None and region.facts.cache:
         return "the weight cache", region.session
     return "", None
-
-
-def _open_region(program: Program, cast: Step) -> int | None:
-    """The region's number, where only the running program knows whether and to what the cast casts."""
-    return cast.region if cast.region is not None and program.regions[cast.region].open else None
 
 
 def _is_written_itself(writes: Writes, first: Step, step: Step) -> bool:

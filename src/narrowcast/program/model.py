@@ -177,6 +177,10 @@ class Program:
         """Every step by its id, in the order of the program, those of inner blocks first."""
         return {step.id: step for _, step in self.body.walk()}
 
+    def open_region(self, step: Step) -> int | None:
+        """The number of the step's region, if only the running program knows some of that region's facts."""
+        return step.region if step.region is not None and self.regions[step.region].open else None
+
     def casts(self) -> list[Step]:
         """All casts in order."""
         return [step for step in self.steps.values() if step.is_cast]
