@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +68,7 @@ class Reader:
     items: dict[int, Item] = field(default_factory=dict)
     operands: dict[int, list[Source]] = field(default_factory=dict)
     regions: dict[OpenedRegion, int] = field(default_factory=dict)
+    opened: list[OpenedRegion] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
     policies: dict[str, Policy] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Reader:
         """The program of a graph."""
         self._propagate(section)
         body = self._block(section, "main")
-        program = Program(name, body, tuple(self.regions))
+        program = Program(name, body, tuple(self.opened))
         return Reading(program, self.ids, self.items, self.operands, self.scopes, self.policies, self.sessions)
 
     # -- regions
@@ -103,6 +104,7 @@ class Reader:
             if opened in self.regions:  # each instance has facts of its own
                 opened = replace(opened, open=(*opened.open, f"instance{number}"))
             self.regions[opened] = number
+            self.opened.append(opened)
             self.scopes.append(scope)
         return self.numbers[scope, several]
 
@@ -183,7 +185,8 @@ class Reader:
         """The type of what a call gives, after its casts."""
         node = item.node
         name = facts.op._opname
-        given = [self._type(s.value) for s in sources(node, facts)]
+        found = sources(node, facts)
+        given = [self._type(s.value) for s in found]
         if name in COUNTING:
             return OTHER
         dtype = dtype_argument(node, facts)
@@ -192,19 +195,18 @@ class Reader:
         if dtype is not None:
             return TENSOR
         for number in self._regions(item.scopes):
-            plan = self._plan(item, facts, number)
-            opened = list(self.regions)[number]
-            after = self._after(plan, opened, given)
+            after = self._after(self._plan(item, facts, found, number), self.opened[number], given)
             if after is not None:
                 return after
         if name in ("float", "double", "half", "bfloat16"):
             return {"float": "fp32", "double": "fp64", "half": "fp16", "bfloat16": "bf16"}[name]
         return promoted(given) if name in KEEPING else TENSOR
 
-    def _plan(self, item: Item, facts: OpFacts, number: int) -> Plan:
-        step = self._step_of(item, facts, (number,), numbered=False)
-        opened = list(self.regions)[number]
-        program = _Values(tuple(self.regions), {o.value: v for o, v in zip(step.operands, self._looks, strict=True)})
+    def _plan(self, item: Item, facts: OpFacts, found: list[Source], number: int) -> Plan:
+        """What is decided about a call; its operands are numbered by themselves, as there is no program yet."""
+        step = self._step_of(item, facts, found, range(len(found)), (number,))
+        opened = self.opened[number]
+        program = _Values(self.opened, [self._looked(s.value, n) for n, s in enumerate(found)])
         return decide(call_of(program, step), self.policies[opened.policy], opened.facts)  # type: ignore[arg-type]
 
     def _after(self, plan: Plan, opened: OpenedRegion, given: list[str]) -> str | None:
@@ -267,25 +269,19 @@ class Reader:
         self.values.append(made)
         return made
 
-    _looks: list[Value] = field(default_factory=list)
-
-    def _step_of(self, item: Item, facts: OpFacts, regions: tuple[int, ...], numbered: bool = True) -> Step:
-        """A call of an op as a step; while formats are being found, with operands that have no ids yet."""
+    def _step_of(
+        self, item: Item, facts: OpFacts, found: list[Source], numbers: Sequence[int], regions: tuple[int, ...]
+    ) -> Step:
+        """A call of an op as a step. numbers: of what it reads, as found."""
         node = item.node
         written = {slot.name for slot in facts.slots if slot.written}
-        found = sources(node, facts)
-        self._looks = [self._looked(s.value, n) for n, s in enumerate(found)]
         names = [facts.op._schema.arguments[s.position].name for s in found]
-        if numbered:
-            numbers = [self._id(s.value) for s in found]
-        else:
-            numbers = list(range(len(found)))
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
         place = place_in(item.caller, node)
         return Step(
             Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in CALLING else "", given,
-            facts.computes, *_first(regions),
+            facts.computes, regions[0] if regions else None,
             effects=("random",) if is_random(facts.op) else (), place=place, others=regions[1:],
         )  # fmt: skip
 
@@ -300,8 +296,10 @@ class Reader:
         blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
         facts = facts_of(node)
         if facts is not None:
-            made = self._step_of(item, facts, self._regions(item.scopes))
-        else:
+            found = sources(node, facts)
+            made = self._step_of(item, facts, found, [self._id(s.value) for s in found], self._regions(item.scopes))
+        else:  # what its blocks read besides has no position
+            found = [Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
             made = self._other(item, blocks)
         outputs = list(node.outputs())
         if len(outputs) == 1:
@@ -317,14 +315,9 @@ class Reader:
             for n, o in enumerate(made.operands)
             if (names is None or o.name in names) and (reaching is None or o.value in reaching)
         )
-        step = _replace(made, value, blocks, aliases)
         self.items[value.id] = item
-        if facts is not None:
-            self.operands[value.id] = sources(node, facts)
-        else:  # what its blocks read besides has no position
-            reads = [(n, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
-            self.operands[value.id] = [Source(n, None, v) for n, v in reads]
-        steps = [step]
+        self.operands[value.id] = found
+        steps = [replace(made, value=value, blocks=blocks, aliases=aliases)]
         if len(outputs) != 1:
             for n, output in enumerate(outputs):
                 got = self._value(output)
@@ -348,23 +341,12 @@ class Reader:
         return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
 
 
-def _first(regions: tuple[int, ...]) -> tuple[int | None]:
-    return (regions[0],) if regions else (None,)
-
-
 @dataclass(frozen=True, slots=True)
 class _Values:
     """What `call_of` reads of a program, while there is none."""
 
-    regions: tuple[OpenedRegion, ...]
-    values: dict[int, Value]
-
-
-def _replace(step: Step, value: Value, blocks: tuple[Block, ...], aliases: tuple[int, ...]) -> Step:
-    return Step(
-        value, step.op, step.operands, step.constants, step.given, step.computes, step.region,
-        aliases=aliases, effects=step.effects, blocks=blocks, place=step.place, others=step.others,
-    )  # fmt: skip
+    regions: list[OpenedRegion]
+    values: list[Value]
 
 
 def _declared(value: Any) -> str:

@@ -19,8 +19,6 @@ from narrowcast.torchscript.calls import facts_of, is_optional_tensor, is_tensor
 from narrowcast.torchscript.read import Reading
 from narrowcast.torchscript.scopes import Scope, Section, number_of
 
-_FULL = 6
-
 
 def write_graph(graph: Any, section: Section, reading: Reading, program: Program) -> None:
     """Bring the graph to what the program says now."""
@@ -210,7 +208,7 @@ class _Writer:
         for appended in (True, False):
             block = branch.addBlock()
             self.graph.setInsertPoint(block)
-            inputs = [*node.inputs(), *([self._constant(_FULL)] if appended else [])]
+            inputs = [*node.inputs(), *([self._constant(number_of(torch.float32))] if appended else [])]
             again = self.graph.create(node.kind(), inputs, node.outputsSize())
             self.graph.insertNode(again)
             for old, new in zip(node.outputs(), again.outputs(), strict=True):
