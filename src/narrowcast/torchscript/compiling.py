@@ -14,6 +14,7 @@ from torch.jit import _recursive, _script, frontend
 
 from narrowcast.policy import Policy
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
+from narrowcast.torchscript.patched import patched
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
 from narrowcast.torchscript.source import OURS, Signature, rewriting
@@ -43,11 +44,10 @@ def compiling(region_class: type) -> Iterator[None]:
     with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class), _signature_of):
         warnings.simplefilter("ignore", DeprecationWarning)
         original_closure, original_compile = _jit_internal.get_closure, _recursive.try_compile_fn
-        _jit_internal.get_closure, _recursive.try_compile_fn = get_closure, try_compile_fn
         try:
-            yield
+            with patched(_jit_internal, get_closure=get_closure), patched(_recursive, try_compile_fn=try_compile_fn):
+                yield
         finally:
-            _jit_internal.get_closure, _recursive.try_compile_fn = original_closure, original_compile
             for made in marked:
                 unmark(made.graph)
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.passes import Outcome
+from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import Program
 from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
@@ -44,13 +45,12 @@ class Method:
     caller: Place = NOWHERE
     fixed: bool = False
     called: bool = False
-    program: Program | None = None
     variants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
-    def make_explicit(self, graph: Any) -> None:
-        """Convert the script's own graph, in place."""
-        self.program, _, _ = make_graph_explicit(graph, self.around, self.module, self.name, self.caller)
+    def make_explicit(self, graph: Any, scopes: Scopes) -> tuple[Program, Outcome, dict[str, Policy]]:
+        """Convert a graph of the method, in place, with its own regions and those around its call."""
+        return make_graph_explicit(graph, {**scopes, **self.around}, self.module, self.name, self.caller)
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
@@ -71,7 +71,7 @@ class Method:
 
     def _variant(self, scopes: Scopes) -> Any:
         graph = self.raw.copy()
-        make_graph_explicit(graph, {**scopes, **self.around}, self.module, self.name, self.caller)
+        self.make_explicit(graph, scopes)
         return torch._C._create_function_from_graph(self.name, graph)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -98,10 +98,9 @@ class Method:
 
     def explained(self, number: int, scopes: Scopes) -> CompiledGraph:
         """What becomes of it in these regions, for explanations."""
-        around = self.around if self.fixed else {**scopes, **self.around}
         graph = self.raw.copy()
         start = time.perf_counter()
-        before, outcome, policies = make_graph_explicit(graph, around, self.module, self.name, self.caller)
+        before, outcome, policies = self.make_explicit(graph, {} if self.fixed else scopes)
         seconds = time.perf_counter() - start
         first = next((step.place for step in before.steps.values() if step.place.file), NOWHERE)
         return CompiledGraph(
@@ -180,10 +179,8 @@ def explicit_function(function: Any, around: Scopes, written: Callable[..., Any]
     name = function_name(written) if written is not None else ""
     caller = Place(functions=(name,)) if name else NOWHERE
     method = Method(function.name, function.schema, graph.copy(), around, caller=caller)
-    method.make_explicit(graph)
-    function.__class__ = ExplicitFunction
-    function._narrowcast_methods = {"forward": method}
-    return function  # type: ignore[no-any-return]
+    method.make_explicit(graph, {})
+    return with_method(function, method)
 
 
 def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
@@ -200,23 +197,32 @@ def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
         schema, caller = module._c._get_method(name).schema, caller_of(module, name)
         methods[name] = Method(name, schema, graph.copy(), around, module, caller, called=name in called)
     for name, graph in graphs.items():
-        methods[name].make_explicit(graph)
+        methods[name].make_explicit(graph, {})
     for graph in graphs_of(module):
         unmark(graph)
     for name in names:
         module.__dict__.pop(name, None)
+    return with_methods(module, methods)
+
+
+def with_method(function: Any, method: Method) -> ExplicitFunction:
+    """A script function, whose graph is explicit, as one that knows."""
+    function.__class__ = ExplicitFunction
+    function._narrowcast_methods = {"forward": method}
+    return function  # type: ignore[no-any-return]
+
+
+def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
+    """A script module, whose graphs are explicit, as one that knows."""
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
     return module  # type: ignore[no-any-return]
 
 
 def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
-    """A copy of a module with these methods: its graphs are explicit already."""
-    module.__class__ = ExplicitModule
-    module.__dict__["_narrowcast_methods"] = {
-        name: replace(method, module=module, variants={}, lock=threading.Lock()) for name, method in methods.items()
-    }
-    return module  # type: ignore[no-any-return]
+    """A copy of a module with these methods."""
+    copies = {n: replace(m, module=module, variants={}, lock=threading.Lock()) for n, m in methods.items()}
+    return with_methods(module, copies)
 
 
 def caller_of(module: Any, method: str) -> Place:

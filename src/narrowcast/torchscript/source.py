@@ -28,6 +28,7 @@ from torch.jit import frontend as _frontend
 
 from narrowcast.errors import Origin, ScriptError
 from narrowcast.regions.place import is_user_file
+from narrowcast.torchscript.patched import patched
 
 frontend: Any = _frontend
 _lock = threading.RLock()
@@ -56,11 +57,8 @@ def rewriting(
 
     with _lock:
         original = frontend.parse_def
-        frontend.parse_def = parse
-        try:
+        with patched(frontend, parse_def=parse):
             yield
-        finally:
-            frontend.parse_def = original
 
 
 class _Rewriter:

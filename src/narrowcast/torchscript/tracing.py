@@ -17,7 +17,16 @@ import torch
 from narrowcast.policy import NOWHERE
 from narrowcast.torchscript.callers import graphs_of, mark_calls, unmark
 from narrowcast.torchscript.convert import inline_calls
-from narrowcast.torchscript.scripted import ExplicitFunction, ExplicitModule, Method, caller_of, methods_of
+from narrowcast.torchscript.patched import patched
+from narrowcast.torchscript.scripted import (
+    ExplicitFunction,
+    ExplicitModule,
+    Method,
+    caller_of,
+    methods_of,
+    with_method,
+    with_methods,
+)
 
 _lock = threading.RLock()
 
@@ -52,11 +61,8 @@ def _following(kept: list[Method]) -> Iterator[None]:
 
     function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
     of_function, of_method = function.__call__, method.__call__
-    function.__call__, method.__call__ = call_function, call_method  # type: ignore[method-assign]
-    try:
+    with patched(function, __call__=call_function), patched(method, __call__=call_method):
         yield
-    finally:
-        function.__call__, method.__call__ = of_function, of_method  # type: ignore[method-assign]
 
 
 def _method_of(script: Any, module: Any) -> Method:
@@ -90,11 +96,8 @@ def _marking() -> Iterator[None]:
 
     native: Any = torch.autocast
     of_enter, of_leave = native.__enter__, native.__exit__
-    native.__enter__, native.__exit__ = enter, leave
-    try:
+    with patched(native, __enter__=enter, __exit__=leave):
         yield
-    finally:
-        native.__enter__, native.__exit__ = of_enter, of_leave
 
 
 def _graph(state: Any) -> Any:
@@ -143,18 +146,16 @@ def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction
     """A traced function; `regions` are the device types that a region around the trace ruled."""
     inline_calls(function.graph)
     _mark_whole(function.graph, regions)
-    function.__class__ = ExplicitFunction
-    function._narrowcast_methods = {"forward": _method(function.name, function, None, regions)}
-    return function  # type: ignore[no-any-return]
+    return with_method(function, _method(function.name, function, None, regions))
 
 
 def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
     """A traced module, the same."""
-    for graph in graphs_of(traced):
+    graphs = graphs_of(traced)
+    for graph in graphs:
         mark_calls(graph)
-    for part in traced.modules():
-        for name in part._c._method_names():
-            inline_calls(part._c._get_method(name).graph)
+    for graph in graphs:
+        inline_calls(graph)
     module = torch.jit._recursive.wrap_cpp_module(traced._c)
     methods = {}
     for name in module._c._method_names():
@@ -163,9 +164,7 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
         methods[name] = _method(name, plain, module, regions)
     for graph in graphs_of(module):
         unmark(graph)
-    module.__class__ = ExplicitModule
-    module.__dict__["_narrowcast_methods"] = methods
-    return module  # type: ignore[no-any-return]
+    return with_methods(module, methods)
 
 
 def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Method:
