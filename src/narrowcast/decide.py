@@ -8,7 +8,7 @@ Semantics of the actions that native autocast has: aten/src/ATen/autocast_mode.{
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowcast.formats import Format, fp32, fp64, widest
 from narrowcast.policy import NOWHERE, Kind, Place, Policy, Rule
@@ -57,6 +57,19 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """What to cast floating results to: all of them, or one `part` (`1` is the second of several, `logits` a name).
+
+    A format of None is that of the first eligible argument, which is not known until the call runs. fp64 is cast only
+    where the format is meant `exactly`.
+    """
+
+    part: str
+    format: Format | None
+    exactly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What is to be done with one call.
 
@@ -65,7 +78,8 @@ class Plan:
     argument_rules: rules that decided about single arguments, (name, rule).
     set_dtype:  pass dtype=fp32, which the caller left open.
     append_dtype: call the overload that takes a dtype, with fp32.
-    output:     cast floating results back to this format (`inside`).
+    results:    casts of what the call returns.
+    computes_in: the format of the results before these, as far as the plan says it.
     shields:    ops inside this one are not autocast (as native does below every listed op).
     refused:    why the call must not run; None if it may.
     undecided:  the rule's action, where it depends on formats that are unknown; `formats` are empty then.
@@ -76,15 +90,21 @@ class Plan:
     argument_rules: tuple[tuple[str, Rule], ...] = ()
     set_dtype: bool = False
     append_dtype: bool = False
-    output: Format | None = None
+    results: tuple[Result, ...] = ()
+    computes_in: Format | None = None
     shields: bool = False
     refused: str | None = None
     undecided: Kind | None = None
 
     @property
+    def output(self) -> Format | None:
+        """The format that all floating results are cast to; None if they are not cast alike."""
+        return next((r.format for r in self.results if not r.part), None)
+
+    @property
     def changes_nothing(self) -> bool:
         """Whether the call may run exactly as it came."""
-        told = self.set_dtype or self.append_dtype or self.output or self.refused or self.undecided
+        told = self.set_dtype or self.append_dtype or self.results or self.refused or self.undecided
         return not (self.shields or told) and not any(self.formats)
 
 
@@ -92,8 +112,9 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     """The plan for one call under a policy in a region.
 
     Eligible are floating tensors on the region's device type that are not fp64 and that the op does not write to;
-    everything else passes untouched. Calls that no rule names run as their inputs are. An argument whose format is
-    unknown counts as eligible: whoever casts it looks when it is there.
+    everything else passes untouched. (Where a module's call is to have exactly one format, fp64 is cast, too.) Calls
+    that no rule names run as their inputs are. An argument whose format is unknown counts as eligible: whoever casts
+    it looks when it is there.
     """
     arguments = call.arguments
     untouched = (None,) * len(arguments)
@@ -114,8 +135,15 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     overrides = _argument_rules(call, candidates.per_argument) if candidates.per_argument else ()
     if rule is None and not overrides:
         return Plan(untouched)
-    plan = _apply(rule, call, eligible, region.low) if rule is not None else Plan(untouched)
-    return _override(plan, overrides, call, eligible, region.low) if overrides else plan
+    plan = Plan(untouched)
+    if rule is not None:
+        plan = _apply(rule, call, _floats(call, device) if rule.is_exact else eligible, region.low)
+    return _override(plan, overrides, call, eligible, region) if overrides else plan
+
+
+def _floats(call: Call, device: str) -> list[bool]:
+    """Which arguments may be cast, fp64 included."""
+    return [(a.unknown or a.format is not None) and a.device == device and not a.written for a in call.arguments]
 
 
 def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
@@ -124,11 +152,12 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
     arguments = call.arguments
     untouched = (None,) * len(arguments)
     if kind is Kind.LOWER:
-        return Plan(_cast_all(low, call, eligible), rule, shields=True)
+        return Plan(_cast_all(low, call, eligible), rule, shields=True, computes_in=low)
     if kind is Kind.FULL:
-        return Plan(_cast_all(fp32, call, eligible), rule, shields=True)
+        return Plan(_cast_all(fp32, call, eligible), rule, shields=True, computes_in=fp32)
     if kind is Kind.TO and rule.action.format is not None:
-        return Plan(_cast_all(rule.action.format, call, eligible), rule, shields=True)
+        dst = rule.action.format
+        return Plan(_cast_all(dst, call, eligible), rule, shields=True, computes_in=dst)
     if kind is Kind.FOLLOW:
         return Plan(untouched, rule, shields=True)
     if kind is Kind.REFUSE:
@@ -136,20 +165,26 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
     if kind in _COMPARING and any(a.unknown for a in arguments):
         return _compare_later(rule, call, eligible)
     if kind is Kind.INSIDE:
-        first = next((a.format for a, is_eligible in zip(arguments, eligible, strict=True) if is_eligible), None)
-        output = first if first is not fp32 else None
-        return Plan(_cast_all(fp32, call, eligible), rule, output=output, shields=True)
+        first = _first_format(call, eligible)
+        results = (Result("", first),) if first is not None and first is not fp32 else ()
+        return Plan(_cast_all(fp32, call, eligible), rule, results=results, computes_in=fp32, shields=True)
     if kind is Kind.ALIGN:
         return _align(rule, call, eligible)
     if kind is Kind.PROMOTE:
         return _promote(rule, call, eligible, low)
     starts_eligible = bool(eligible) and eligible[0]
     if kind is Kind.FULL_SET_DTYPE:
-        return Plan(untouched, rule, set_dtype=starts_eligible and "dtype" not in call.given, shields=True)
-    return Plan(untouched, rule, append_dtype=starts_eligible, shields=True)
+        sets = starts_eligible and "dtype" not in call.given
+        return Plan(untouched, rule, set_dtype=sets, computes_in=fp32 if sets else None, shields=True)
+    computes_in = fp32 if starts_eligible else None
+    return Plan(untouched, rule, append_dtype=starts_eligible, computes_in=computes_in, shields=True)
 
 
 _COMPARING = (Kind.INSIDE, Kind.ALIGN, Kind.PROMOTE)
+
+
+def _first_format(call: Call, eligible: list[bool]) -> Format | None:
+    return next((a.format for a, is_eligible in zip(call.arguments, eligible, strict=True) if is_eligible), None)
 
 
 def _compare_later(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
@@ -181,7 +216,7 @@ def _promote(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
             return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
         dst = fp32
         break
-    return Plan(_cast_all(dst, call, eligible), rule, shields=True)
+    return Plan(_cast_all(dst, call, eligible), rule, computes_in=dst, shields=True)
 
 
 def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
@@ -195,12 +230,13 @@ def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
             kinds = ", ".join(dict.fromkeys(str(a.format) for a in floats))
             refused = f"no format holds all of {kinds}" if len({a.format for a in floats}) > 1 else None
             return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
-    return Plan(_cast_all(destination, call, eligible), rule, shields=True)
+    return Plan(_cast_all(destination, call, eligible), rule, computes_in=destination, shields=True)
 
 
 def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rule], ...]:
-    """For each argument the strongest rule that names it and holds here."""
-    names = dict.fromkeys(a.name for a in call.arguments)
+    """For each argument, and each result that a rule names, the strongest rule that names it and holds here."""
+    names = dict.fromkeys([a.name for a in call.arguments])
+    names.update((r.argument, None) for r in rules if r.argument is not None and r.is_about_result)
     found = []
     for name in names:
         for r in rules:
@@ -211,18 +247,34 @@ def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rul
 
 
 def _override(
-    plan: Plan, overrides: tuple[tuple[str, Rule], ...], call: Call, eligible: list[bool], low: Format
+    plan: Plan,
+    overrides: tuple[tuple[str, Rule], ...],
+    call: Call,
+    eligible: list[bool],
+    region: Region,
 ) -> Plan:
-    """The plan with single arguments decided by their own rules."""
+    """The plan with single arguments and results decided by their own rules."""
     wanted: dict[str, Format | None] = {}
+    exactly = set()
+    results = {r.part: r for r in plan.results}
     for name, rule in overrides:
         kind = rule.action.kind
-        wanted[name] = {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: rule.action.format}.get(kind)
+        dst = {Kind.LOWER: region.low, Kind.FULL: fp32, Kind.TO: rule.action.format}.get(kind)
+        if rule.is_about_result:
+            part = name.partition(".")[2]
+            results[part] = Result(part, dst, rule.is_exact)
+            if kind is Kind.FOLLOW:
+                results[part] = Result(part, _first_format(call, eligible))
+                if results[part].format is None and not any(a.unknown for a in call.arguments):
+                    del results[part]  # there is nothing to follow
+            continue
+        wanted[name] = dst
+        if rule.is_exact:
+            exactly.add(name)
     formats = list(plan.formats)
+    floats = _floats(call, region.device_type) if exactly else eligible
     for position, a in enumerate(call.arguments):
-        if a.name in wanted and eligible[position]:
+        if a.name in wanted and (floats if a.name in exactly else eligible)[position]:
             dst = wanted[a.name]
             formats[position] = dst if dst is not a.format else None
-    return Plan(
-        tuple(formats), plan.rule, overrides, plan.set_dtype, plan.append_dtype, plan.output, plan.shields, plan.refused
-    )
+    return replace(plan, formats=tuple(formats), argument_rules=overrides, results=tuple(results.values()))

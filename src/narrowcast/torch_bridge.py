@@ -163,7 +163,9 @@ def _ops_in(namespace: str) -> tuple[OpOverload, ...]:
 
 
 def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
-    """The overloads that a rule names. UnknownOpError, with the rule's file:line, if there is none."""
+    """The overloads that a rule names: none if it is about modules. UnknownOpError, with file:line, if none exists."""
+    if rule.is_module_call:
+        return ()
     if not rule.is_pattern:
         op = find_op(rule.target)
         found: tuple[OpOverload, ...] = (op,) if op is not None else ()
@@ -193,7 +195,11 @@ def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
     """PolicyError for a rule whose argument none of the ops has, or whose action an op that it names cannot take."""
     where = (rule.origin,) if rule.origin else ()
     names = sorted({slot.name for op in ops for slot in op_facts(op).slots})
-    if rule.argument is not None and ops and rule.argument not in names:
+    if rule.is_about_result and any(op_facts(op).writes for op in ops):
+        unfit = next(op_id(op) for op in ops if op_facts(op).writes)
+        found = f"{unfit} returns what it writes to"
+        raise PolicyError(f"a rule about the result of {rule.op}", found, where, "Write a rule about what reads it.")
+    if rule.argument is not None and ops and rule.argument not in names and not rule.is_about_result:
         raise PolicyError(
             asked=f"argument {rule.argument!r} of {rule.op}",
             found=f"it has no tensor argument of that name{did_you_mean(rule.argument, names)}",

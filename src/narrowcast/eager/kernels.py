@@ -17,6 +17,7 @@ from torch._C import DispatchKeySet
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.dynamo_bridge import never_trace, tracing_compiled_code
 from narrowcast.eager.native_cache import native_cast
+from narrowcast.eager.results import cast_results
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
@@ -178,10 +179,11 @@ class Kernel:
         if decided.steps:
             args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
         if not plan.shields:
-            return self._pass_on(keyset, args, kwargs)
+            result = self._pass_on(keyset, args, kwargs)
+            return cast_results(result, plan) if plan.results else result
         with excluding(self._keyset):
             result = self._invoke(plan, args, kwargs)
-            return result if plan.output is None else _cast_results(result, DTYPES[plan.output])
+            return cast_results(result, plan) if plan.results else result
 
     def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
@@ -323,14 +325,6 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         return cached
     result = cast(tensor, dtype)
     region.casts[key] = (weakref.ref(tensor), tensor._version, result)
-    return result
-
-
-def _cast_results(result: Any, dtype: torch.dtype) -> Any:
-    if isinstance(result, torch.Tensor):
-        return cast(result, dtype) if result.is_floating_point() and result.dtype is not torch.float64 else result
-    if isinstance(result, (tuple, list)):
-        return type(result)(_cast_results(item, dtype) for item in result)
     return result
 
 

@@ -251,7 +251,8 @@ class Recorder(TorchDispatchMode):
                 call.seen[position] = True
                 self._add_seen_cast(call, slot.name, src, dst)
                 return True
-        if call.decided.plan.output is dst and not any(src is t for _, t in call.decided.tensors):
+        results = [r.format for r in call.decided.plan.results]
+        if dst in results and not any(src is t for _, t in call.decided.tensors):
             self._add_seen_cast(call, "result", src, dst)
             return True
         if (

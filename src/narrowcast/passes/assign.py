@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from narrowcast.decide import Argument, Call, Plan, decide
+from narrowcast.decide import Argument, Call, Plan, Result, decide
 from narrowcast.errors import Origin, RefusedError
-from narrowcast.formats import Format, fp32
+from narrowcast.formats import Format, fp32, widest
 from narrowcast.passes.readers import Readers, find_readers
-from narrowcast.policy import Policy
+from narrowcast.policy import RESULT, Policy, Rule
 from narrowcast.program import (
     ENTER,
     EXIT,
@@ -96,7 +96,8 @@ def _decided_in(
         if dst is not None:
             rule = rules.get(operand.name, plan.rule)
             reason = rule.reason if rule is not None else ""
-            yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name), number)
+            exactly = rule is not None and rule.is_exact
+            yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name), number, exactly)
     why = Why(NAME, plan.rule.reason if plan.rule else "", plan.rule, policy.name)
     if plan.undecided is not None:
         tensors = (n for n, o in enumerate(step.operands) if _may_float(program.values[o.value]) and not o.written)
@@ -105,9 +106,10 @@ def _decided_in(
         yield SetDtype(step.id, fp32, why)
     if plan.append_dtype:
         yield SetDtype(step.id, fp32, why, overload_with_dtype(step.op))
-    if plan.output is not None:
-        for result in _results_in(program, step, plan.output):
-            yield CastResult(result, fp32, plan.output, why)
+    for wanted in plan.results:
+        rule = rules.get(f"{RESULT}.{wanted.part}".rstrip("."), plan.rule)
+        because = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
+        yield from _cast_results(program, step, plan, wanted, because)
 
 
 def _may_float(value: Value) -> bool:
@@ -160,24 +162,48 @@ def _is_view(step: Step) -> bool:
     return bool(step.aliases) and not step.computes and not step.writes and step.op.startswith("aten.")
 
 
-def _results_in(program: Program, step: Step, dst: Format) -> list[int]:
-    """The step itself, or the elements taken from the tuple that it makes: those that came in the format to go to."""
-    if step.value.shape is not None:
-        return [step.id] if step.value.format is dst else []
-    return [
-        s.id
-        for s in program.steps.values()
-        if s.op == "getitem" and s.operands[0].value == step.id and s.value.format is dst
-    ]
+def _cast_results(program: Program, step: Step, plan: Plan, wanted: Result, why: Why) -> Iterator[Edit]:
+    """The casts of the step's result, or of the elements taken from the tuple that it makes.
+
+    Where these were captured with the cast made, they have the format to go to already.
+    """
+    came = [program.values[o.value].format for o in step.operands]
+    after = [cast or format for cast, format in zip(plan.formats, came, strict=True)]
+    floats = [f for f in after if f is not None]
+    src = plan.computes_in or (widest(floats) if floats else None)
+    results = [step] if step.value.shape is not None else []
+    if not results:
+        results = [s for s in program.steps.values() if s.op == "getitem" and s.operands[0].value == step.id]
+        results = [s for s in results if wanted.part in ("", s.constants)]
+    for result in results:
+        if wanted.format is None:
+            raise _unknown_result(step, why)
+        if result.value.type == TENSOR:
+            yield CastResult(result.id, None, wanted.format, why, wanted.exactly)
+        elif result.value.format is wanted.format is not src:
+            yield CastResult(result.id, src, wanted.format, why, wanted.exactly)
+
+
+def _where(step: Step, rule: Rule | None) -> tuple[Origin, ...]:
+    where = [Origin(step.place.file, step.place.line, f"in module {step.place.module_path}")] if step.place.file else []
+    if rule is not None and rule.origin is not None:
+        where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
+    return tuple(where)
+
+
+def _unknown_result(step: Step, why: Why) -> RefusedError:
+    return RefusedError(
+        asked=f"the result of {step.op} in the format of its input",
+        found="a script that does not say what format comes in",
+        where=_where(step, why.rule),
+        advice='Name the format, action = "to(bf16)" for example, or give the whole call the action "inside".',
+    )
 
 
 def _refusal(step: Step, plan: Plan) -> RefusedError:
-    where = [Origin(step.place.file, step.place.line, f"in module {step.place.module_path}")] if step.place.file else []
-    if plan.rule is not None and plan.rule.origin is not None:
-        where.append(Origin(plan.rule.origin.file, plan.rule.origin.line, f"the rule: {plan.rule}"))
     return RefusedError(
         asked=f"{step.op} under autocast",
         found=plan.refused or "",
-        where=tuple(where),
+        where=_where(step, plan.rule),
         advice='Cast its inputs yourself, or give the op a rule: action = "align", "full" or "follow".',
     )

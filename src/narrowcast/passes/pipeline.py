@@ -11,10 +11,11 @@ from narrowcast.passes.assign import Overload, assign_casts
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
 from narrowcast.passes.share import share_casts
-from narrowcast.policy import Policy
+from narrowcast.policy import RESULT, Policy
 from narrowcast.program import (
     ASSIGNED,
     READ,
+    TENSOR,
     CastResult,
     CastTogether,
     Edit,
@@ -120,7 +121,8 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
         operand = step.operands[edit.operand]
         return program.values[operand.value], operand.name, edit.dst.name
     if isinstance(edit, CastResult):
-        return replace(step.value, type=edit.src.name), "", edit.dst.name
+        src = edit.src.name if edit.src is not None else TENSOR
+        return replace(step.value, type=src), RESULT, edit.dst.name
     if isinstance(edit, SetDtype | Follow):
         return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
     if isinstance(edit, CastTogether):

@@ -12,14 +12,27 @@ from narrowcast.policy.policy import (
     installed_torch,
     known_policy,
 )
-from narrowcast.policy.rules import ACTIONS, NOWHERE, Action, Kind, Place, Rule, did_you_mean, parse_action
+from narrowcast.policy.rules import (
+    ACTIONS,
+    MODULE_CALL,
+    NOWHERE,
+    RESULT,
+    Action,
+    Kind,
+    Place,
+    Rule,
+    did_you_mean,
+    parse_action,
+)
 from narrowcast.policy.table import Candidates, Table
 
 __all__ = [
     "ACTIONS",
     "CACHES",
     "DEVICE_TYPES",
+    "MODULE_CALL",
     "NOWHERE",
+    "RESULT",
     "Action",
     "Candidates",
     "Finding",

@@ -197,6 +197,11 @@ class Policy:
         return any(rule.is_pattern and not rule.target.startswith("aten.") for rule in self.rules)
 
     @cached_property
+    def has_module_rules(self) -> bool:
+        """Whether a rule is about the calls of modules."""
+        return any(rule.is_module_call for rule in self.rules)
+
+    @cached_property
     def has_backward_rules(self) -> bool:
         """Whether a rule is about what autograd runs, which only compiled code can change."""
         return any(rule.direction != "forward" for rule in self.rules)

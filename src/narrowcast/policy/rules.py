@@ -104,6 +104,12 @@ class Place:
 
 NOWHERE = Place()
 
+MODULE_CALL = "module.call"
+"""The op of rules about the calls of modules themselves: `argument` then names one of `forward`'s, or `result`."""
+
+RESULT = "result"
+"""The argument that stands for what a call returns; `result.1` is the second of several, `result.logits` has a name."""
+
 DIRECTIONS = ("backward", "dgrad", "wgrad")
 """What a rule's op may start with, if it is about what autograd runs: all of it, or gradients of inputs or weights."""
 
@@ -115,12 +121,14 @@ class Rule:
     op:       `aten.softmax.int` is one overload, `aten.softmax` every functional overload, and a glob (`aten.*norm*`)
               every op that computes; patterns never reach views, copies, in-place or out= forms: name those exactly.
               `backward.aten.mm` is about what autograd runs in compiled code, `dgrad.` and `wgrad.` about gradients of
-              inputs and of weights alone.
+              inputs and of weights alone. `module.call` is about the calls of modules themselves (docs/control.md).
     module:   glob on the module path (`encoder.layer.3`, `encoder.layer.*.attention`); it holds for everything
-              inside the modules that it names.
-    module_class: glob on the class name, qualified or not, of any module around the call.
+              inside the modules that it names, and for `module.call` for the modules themselves.
+    module_class: glob on the class name, qualified or not, of any module around the call; for `module.call` of the
+              module that is called.
     function: glob on the qualified name of any user function around the call.
-    argument: the action is for this argument only (lower, full, follow and to(format) may be given so).
+    argument: the action is for this argument only (lower, full, follow and to(format) may be given so). `result` is
+              what the call returns: `follow` gives it the format of the first floating argument, as it came.
     torch:    version range (`>=2.12`) in which the rule exists.
     """
 
@@ -157,6 +165,13 @@ class Rule:
                     where=(self.origin,) if self.origin else (),
                     advice='Write a range such as ">=2.12" or ">=2.12,<2.15".',
                 ) from None
+        if self.is_module_call and self.argument is None and self.action.kind not in _PER_MODULE:
+            raise PolicyError(
+                asked=f"action {self.action} for {MODULE_CALL}",
+                found="a module has no such action",
+                where=(self.origin,) if self.origin else (),
+                advice=f"Write one of: {', '.join(k.value for k in _PER_MODULE)}.",
+            )
         if self.argument is not None and self.action.kind not in _PER_ARGUMENT:
             raise PolicyError(
                 asked=f"action {self.action} for argument {self.argument!r} of {self.op}",
@@ -187,6 +202,21 @@ class Rule:
         return "*" in self.op or "?" in self.op or "[" in self.op
 
     @property
+    def is_module_call(self) -> bool:
+        """Whether it is about the calls of modules rather than of ops."""
+        return self.op == MODULE_CALL
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether fp64 is cast, too: `to(format)` of a module's call means exactly that format."""
+        return self.is_module_call and self.action.kind is Kind.TO
+
+    @property
+    def is_about_result(self) -> bool:
+        """Whether `argument` stands for what the call returns, or for a part of that."""
+        return self.argument is not None and self.argument.partition(".")[0] == RESULT
+
+    @property
     def is_unconditional(self) -> bool:
         """Whether the rule holds wherever the op is called."""
         return self.module is None and self.module_class is None and self.function is None
@@ -214,8 +244,8 @@ class Rule:
         target = self.target
         if not self.is_pattern:
             return target == op
-        if self.is_glob:
-            return fnmatchcase(op, target)
+        if self.is_glob:  # which means ops: modules are named
+            return fnmatchcase(op, target) and not op.startswith(MODULE_CALL)
         return op.rpartition(".")[0] == target
 
     def matches_direction(self, direction: str) -> bool:
@@ -224,6 +254,12 @@ class Rule:
 
     def matches_place(self, place: Place) -> bool:
         """Whether the call's place satisfies the module, class and function conditions."""
+        if self.op == MODULE_CALL:  # the module itself, not what is inside
+            return (
+                (self.module is None or fnmatchcase(place.module_path, self.module))
+                and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes[:1]))
+                and (self.function is None or any(_matches_name(self.function, f) for f in place.functions))
+            )
         return (
             (self.module is None or _matches_path(self.module, place.module_path))
             and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes))
@@ -244,6 +280,7 @@ class Rule:
 
 
 _PER_ARGUMENT = (Kind.LOWER, Kind.FULL, Kind.FOLLOW, Kind.TO)
+_PER_MODULE = (Kind.LOWER, Kind.FULL, Kind.INSIDE, Kind.FOLLOW, Kind.TO, Kind.REFUSE)
 
 
 def _literals(pattern: str | None) -> int:

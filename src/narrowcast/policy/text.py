@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from narrowcast.policy.rules import Rule, did_you_mean, parse_action
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
     "name": str, "extends": (str, list), "description": str, "cache": str, "rule": list, "layer": list,
 }  # fmt: skip
-_LISTS: dict[str, type] = {"extends": str, "op": str, "rule": dict, "layer": dict}  # what such a list holds
+# what such a list holds
+_LISTS: dict[str, type] = {"extends": str, "op": str, "class": str, "argument": str, "rule": dict, "layer": dict}
 _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
-    "op": (str, list), "action": str, "module": str, "class": str, "function": str, "argument": str,
+    "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
     "reason": str, "source": str, "override": bool, "torch": str,
 }  # fmt: skip
 _TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
@@ -219,14 +221,14 @@ def _rules_of_row(row: dict[str, Any], block: _Block, file: str) -> list[Rule]:
         action = parse_action(row["action"])
     except NarrowcastError as error:
         raise with_origin(error, Origin(file, block.line_of("action"))) from None
-    ops = [row["op"]] if isinstance(row["op"], str) else row["op"]
+    several = [row.get(key) for key in ("op", "class", "argument")]
     rules = []
-    for op in ops:
+    for op, of_class, argument in product(*(given if isinstance(given, list) else [given] for given in several)):
         origin = Origin(file, block.line_with(str(op)) if isinstance(row["op"], list) else block.line_of("op"))
         try:
             rule = Rule(
-                op=str(op), action=action, module=row.get("module"), module_class=row.get("class"),
-                function=row.get("function"), argument=row.get("argument"), reason=row.get("reason", ""),
+                op=str(op), action=action, module=row.get("module"), module_class=of_class,
+                function=row.get("function"), argument=argument, reason=row.get("reason", ""),
                 source=row.get("source", ""), override=row.get("override", False), torch=row.get("torch"),
                 origin=origin,
             )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from narrowcast.errors import ProgramError
 from narrowcast.formats import Format
 from narrowcast.policy import Rule
-from narrowcast.program.model import CAST, TENSOR, TOGETHER, WEIGHT, Block, Operand, Program, Step, Value
+from narrowcast.program.model import CAST, EXACTLY, TENSOR, TOGETHER, WEIGHT, Block, Operand, Program, Step, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Why:
 class InsertCast:
     """Cast operand number `operand` of a step to `dst`, just before the step.
 
-    region: number of the region that asks for it, if it is not the step's own.
+    region: number of the region that asks for it, if it is not the step's own. exactly: fp64, too, where only the
+    running program knows what comes.
     """
 
     step: int
@@ -38,19 +39,21 @@ class InsertCast:
     dst: Format
     why: Why
     region: int | None = None
+    exactly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CastResult:
     """Cast the result of a step to `dst`, just after it; everything that read it reads the cast.
 
-    The step itself then gives `src`: what it was read with was the format after the cast.
+    The step itself then gives `src`: what it was read with was the format after the cast. None: nobody knows yet.
     """
 
     step: int
-    src: Format
+    src: Format | None
     dst: Format
     why: Why
+    exactly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +247,7 @@ class _Editor:
         if step.id in self.sources:
             operands[0] = replace(operands[0], value=self.sources[step.id])
         for edit in self.inserts.get(step.id, ()):
-            cast = self._cast(operands[edit.operand].value, edit.dst, step)
+            cast = self._cast(operands[edit.operand].value, edit.dst, step, edit.exactly)
             steps.append(cast if edit.region is None else replace(cast, region=edit.region))
             operands[edit.operand] = replace(operands[edit.operand], value=cast.id)
         if step.id in self.together:
@@ -257,10 +260,11 @@ class _Editor:
             made = replace(made, value=replace(made.value, type=self.follows[step.id].name))
         result = self.results.get(step.id)
         if result is not None:
-            made = replace(made, value=replace(made.value, type=result.src.name))
+            self.made[step.id] = replace(made.value, type=result.src.name if result.src is not None else TENSOR)
+            made = replace(made, value=self.made[step.id])
         steps.append(made)
         if result is not None:
-            cast = self._cast(step.id, result.dst, step)
+            cast = self._cast(step.id, result.dst, step, result.exactly)
             steps.append(cast)
             self.instead[step.id] = cast.id
 
@@ -287,12 +291,13 @@ class _Editor:
         value = self._now(operand.value)
         return operand if value == operand.value else replace(operand, value=value)
 
-    def _cast(self, source: int, dst: Format, step: Step) -> Step:
+    def _cast(self, source: int, dst: Format, step: Step, exactly: bool) -> Step:
         known = self.made.get(source) or self.program.values[source]
         value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
         self.next_id += 1
         self.made[value.id] = value
-        return self._beside(step, value, CAST, (Operand("self", source),))
+        made = self._beside(step, value, CAST, (Operand("self", source),))
+        return replace(made, constants=EXACTLY) if exactly and known.type == TENSOR else made
 
     def _beside(self, step: Step, value: Value, op: str, operands: tuple[Operand, ...]) -> Step:
         """A new step in the region, and at the place, of one that is there."""

@@ -19,6 +19,7 @@ CAST = "cast"
 TOGETHER = "cast.together"
 WEIGHT = "cast.weight"
 TENSOR = "tensor"
+EXACTLY = "exactly"
 ENTER = "region.enter"
 EXIT = "region.exit"
 
@@ -76,7 +77,8 @@ class Step:
     """One line of a program.
 
     value:     what it makes; its id is the step's.
-    op:        an op id (`aten.mm.default`), `cast`, `cast.together` (of several values to the format that they have in
+    op:        an op id (`aten.mm.default`), `cast` (`constants` is `exactly` if fp64 is cast, too, where only the
+               running program knows what comes), `cast.together` (of several values to the format that they have in
                common, found when it runs; makes a tuple), `cast.weight` (if what comes turns out to be a weight; gives
                it as it is otherwise; `constants` is the format), `region.enter`, `region.exit`, or another callable.
     constants: the other arguments, as text.

@@ -73,6 +73,7 @@ class Reader:
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
     policies: dict[str, Policy] = field(default_factory=dict)
     sessions: dict[int, int] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)  # of the call looked at: types of results that rules are about
 
     def read(self, section: Section, name: str) -> Reading:
         """The program of a graph."""
@@ -161,9 +162,11 @@ class Reader:
             for output in outputs:
                 self.types[output.unique()] = self._type_without_schema(node, output)
             return
+        self.parts = {}
         known = self._result(item, facts)
-        for output in outputs:
-            self.types[output.unique()] = known if holds_tensors(output) else OTHER
+        for n, output in enumerate(outputs):
+            now = self.parts.get(str(n), known) if len(outputs) > 1 else known
+            self.types[output.unique()] = now if holds_tensors(output) else OTHER
 
     def _look_up(self, value: Any) -> None:
         tensor = self.attributes(value) if value.node().kind() == "prim::GetAttr" else value.toIValue()
@@ -211,7 +214,13 @@ class Reader:
 
     def _after(self, plan: Plan, opened: OpenedRegion, given: list[str]) -> str | None:
         """The format that a decided call gives; None if the decision does not say."""
-        if plan.rule is None or not opened.facts.enabled:
+        if not opened.facts.enabled:
+            return None
+        self.parts = {r.part: TENSOR if opened.open or r.format is None else r.format.name for r in plan.results}
+        whole = self.parts.get("")
+        if whole is not None:
+            return whole
+        if plan.rule is None:
             return None
         kind = plan.rule.action.kind
         if opened.open and kind is not Kind.FOLLOW:

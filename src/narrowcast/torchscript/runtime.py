@@ -27,6 +27,13 @@ def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
     return x
 
 
+def cast_exactly(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
+    """To exactly this dtype, fp64 as well."""
+    if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
 def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
     """To the low format, from any other one."""
     y = x._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
@@ -49,6 +56,19 @@ def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Opt
         if is_eligible(x, on, device) and x.dtype != dtype:
             return x.to(dtype)
     return x
+
+
+def cast_optional_exactly(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
+    """The same, fp64 as well."""
+    if x is not None:
+        if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype:
+            return x.to(dtype)
+    return x
+
+
+def cast_list_exactly(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
+    """Each of a list, fp64 as well."""
+    return [cast_exactly(x, on, device, dtype) for x in xs]
 
 
 def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006

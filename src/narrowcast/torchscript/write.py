@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.program import CAST, TOGETHER, WEIGHT, Block, Program, Step
+from narrowcast.program import CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torchscript import runtime
 from narrowcast.torchscript.calls import facts_of, is_optional_tensor, is_tensor_list
@@ -114,7 +114,8 @@ class _Writer:
         scope = self._scope(step)
         dst = DTYPES[step.value.format] if step.value.format is not None else torch.float32
         is_low = dst is not torch.float32 and self._is_low(scope, dst)
-        plain = value.type().kind() == "TensorType" and scope.device_type in ("cpu", "cuda")
+        exactly = step.constants == EXACTLY
+        plain = not exactly and value.type().kind() == "TensorType" and scope.device_type in ("cpu", "cuda")
         if plain and is_low:
             flags, low = self._flags(scope), self._low(scope)
             dtypes = self._per_device(scope, low, {"cuda": torch.float16, "cpu": torch.bfloat16})
@@ -125,11 +126,11 @@ class _Writer:
                 return self._call(runtime.lower, [value, *flags, *dtypes, self._constant(number_of(other))])
         if plain and dst is torch.float32:
             return self._node("aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type())
-        function: Callable[..., Any] = runtime.cast
+        function: Callable[..., Any] = runtime.cast_exactly if exactly else runtime.cast
         if is_optional_tensor(value):
-            function = runtime.cast_optional
+            function = runtime.cast_optional_exactly if exactly else runtime.cast_optional
         elif is_tensor_list(value):
-            function = runtime.cast_list
+            function = runtime.cast_list_exactly if exactly else runtime.cast_list
         number = self._low(scope) if is_low else self._constant(number_of(dst))
         return self._call(function, [value, self._on(scope), self._constant(scope.device_type), number])
 

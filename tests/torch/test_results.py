@@ -1,0 +1,132 @@
+"""Rules about what a call returns, in every front end."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import narrowcast as nc
+from narrowcast.errors import PolicyError, RefusedError
+
+BF, HF, FP, DP = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Block(torch.nn.Module):
+    """A linear layer, an activation, and an op with two results."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        active = F.gelu(hidden)
+        best, _ = torch.topk(active, 2)
+        return hidden, active, best
+
+
+CASES = {
+    "inside": ((nc.Rule("aten.gelu", "inside"),), (BF, BF, BF)),
+    "linear gives fp32": ((nc.Rule("aten.linear", "to(fp32)", argument="result"),), (FP, FP, FP)),
+    "the first of two": ((nc.Rule("aten.topk", "to(fp16)", argument="result.0"),), (BF, BF, HF)),
+    "as its input": (
+        (nc.Rule("aten.gelu", "full"), nc.Rule("aten.gelu", "follow", argument="result")),
+        (BF, BF, BF),
+    ),
+    "low": ((nc.Rule("aten.gelu", "full"), nc.Rule("aten.gelu", "lower", argument="result")), (BF, BF, BF)),
+    "only in a module": (
+        (nc.Rule("aten.linear", "full", argument="result", module="linear"),),
+        (FP, FP, FP),
+    ),
+}
+
+
+def policy(*rules):
+    """Native with these rules."""
+    return nc.Policy.native().with_rules(rules)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_results_have_the_formats_that_rules_give_them(case):
+    """In eager code, compiled, scripted, traced and exported, bit for bit."""
+    rules, dtypes = CASES[case]
+    chosen = policy(*rules)
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(4, 8)
+    with nc.autocast("cpu", policy=chosen):
+        expected = model(x)
+    assert tuple(t.dtype for t in expected) == dtypes
+    settings = {"policy": chosen, "device_type": "cpu"}
+    for found in (
+        nc.compile(model, backend="aot_eager", **settings)(x),
+        nc.script(model, **settings)(x),
+        nc.trace(model, x, **settings)(x),
+        nc.export(model, (x,), policy=chosen).module()(x),
+    ):
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def plain(x):
+    """Its format is not known before it runs."""
+    return F.gelu(x)
+
+
+@pytest.mark.parametrize("rule", [nc.Rule("aten.gelu", "inside"), nc.Rule("aten.gelu", "to(fp16)", argument="result")])
+def test_scripts_that_do_not_know_what_comes_in(rule):
+    """They look when they run."""
+    scripted = nc.script(plain, policy=policy(rule), device_type="cpu")
+    for dtype in (BF, HF, FP, DP):
+        x = torch.randn(4, dtype=dtype)
+        with nc.autocast("cpu", policy=policy(rule)):
+            expected = plain(x)
+        found = scripted(x)
+        assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+def test_scripts_whose_regions_are_switched_when_they_run():
+    """The cast of the result is switched with the region."""
+    chosen = policy(nc.Rule("aten.gelu", "to(fp16)", argument="result"))
+
+    def chosen_region(x, on: bool):
+        with nc.autocast("cpu", enabled=on, policy=chosen):
+            return F.gelu(x)
+
+    scripted = nc.script(chosen_region)
+    for on in (True, False):
+        x = torch.randn(4)
+        expected, found = chosen_region(x, on), scripted(x, on)
+        assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+def test_the_ledger_lists_casts_of_results():
+    """With the rule that asked, in eager code and in graphs."""
+    chosen = policy(nc.Rule("aten.linear", "to(fp32)", argument="result", reason="read by numpy"))
+    model, x = Block(), torch.randn(4, 8)
+    with nc.record() as ledger, nc.autocast("cpu", policy=chosen):
+        model(x)
+    (cast,) = ledger.select(lambda c: c.argument == "result")
+    assert (cast.src, cast.dst, cast.reason) == ("bf16", "fp32", "read by numpy")
+    graphs = nc.explain(model, x, policy=chosen, front_end="compile").ledger
+    (edit,) = [e for e in graphs.edits if e.argument == "result"]
+    assert (edit.src, edit.dst, edit.reason) == ("bf16", "fp32", "read by numpy")
+
+
+def test_gradients_flow_through_casts_of_results():
+    """As through any cast."""
+    chosen = policy(nc.Rule("aten.linear", "to(fp32)", argument="result"))
+    model, x = Block(), torch.randn(4, 8)
+    with nc.autocast("cpu", policy=chosen):
+        loss = model(x)[0].sum()
+    loss.backward()
+    assert model.linear.weight.grad is not None and model.linear.weight.grad.dtype is FP
+
+
+def test_what_cannot_be_said_of_results_is_an_error():
+    """An in-place op returns what it writes to; a script may not know what a result is to follow."""
+    with pytest.raises(PolicyError, match="returns what it writes to"):
+        nc.autocast("cpu", policy=policy(nc.Rule("aten.add_.Tensor", "full", argument="result")))
+    with pytest.raises(PolicyError, match="looks at all arguments together"):
+        nc.Rule("aten.gelu", "promote", argument="result")
+    follows = policy(nc.Rule("aten.gelu", "follow", argument="result"), nc.Rule("aten.gelu", "full"))
+    with pytest.raises(RefusedError, match="does not say what format comes in"):
+        nc.script(plain, policy=follows, device_type="cpu")
