@@ -14,7 +14,7 @@ from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
     from narrowcast.compiler import compile
-    from narrowcast.eager import autocast, carry
+    from narrowcast.eager import autocast, carry, pin, unpin
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
     from narrowcast.exporter import export
@@ -29,12 +29,14 @@ _TORCH_HALF = {
     "compile": "narrowcast.compiler",
     "convert": "narrowcast.scripting",
     "export": "narrowcast.exporter",
+    "pin": "narrowcast.eager",
     "record": "narrowcast.eager",
     "Subject": "narrowcast.explainer",
     "explain": "narrowcast.explainer",
     "round_to": "narrowcast.numerics",
     "script": "narrowcast.scripting",
     "trace": "narrowcast.scripting",
+    "unpin": "narrowcast.eager",
 }
 
 __all__ = [
@@ -64,10 +66,12 @@ __all__ = [
     "formats",
     "is_exact",
     "lint_policy",
+    "pin",
     "record",
     "round_to",
     "script",
     "trace",
+    "unpin",
     "widest",
 ]
 

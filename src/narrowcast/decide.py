@@ -162,11 +162,12 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
         return Plan(untouched, rule, shields=True)
     if kind is Kind.REFUSE:
         return Plan(untouched, rule, refused=rule.reason or "the policy refuses this op")
-    if kind in _COMPARING and any(a.unknown for a in arguments):
+    if kind in _COMPARING and not rule.is_module_call and any(a.unknown for a in arguments):
         return _compare_later(rule, call, eligible)
     if kind is Kind.INSIDE:
         first = _first_format(call, eligible)
-        results = (Result("", first),) if first is not None and first is not fp32 else ()
+        follows = rule.is_module_call or (first is not None and first is not fp32)
+        results = (Result("", first),) if follows else ()
         return Plan(_cast_all(fp32, call, eligible), rule, results=results, computes_in=fp32, shields=True)
     if kind is Kind.ALIGN:
         return _align(rule, call, eligible)

@@ -33,6 +33,13 @@ def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None
     return dict(tx.nn_module_stack), tuple(reversed(frames))
 
 
+def traced_local(name: str) -> Any:
+    """The object that a local variable of the frame that Dynamo is tracing stands for."""
+    from torch._dynamo.symbolic_convert import tls
+
+    return tls.current_tx.output.current_tx.symbolic_locals[name].realize().value
+
+
 def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
     """Have Dynamo call this when it is done with what it traces now, or gives it up. Nothing if it traces nothing."""
     convert = sys.modules.get("torch._dynamo.symbolic_convert")

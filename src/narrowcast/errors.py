@@ -97,3 +97,7 @@ class ScriptError(NarrowcastError, RuntimeError):
 
 class ScriptWarning(UserWarning):
     """A script was given explicit casts, but something in it does not do what it seems to."""
+
+
+class PinError(NarrowcastError, ValueError):
+    """A module or function cannot be pinned, or unpinned, as asked."""

@@ -1,9 +1,10 @@
 """The eager front end: regions, kernels at the Autocast keys, recording."""
 
+from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast, changed_ops
 from narrowcast.eager.threads import carry
 from narrowcast.regions.place import find_place
 from narrowcast.regions.state import active_region, native_region
 
-__all__ = ["active_region", "autocast", "carry", "changed_ops", "find_place", "native_region", "record"]
+__all__ = ["active_region", "autocast", "carry", "changed_ops", "find_place", "native_region", "pin", "record", "unpin"]

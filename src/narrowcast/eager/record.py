@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.decide import Plan
+from narrowcast.eager.boundary import OP as MODULE_CALL_OP
 from narrowcast.eager.kernels import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
 from narrowcast.formats import Format
@@ -139,6 +140,8 @@ class Recorder(TorchDispatchMode):
         plan = call.decided.plan
         if call.again:
             return
+        if call.decided.facts.id == MODULE_CALL_OP and not call.decided.tensors:
+            return  # the casts of its results: it is counted already
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
                 slot, tensor = call.decided.tensors[position]

@@ -65,6 +65,10 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 where=(rule.origin,) if rule.origin else (),
                 advice="Give the policy to narrowcast.compile, or call backward() inside a region of its own.",
             )
+        if self.policy.has_module_rules:
+            from narrowcast.eager.module_calls import watch_module_calls  # which is made of regions
+
+            watch_module_calls()
         self.device = device_type
         fast = _checked_dtype(self.policy, device_type, dtype)
         if cache_enabled is None and self.policy.effective_cache == "off":
@@ -83,6 +87,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             self.policy, device_type, fast, native._enabled, native._cache_enabled, self.policy.wording
         )
         self._native = native
+        self._cached, self._digest = native._cache_enabled, self.policy.digest
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
         self._key = f"{device_type} {fast} {native._enabled} {native._cache_enabled} {self.policy.digest}"
         mark(self._key, self)
@@ -147,27 +152,40 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             self._spare.append(region.native)
 
     def __call__(self, func: F) -> F:
-        """The function, running inside the region; generators and async functions while their steps run."""
+        """The function, running inside the region; generators and async functions while their steps run.
+
+        Of a Module, or a class of them, the calls run inside: it is pinned to the region (`nc.unpin` undoes it).
+        """
+        from narrowcast.eager.pins import pin_to_region  # a pin is made of regions
+
+        if isinstance(func, torch.nn.Module) or (isinstance(func, type) and issubclass(func, torch.nn.Module)):
+            return pin_to_region(func, self)
         if not callable(func):
             raise RegionError(
                 asked=f"autocast()({type(func).__name__})",
                 found="not callable",
                 advice="Decorate a function, or write: with nc.autocast(...): ...",
             )
-        digest = self.policy.digest
-        cached = self._native._cache_enabled
-
-        def region() -> Any:
-            if torch.compiler.is_dynamo_compiling():  # Dynamo takes only regions that are made where it traces
-                return autocast(self.device, self.fast_dtype, self._enabled, cached, policy=digest)
-            return self
-
-        decorated = run_inside(func, region)
+        decorated = run_inside(func, self.again)
         decorated.__narrowcast_decorated__ = self  # type: ignore[attr-defined]  # scripts compile what is below
         return decorated  # type: ignore[return-value]
 
+    def again(self) -> autocast:
+        """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
+        if torch.compiler.is_dynamo_compiling():
+            return autocast(self.device, self.fast_dtype, self._enabled, self._cached, policy=self._digest)
+        return self
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.device, self.fast_dtype, self._enabled, self._cached, self.policy)
+
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
+
+
+def _rebuilt(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, policy: Policy) -> autocast:
+    """A region like the one that was pickled or copied."""
+    return autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
 
 
 def _marked_key(device_type: str, dtype: Any, enabled: bool, cache_enabled: bool | None, policy: str | None) -> str:

@@ -202,6 +202,13 @@ class Policy:
         return any(rule.is_module_call for rule in self.rules)
 
     @cached_property
+    def asked_of_modules(self) -> frozenset[str]:
+        """What rules about the calls of modules ask of the place, besides the class: `module`, `function`."""
+        rules = [rule for rule in self.rules if rule.is_module_call]
+        asked = {"module": any(r.module is not None for r in rules), "function": any(r.function for r in rules)}
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+    @cached_property
     def has_backward_rules(self) -> bool:
         """Whether a rule is about what autograd runs, which only compiled code can change."""
         return any(rule.direction != "forward" for rule in self.rules)

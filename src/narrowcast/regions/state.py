@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -33,7 +33,7 @@ class Prepared:
     """What alike regions share, made once: facts, resolved policy, the ops that it changes, and the plans made so far.
 
     ops, changed: the overloads for which the policy differs from native, and their ids.
-    plans: what was decided for calls whose plan does not depend on the place.
+    plans: what was decided for calls whose plan does not depend on the place. boundaries: for the calls of modules.
     """
 
     facts: Region
@@ -41,6 +41,7 @@ class Prepared:
     ops: tuple[OpOverload, ...]
     changed: frozenset[str]
     plans: dict[object, Decided]
+    boundaries: dict[object, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

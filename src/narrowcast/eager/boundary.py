@@ -1,0 +1,215 @@
+"""The boundary of a module's call: what goes in is cast, what comes out is cast, and what regions hold between.
+
+Which formats, `decide` says: a module's call is a call, whose arguments have the names that `forward` gives them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
+from narrowcast.errors import Origin, RefusedError, RegionError
+from narrowcast.formats import Format
+from narrowcast.policy import MODULE_CALL, Kind, Place, Policy
+from narrowcast.torch_bridge import DTYPES, cast
+
+OP = f"{MODULE_CALL}.default"
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a function's arguments: positional ones in order, and what collects any more of them."""
+
+    positional: tuple[str, ...]
+    more: str
+    known: frozenset[str]
+    open: bool
+
+    def of(self, position: int) -> str:
+        """The name of a positional argument."""
+        return self.positional[position] if position < len(self.positional) else self.more
+
+
+@lru_cache(maxsize=1024)
+def names_of(function: Callable[..., Any], bound: bool) -> Names:
+    """The names of a function's arguments; `bound`: without the first, which is the module."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
+    except (TypeError, ValueError):  # written in C
+        return Names((), "args", frozenset(), True)
+    positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Names(positional, more, frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), is_open)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What happens to one argument: the dtype that its floating tensors are cast to, fp64 ones, too, if `exactly`."""
+
+    dtype: torch.dtype | None
+    exactly: bool
+
+
+@dataclass(eq=False)
+class Boundary:
+    """The boundary of alike calls.
+
+    policy, region, place: what was asked. plan: what holds for the call as a whole.
+    """
+
+    names: Names
+    policy: Policy
+    region: Region
+    place: Place
+    plan: Plan
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def entry(self, name: str) -> Entry:
+        """What happens to the argument of that name."""
+        found = self.entries.get(name)
+        if found is None:
+            plan = _decide(self.policy, self.region, self.place, name)
+            rule = dict(plan.argument_rules).get(name, plan.rule)
+            (dst,) = plan.formats
+            found = Entry(None if dst is None else DTYPES[dst], rule is not None and rule.is_exact)
+            self.entries[name] = found
+        return found
+
+    def entry_at(self, position: int) -> Entry:
+        """What happens to a positional argument."""
+        return self.entry(self.names.of(position))
+
+    @cached_property
+    def positional(self) -> tuple[Entry, ...]:
+        """What happens to the positional arguments that have names."""
+        return tuple(map(self.entry, self.names.positional))
+
+    @cached_property
+    def inside(self) -> Format | None:
+        """The format of the region inside; None if autocasting is off there, or goes on as it was (`goes_on`)."""
+        rule = self.plan.rule
+        if rule is None or rule.action.kind not in (Kind.LOWER, Kind.TO):
+            return None
+        found = self.region.low if rule.action.kind is Kind.LOWER else rule.action.format
+        return found if found is not None and found.bits < 32 else None
+
+    @cached_property
+    def goes_on(self) -> bool:
+        """Whether the regions around the call hold inside."""
+        return self.plan.rule is None
+
+    @cached_property
+    def follows(self) -> bool:
+        """Whether a result is to have the format of what came in."""
+        return any(r.format is None for r in self.plan.results)
+
+    def check(self) -> None:
+        """RefusedError if the call must not run."""
+        if self.plan.refused is None:
+            return
+        rule = self.plan.rule
+        where = [Origin(self.place.file, self.place.line, f"in module {self.place.module_path}")]
+        if rule is not None and rule.origin is not None:
+            where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
+        raise RefusedError(
+            asked=f"the call of {self.place.classes[0] if self.place.classes else 'a module'}",
+            found=self.plan.refused,
+            where=tuple(o for o in where if o.file),
+            advice="Do not call it here, or change the rule.",
+        )
+
+
+def boundary_of(names: Names, policy: Policy, region: Region, place: Place) -> Boundary | None:
+    """The boundary that a policy gives a module's call at a place; None if it says nothing about it."""
+    plan = _decide(policy, region, place, "")
+    made = Boundary(names, policy, region, place, plan)
+    if plan.rule is None and not plan.results and not any(_names_one(policy, region, place, n) for n in names.known):
+        return None
+    return made
+
+
+def _decide(policy: Policy, region: Region, place: Place, name: str) -> Plan:
+    argument = Argument(name, None, region.device_type, unknown=True)
+    return decide(Call(OP, (argument,), place), policy, region)
+
+
+def _names_one(policy: Policy, region: Region, place: Place, name: str) -> bool:
+    return any(name == found for found, _ in _decide(policy, region, place, name).argument_rules)
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+
+def cast_tree(value: Any, dtype: torch.dtype, exactly: bool) -> Any:
+    """Every floating tensor in nested lists, tuples, dicts and other pytrees, cast; fp64 ones only if `exactly`."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not value.is_floating_point() or (value.dtype is torch.float64 and not exactly):
+            return value
+        return cast(value, dtype)
+    if isinstance(value, _PLAIN):
+        return value
+    return tree_map_only(torch.Tensor, lambda tensor: cast_tree(tensor, dtype, exactly), value)
+
+
+def first_floating(value: Any) -> torch.dtype | None:
+    """The dtype of the first floating tensor in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.is_floating_point() else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = first_floating(item)
+            if found is not None:
+                return found
+    return None
+
+
+def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | None) -> Any:
+    """What a module returned, cast: as a whole, or single parts by position, key or attribute.
+
+    came: the dtype of the first floating argument that the boundary casts, which results may be told to follow.
+    RegionError for a part that is not there.
+    """
+    for wanted in results:
+        dtype = came if wanted.format is None else DTYPES[wanted.format]
+        if dtype is not None:
+            result = cast_part(result, wanted.part, dtype, wanted.exactly or wanted.format is None)
+    return result
+
+
+def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+    """What a module returned, with one part cast; the whole, if `part` is empty."""
+    return _with_part(result, part, dtype, exactly) if part else cast_tree(result, dtype, exactly)
+
+
+def _with_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+    if isinstance(result, Mapping) and part in result:
+        made: Any = copy.copy(result)
+        made[part] = cast_tree(result[part], dtype, exactly)
+        return made
+    if isinstance(result, (list, tuple)) and part.isdigit() and int(part) < len(result):
+        position = int(part)
+        items = [cast_tree(item, dtype, exactly) if n == position else item for n, item in enumerate(result)]
+        return result._make(items) if hasattr(result, "_make") else type(result)(items)
+    if not part.isdigit() and hasattr(result, "_replace") and hasattr(result, part):
+        return result._replace(**{part: cast_tree(getattr(result, part), dtype, exactly)})
+    if not part.isdigit() and hasattr(result, "__dict__") and hasattr(result, part):
+        made = copy.copy(result)
+        setattr(made, part, cast_tree(getattr(result, part), dtype, exactly))
+        return made
+    raise RegionError(
+        asked=f"result.{part} in another format",
+        found=f"what is returned is a {type(result).__name__} without that part",
+        advice="Name a position (result.1), a key or an attribute (result.logits), or the whole (result).",
+    )
