@@ -14,7 +14,7 @@ from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
     from narrowcast.compiler import compile
-    from narrowcast.eager import autocast, carry, pin, unpin
+    from narrowcast.eager import autocast, cache_info, carry, invalidate, pin, unpin
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
     from narrowcast.exporter import export
@@ -25,10 +25,12 @@ __version__ = "0.1.0.dev0"
 # The torch half is imported when it is first asked for: policies, ledgers and reports need no torch.
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
+    "cache_info": "narrowcast.eager",
     "carry": "narrowcast.eager",
     "compile": "narrowcast.compiler",
     "convert": "narrowcast.scripting",
     "export": "narrowcast.exporter",
+    "invalidate": "narrowcast.eager",
     "pin": "narrowcast.eager",
     "record": "narrowcast.eager",
     "Subject": "narrowcast.explainer",
@@ -56,6 +58,7 @@ __all__ = [
     "Subject",
     "__version__",
     "autocast",
+    "cache_info",
     "carry",
     "compile",
     "convert",
@@ -64,6 +67,7 @@ __all__ = [
     "explain",
     "export",
     "formats",
+    "invalidate",
     "is_exact",
     "lint_policy",
     "pin",

@@ -101,3 +101,7 @@ class ScriptWarning(UserWarning):
 
 class PinError(NarrowcastError, ValueError):
     """A module or function cannot be pinned, or unpinned, as asked."""
+
+
+class CacheError(NarrowcastError, RuntimeError):
+    """The weight cache was asked for what it cannot do, or a checksum found a weight that was changed unseen."""

@@ -1,5 +1,6 @@
 """The eager front end: regions, kernels at the Autocast keys, recording."""
 
+from narrowcast.eager.caching import cache_info, invalidate
 from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast, changed_ops
@@ -7,4 +8,16 @@ from narrowcast.eager.threads import carry
 from narrowcast.regions.place import find_place
 from narrowcast.regions.state import active_region, native_region
 
-__all__ = ["active_region", "autocast", "carry", "changed_ops", "find_place", "native_region", "pin", "record", "unpin"]
+__all__ = [
+    "active_region",
+    "autocast",
+    "cache_info",
+    "carry",
+    "changed_ops",
+    "find_place",
+    "invalidate",
+    "native_region",
+    "pin",
+    "record",
+    "unpin",
+]

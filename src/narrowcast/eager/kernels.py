@@ -8,7 +8,6 @@ the native lists (those are removed with the recording).
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 import torch
@@ -302,9 +301,8 @@ def dtype_is_given(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -> torch.Tensor:
     """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
 
-    Like native's cache, but keyed by version too, so that an in-place update is seen, and by grad mode, so that a cast
-    made under no_grad is not taken for one that carries a gradient. Native regions keep torch's rules, faults included;
-    but a trace has casts of its own, where torch's cannot be traced.
+    Native regions keep torch's rules, faults included; but a trace has casts of its own, where torch's cannot be
+    traced. Code that traces has the cache off, and in the memory of a CUDA graph nothing may be kept.
     """
     if not (
         tensor.requires_grad
@@ -314,18 +312,14 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         and not tensor._is_view()
         and not torch.is_inference_mode_enabled()
         and not tensor.is_inference()
+        and torch.is_autocast_cache_enabled()
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return cast(tensor, dtype)
     if region.owner is None:
         return native_cast(tensor, dtype, DTYPES[region.prepared.facts.low])
-    key = (id(tensor), dtype, torch.is_grad_enabled(), torch._C._get_tracing_state())
-    entry = region.casts.get(key)
-    if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
-        cached: torch.Tensor = entry[2]
-        return cached
-    result = cast(tensor, dtype)
-    region.casts[key] = (weakref.ref(tensor), tensor._version, result)
-    return result
+    prepared = region.prepared
+    return region.casts.cast(tensor, dtype, prepared.cache_limit_bytes, prepared.grade == "checksum")
 
 
 def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:

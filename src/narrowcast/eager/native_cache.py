@@ -40,6 +40,12 @@ def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> t
     return made
 
 
+def native_cache_size() -> tuple[int, int]:
+    """How many casts of native regions our kernels keep on this thread, and their bytes."""
+    made = [cast for _, cast in _casts.by_id.values()]
+    return len(made), sum(cast.nbytes for cast in made)
+
+
 def _clear_with_torch() -> None:
     original = torch.clear_autocast_cache
     if getattr(original, "clears_narrowcast", False):

@@ -12,11 +12,12 @@ import torch
 
 from narrowcast.decide import Region
 from narrowcast.dynamo_bridge import never_trace
+from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.kernels import install
 from narrowcast.eager.steps import run_inside
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, known_policy
+from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy, known_policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
 from narrowcast.regions.recomputation import carry_into_recomputation
@@ -34,6 +35,10 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                  than native may also run a region in torch.float32, which torch ignores on most devices.
     enabled:     False switches autocasting off inside.
     cache_enabled: whether a weight is cast once per outermost region; None takes what torch has set, or the policy's.
+                 torch's own kernels then keep the casts, and forget them when an optimizer steps or a state_dict is
+                 loaded. "checked" has ours keep them, which see every in-place change of a weight, at some cost per
+                 call; "checksum" also finds changes that go through `weight.data`, and raises CacheError.
+    cache_limit_bytes: how much the weight cache may hold; "checked" and "checksum" can keep to it.
     policy:      a Policy, the name of a built-in one (`native`, `safe`) or the path of a TOML file; None is native.
 
     Under `native` this is torch.autocast. Under another policy only the ops for which the policy differs take another
@@ -48,13 +53,14 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         device_type: str,
         dtype: torch.dtype | str | Format | None = None,
         enabled: bool = True,
-        cache_enabled: bool | None = None,
+        cache_enabled: bool | str | None = None,
         *,
         policy: Policy | str | None = None,
+        cache_limit_bytes: int | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             wanted = policy.digest if isinstance(policy, Policy) else policy
-            self._key = _marked_key(device_type, dtype, enabled, cache_enabled, wanted)
+            self._key = _marked_key(device_type, dtype, enabled, cache_enabled, wanted, cache_limit_bytes)
             return
         self.policy = as_policy(policy)
         if self.policy.has_backward_rules:
@@ -73,6 +79,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         fast = _checked_dtype(self.policy, device_type, dtype)
         if cache_enabled is None and self.policy.effective_cache == "off":
             cache_enabled = False
+        checked = _checked_cache(cache_enabled, cache_limit_bytes)
+        self._cache, self._cache_limit_bytes = cache_enabled, cache_limit_bytes
+        cache_enabled = True if checked else bool(cache_enabled) if cache_enabled is not None else None
         if fast is torch.float32 and not self.policy.is_native:
             # torch would warn and switch itself off; here it is meant.
             native = torch.autocast(device_type, None, enabled, cache_enabled)
@@ -81,15 +90,17 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             native = torch.autocast(device_type, fast, enabled, cache_enabled)
         self.fast_dtype: torch.dtype = fast
         self._enabled = native._enabled
+        grade = checked or ("native" if native._cache_enabled else "off")
         # A library loaded later may register more ops that an open pattern names.
         prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
-        self._prepared: Prepared = prepare(
-            self.policy, device_type, fast, native._enabled, native._cache_enabled, self.policy.wording
-        )
+        facts = Region(device_type, FORMATS[fast], native._enabled, native._cache_enabled)
+        self._prepared: Prepared = prepare(self.policy, facts, grade, cache_limit_bytes, self.policy.wording)
+        if grade == "native":
+            follow_mutators()
         self._native = native
-        self._cached, self._digest = native._cache_enabled, self.policy.digest
+        self._digest = self.policy.digest
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
-        self._key = f"{device_type} {fast} {native._enabled} {native._cache_enabled} {self.policy.digest}"
+        self._key = f"{facts} {grade} {cache_limit_bytes} {self.policy.digest}"
         mark(self._key, self)
         self._notes: list[Any] = []
 
@@ -107,10 +118,13 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             native = self._spare.pop()
         except IndexError:
             native = copy.copy(self._native)
+        mixes = autocast_nesting() > 0 and prepared.grade == "native" and _is_another_format(prepared.facts)
+        if mixes:
+            torch.clear_autocast_cache()
         native.__enter__()
         if prepared.ops:
             identity = Identity(prepared.policy.digest, self.device)
-        enter_region(prepared, self, native, identity)
+        enter_region(prepared, self, native, identity, mixes)
         if torch.compiler.is_exporting():
             note = note_exported(self._key, autocast_nesting())
             note.__enter__()
@@ -150,6 +164,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if region.native is not None:
             region.native.__exit__(exc_type, exc_val, exc_tb)
             self._spare.append(region.native)
+        if region.mixes:
+            torch.clear_autocast_cache()
 
     def __call__(self, func: F) -> F:
         """The function, running inside the region; generators and async functions while their steps run.
@@ -173,25 +189,33 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     def again(self) -> autocast:
         """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
         if torch.compiler.is_dynamo_compiling():
-            return autocast(self.device, self.fast_dtype, self._enabled, self._cached, policy=self._digest)
+            return autocast(
+                self.device, self.fast_dtype, self._enabled, self._cache, policy=self._digest,
+                cache_limit_bytes=self._cache_limit_bytes,
+            )  # fmt: skip
         return self
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.device, self.fast_dtype, self._enabled, self._cached, self.policy)
+        limit = self._cache_limit_bytes
+        return _rebuilt, (self.device, self.fast_dtype, self._enabled, self._cache, self.policy, limit)
 
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
 
 
-def _rebuilt(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, policy: Policy) -> autocast:
+def _rebuilt(
+    device_type: str, dtype: torch.dtype, enabled: bool, cache: bool | str | None, policy: Policy, limit: int | None
+) -> autocast:
     """A region like the one that was pickled or copied."""
-    return autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
+    return autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)
 
 
-def _marked_key(device_type: str, dtype: Any, enabled: bool, cache_enabled: bool | None, policy: str | None) -> str:
+def _marked_key(
+    device_type: str, dtype: Any, enabled: bool, cache: bool | str | None, policy: str | None, limit: int | None
+) -> str:
     """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
-    chosen = known_policy(policy) if policy is not None else None
-    return autocast(device_type, dtype, enabled, cache_enabled, policy=chosen or policy)._key
+    chosen = (known_policy(policy) if policy is not None else None) or policy
+    return autocast(device_type, dtype, enabled, cache, policy=chosen, cache_limit_bytes=limit)._key
 
 
 _marked_key._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
@@ -231,6 +255,35 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
     return fast
 
 
+def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
+    """The grade of our own cache; empty for torch's. RegionError for what neither can be."""
+    if isinstance(wanted, str) and wanted not in ("checked", "checksum"):
+        raise RegionError(
+            asked=f"cache_enabled={wanted!r}", found="no such cache",
+            advice='Give True, False, None, "checked" or "checksum".',
+        )  # fmt: skip
+    if limit_bytes is not None and (not isinstance(wanted, str) or limit_bytes < 0):
+        raise RegionError(
+            asked=f"cache_limit_bytes={limit_bytes}",
+            found="it is negative" if isinstance(wanted, str) else "torch's own cache cannot be limited",
+            advice='Give a number of bytes from 0, with cache_enabled="checked".',
+        )
+    return wanted if isinstance(wanted, str) else ""
+
+
+def _is_another_format(facts: Region) -> bool:
+    """Whether a region around has another low format: torch's cache does not tell their casts apart."""
+    if not facts.enabled:
+        return False
+    region = innermost()
+    while region is not None:
+        around = region.prepared.facts
+        if around.device_type == facts.device_type and around.low is not facts.low:
+            return True
+        region = region.outer
+    return FORMATS.get(torch.get_autocast_dtype(facts.device_type)) is not facts.low
+
+
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -242,14 +295,16 @@ def _has_autocast(device_type: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _prepare(policy: Policy, device_type: str, fast: torch.dtype, enabled: bool, cache: bool, wording: str) -> Prepared:
+def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None, wording: str) -> Prepared:
     del wording  # in the key: equal policies may differ in names, reasons and places
-    if device_type not in DEVICE_TYPES:
-        return Prepared(Region(device_type, FORMATS[fast], enabled, cache), policy, (), frozenset(), {})
-    resolved = policy.resolve(device_type)
-    ops = changed_ops(resolved, device_type)
-    facts = Region(device_type, FORMATS[fast], enabled, cache)
-    return Prepared(facts, resolved, ops, frozenset(op_id(op) for op in ops), {})
+    if facts.device_type not in DEVICE_TYPES:
+        return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
+    resolved = policy.resolve(facts.device_type)
+    ops = changed_ops(resolved, facts.device_type)
+    if grade in ("checked", "checksum"):  # whatever casts weights is cast by us
+        lowering = [find_op(r.op) for r in resolved.rules if r.action.kind is Kind.LOWER and not r.is_pattern]
+        ops = tuple(dict.fromkeys((*ops, *(op for op in lowering if op is not None))))
+    return Prepared(facts, resolved, ops, frozenset(op_id(op) for op in ops), {}, {}, grade, limit_bytes)
 
 
 def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:

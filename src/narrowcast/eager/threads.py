@@ -31,8 +31,14 @@ def carry(function: F) -> F:
     for device_type in ruled_device_types():
         region = region_on(device_type)
         if region is not None:
-            facts = region.prepared.facts
-            found.append(autocast(device_type, DTYPES[facts.low], True, facts.cache, policy=region.prepared.policy))
+            prepared = region.prepared
+            cache = prepared.grade if prepared.grade in ("checked", "checksum") else prepared.facts.cache
+            found.append(
+                autocast(
+                    device_type, DTYPES[prepared.facts.low], True, cache, policy=prepared.policy,
+                    cache_limit_bytes=prepared.cache_limit_bytes,
+                )
+            )  # fmt: skip
 
     @contextmanager
     def regions() -> Iterator[None]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
+from narrowcast.regions.weight_cache import WeightCache
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -75,4 +77,4 @@ def _of_device(region: OpenRegion | None, device_type: str) -> OpenRegion | None
         return None
     in_force = torch.is_autocast_enabled(device_type) == region.prepared.facts.enabled
     same_format = torch.get_autocast_dtype(device_type) is region.native.fast_dtype
-    return replace(region, casts={}) if in_force and same_format else None
+    return replace(region, casts=WeightCache()) if in_force and same_format else None

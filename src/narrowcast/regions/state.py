@@ -13,6 +13,7 @@ from narrowcast.decide import Plan, Region
 from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.recomputation import carried_region
+from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting
 
 Step = tuple[int, str, int | None, torch.dtype]  # argument position, name, index if it is a list, dtype to cast to
@@ -34,6 +35,7 @@ class Prepared:
 
     ops, changed: the overloads for which the policy differs from native, and their ids.
     plans: what was decided for calls whose plan does not depend on the place. boundaries: for the calls of modules.
+    grade: `native`, `checked`, `checksum` or `off`: the weight cache. cache_limit_bytes: what our own may hold.
     """
 
     facts: Region
@@ -42,6 +44,8 @@ class Prepared:
     changed: frozenset[str]
     plans: dict[object, Decided]
     boundaries: dict[object, Any] = field(default_factory=dict)
+    grade: str = "native"
+    cache_limit_bytes: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +58,7 @@ class OpenRegion:
     native:  the torch.autocast that it entered, which knows what to restore.
     casts:   the weight cache of our own kernels, shared with `outer`.
     identity: what tells Dynamo that another policy is in force; None under native.
+    mixes: an outer region has another low format, and torch's cache does not tell them apart.
     """
 
     prepared: Prepared
@@ -61,8 +66,9 @@ class OpenRegion:
     outer: OpenRegion | None
     owner: object
     native: torch.autocast | None
-    casts: dict[Any, Any]
+    casts: WeightCache
     identity: Identity | None = None
+    mixes: bool = False
 
 
 class _Stack(threading.local):
@@ -84,12 +90,14 @@ def set_innermost(region: OpenRegion | None) -> None:
     _stack.innermost = region
 
 
-def enter_region(prepared: Prepared, owner: object, native: torch.autocast, identity: Identity | None) -> None:
+def enter_region(
+    prepared: Prepared, owner: object, native: torch.autocast, identity: Identity | None, mixes: bool = False
+) -> None:
     """Make a region the innermost one, after torch's own was entered."""
     outer = _stack.innermost
     depth = autocast_nesting()
-    casts = outer.casts if outer is not None and outer.depth < depth else {}
-    _stack.innermost = OpenRegion(prepared, depth, outer, owner, native, casts, identity)
+    casts = outer.casts if outer is not None and outer.depth < depth else WeightCache()
+    _stack.innermost = OpenRegion(prepared, depth, outer, owner, native, casts, identity, mixes)
 
 
 def active_region(device_type: str) -> OpenRegion | None:
@@ -128,6 +136,9 @@ def ruled_device_types() -> tuple[str, ...]:
     return tuple(d for d in DEVICE_TYPES if d not in carrying and torch.is_autocast_enabled(d))
 
 
+_NO_CASTS = WeightCache()  # of native regions: torch's own, and native_cache.py, keep theirs
+
+
 def native_region(device_type: str) -> OpenRegion:
     """The native region that holds for this device type, as torch keeps it, in the form of one of ours."""
     prepared = _native_prepared(
@@ -136,7 +147,7 @@ def native_region(device_type: str) -> OpenRegion:
         torch.is_autocast_enabled(device_type),
         torch.is_autocast_cache_enabled(),
     )
-    return OpenRegion(prepared, autocast_nesting(), None, None, None, {})
+    return OpenRegion(prepared, autocast_nesting(), None, None, None, _NO_CASTS)
 
 
 @lru_cache(maxsize=64)
