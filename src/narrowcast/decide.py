@@ -247,6 +247,13 @@ def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rul
     return tuple(found)
 
 
+def _cast_ones(call: Call, eligible: list[bool], overrides: tuple[tuple[str, Rule], ...]) -> list[bool]:
+    """The eligible arguments but for those that rules of their own keep, unless these are all."""
+    kept = {name for name, rule in overrides if rule.action.kind is Kind.FOLLOW}
+    found = [e and a.name not in kept for a, e in zip(call.arguments, eligible, strict=True)]
+    return found if any(found) else eligible
+
+
 def _override(
     plan: Plan,
     overrides: tuple[tuple[str, Rule], ...],
@@ -265,7 +272,7 @@ def _override(
             part = name.partition(".")[2]
             results[part] = Result(part, dst, rule.is_exact)
             if kind is Kind.FOLLOW:
-                results[part] = Result(part, _first_format(call, eligible))
+                results[part] = Result(part, _first_format(call, _cast_ones(call, eligible, overrides)))
                 if results[part].format is None and not any(a.unknown for a in call.arguments):
                     del results[part]  # there is nothing to follow
             continue

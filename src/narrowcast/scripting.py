@@ -60,8 +60,9 @@ def script(
     scopes = _scopes(target, policy, dtype, device_type, enabled, cache_enabled)
     with compiling(autocast):
         if isinstance(target, torch.nn.Module):
-            return explicit_module(compile_module(target), scopes)
-        return explicit_function(compile_function(target), scopes, undecorated(target))
+            return explicit_module(compile_module(target), scopes, target)
+        pin = getattr(target, "__narrowcast_pinned__", None)
+        return explicit_function(compile_function(target), scopes, undecorated(target), pin)
 
 
 def convert(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.errors import PinError, PolicyError, RefusedError, RegionError
+from narrowcast.errors import PinError, PolicyError, RefusedError, RegionError, ScriptError
 
 BF, HF, FP, DP = torch.bfloat16, torch.float16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -36,6 +36,26 @@ class Detector(torch.nn.Module):
 
 
 seen = []
+
+
+class ScriptPool(torch.nn.Module):
+    """The same, without what TorchScript cannot read."""
+
+    def forward(self, x, rois, scale: float = 1.0):
+        return torch.einsum("bchw,nk->nc", x, rois) * scale
+
+
+ScriptPool.__name__ = ScriptPool.__qualname__ = "RoIPool"
+
+
+def scriptable(model):
+    """A copy whose pooling is a ScriptPool, pinned like the original."""
+    made = copy.deepcopy(model)
+    made.pool = ScriptPool()
+    pin = model.pool._narrowcast_pin
+    if pin is not None:
+        made.pool._narrowcast_pin = pin
+    return made
 
 
 def note(*tensors):
@@ -112,6 +132,7 @@ def test_the_pooling_runs_in_fp32_and_its_rois_are_left_alone(way, fresh_dynamo)
         settings = {"policy": policy, "device_type": "cpu", "dtype": "bf16"}
         assert same(nc.compile(model, backend="aot_eager", fullgraph=True, **settings)(IMAGE, ROIS), expected)
         assert same(nc.trace(model, (IMAGE, ROIS), **settings)(IMAGE, ROIS), expected)
+        assert same(nc.script(scriptable(model), **settings)(IMAGE, ROIS), expected)
         exported = nc.export(model, (IMAGE, ROIS), policy=policy, dtype="bf16")
         assert same(exported.module()(IMAGE, ROIS), expected)
         plain = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -452,3 +473,116 @@ def test_the_ledger_lists_what_a_boundary_casts():
     assert casts[:2] == [("x", "bf16", "fp32", "pool"), ("result", "fp32", "bf16", "pool")]
     assert {c.direction for c in ledger.casts if c.op == "module.call.default"} == {"forward", "backward"}
     assert sum(t.calls for k, t in ledger.calls.items() if k.op == "module.call.default") == 1
+
+
+@nc.pin(format="fp32", keep=("boxes",), out="input")
+def pinned_sum(x, boxes):
+    """A function that scripts call."""
+    return x * 3 + boxes.sum()
+
+
+def calls_pinned(x, boxes):
+    """Calls it."""
+    return pinned_sum(x, boxes) * 2
+
+
+class Twice(torch.nn.Module):
+    """Two results, and a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, y.sum()
+
+
+class Outer(torch.nn.Module):
+    """Calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = Twice()
+
+    def forward(self, x):
+        y, total = self.twice(x)
+        return y * 2, total
+
+
+class Lists(torch.nn.Module):
+    """Returns a list."""
+
+    def forward(self, x):
+        return [x, x]
+
+
+class OfLists(torch.nn.Module):
+    """Calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lists = Lists()
+
+    def forward(self, x):
+        return self.lists(x)[0]
+
+
+@pytest.mark.parametrize("dtype", [BF, HF, FP, DP])
+def test_scripts_of_pinned_functions(dtype):
+    """Called in a script, or scripted themselves; inside a region and outside."""
+    x, boxes = torch.randn(3).to(dtype), torch.randn(2)
+    for function in (pinned_sum, calls_pinned):
+        scripted = nc.script(function)
+        assert same(scripted(x, boxes), function(x, boxes))
+        with nc.autocast("cpu"):
+            assert same(scripted(x, boxes), function(x, boxes))
+
+
+@pytest.mark.parametrize("part", ["", ".0", ".1"])
+def test_scripts_of_pinned_modules(part):
+    """In a low format, in a region of their own, with single results, and with gradients."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    policy = nc.Policy.native().with_rules(
+        nc.Rule("module.call", "to(fp16)", module="twice"),
+        nc.Rule("module.call", "to(fp32)", module_class="Twice", argument=f"result{part}"),
+    )
+    model = Outer()
+    settings = {"policy": policy, "device_type": "cpu"}
+    with nc.autocast("cpu", policy=policy):
+        expected = model(x)
+    expected[0].float().sum().backward()
+    gradient, model.twice.inner.weight.grad = model.twice.inner.weight.grad, None
+    scripted = nc.script(model, **settings)
+    found = scripted(x)
+    assert all(map(same, found, expected))
+    found[0].float().sum().backward()
+    assert torch.equal(model.twice.inner.weight.grad, gradient)
+    with pytest.warns(DeprecationWarning):
+        plain = torch.jit.script(model)
+    assert all(map(same, nc.convert(plain, **settings)(x), expected))
+    stream = io.BytesIO()
+    torch.jit.save(scripted, stream)
+    stream.seek(0)
+    assert all(map(same, torch.jit.load(stream)(x), expected))
+
+
+def test_scripts_of_modules_in_regions_of_their_own():
+    """`nc.autocast(...)(module)` holds in scripts, around the module's own pins and rules."""
+    torch.manual_seed(0)
+    model, x = Outer(), torch.randn(2, 4)
+    nc.autocast("cpu", dtype=HF)(model.twice)
+    expected = model(x)
+    assert expected[0].dtype is HF
+    assert all(map(same, nc.script(model)(x), expected))
+    with nc.autocast("cpu", dtype=BF):
+        assert all(map(same, nc.script(model)(x), model(x)))
+
+
+def test_scripts_say_what_they_cannot_cast():
+    """Results in a list, with the line of the call."""
+    policy = nc.Policy.native().with_rules(nc.Rule("module.call", "to(fp32)", module="lists", argument="result"))
+    with pytest.raises(ScriptError, match="container") as caught:
+        nc.script(OfLists(), policy=policy, device_type="cpu")
+    assert "test_pins.py" in str(caught.value) or caught.value.where == ()

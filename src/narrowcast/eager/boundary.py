@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_map_only
 from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.formats import Format
-from narrowcast.policy import MODULE_CALL, Kind, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, Kind, Place, Policy
 from narrowcast.torch_bridge import DTYPES, cast
 
-OP = f"{MODULE_CALL}.default"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -140,7 +139,7 @@ def boundary_of(names: Names, policy: Policy, region: Region, place: Place) -> B
 
 def _decide(policy: Policy, region: Region, place: Place, name: str) -> Plan:
     argument = Argument(name, None, region.device_type, unknown=True)
-    return decide(Call(OP, (argument,), place), policy, region)
+    return decide(Call(MODULE_CALL_OP, (argument,), place), policy, region)
 
 
 def _names_one(policy: Policy, region: Region, place: Place, name: str) -> bool:

@@ -21,7 +21,6 @@ from torch.nn import Module
 from narrowcast.decide import Argument, Call, Region, decide
 from narrowcast.dynamo_bridge import traced_local
 from narrowcast.eager.boundary import (
-    OP,
     Boundary,
     Names,
     boundary_of,
@@ -34,7 +33,7 @@ from narrowcast.eager.boundary import (
 from narrowcast.eager.region import autocast
 from narrowcast.eager.watch import DecidedCall, watchers
 from narrowcast.formats import bf16
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, NOWHERE, Place, Policy
 from narrowcast.regions.graph_place import traced_place
 from narrowcast.regions.place import called_modules, find_place, module_path
 from narrowcast.regions.state import OpenRegion, innermost, region_on, ruled_device_types
@@ -210,7 +209,7 @@ def policy_on(device_type: str) -> Policy:
 
 # -- for recordings ----------------------------------------------------------------------------------------------------
 
-_FACTS = OpFacts(object(), OP, (), None, True, False, False, False)  # type: ignore[arg-type]
+_FACTS = OpFacts(object(), MODULE_CALL_OP, (), None, True, False, False, False)  # type: ignore[arg-type]
 
 
 def _named(boundary: Boundary, args: Any, kwargs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
@@ -227,7 +226,7 @@ def _tell(
     """Recordings hear of the call as of an op's: first of its arguments, and at the end of its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
     arguments = tuple(Argument(s.name, FORMATS.get(t.dtype), boundary.region.device_type) for s, t in named)
-    plan = decide(Call(OP, arguments, boundary.place), boundary.policy, boundary.region)
+    plan = decide(Call(MODULE_CALL_OP, arguments, boundary.place), boundary.policy, boundary.region)
     if not named:
         results = boundary.plan.results
         plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(came)) for r in results))  # type: ignore[arg-type]

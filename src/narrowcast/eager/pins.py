@@ -239,5 +239,5 @@ def _pinned_function(function: Callable[..., Any], names: Names, policy: Policy)
             return _run_traced(key, function, args, kwargs)
         return run_bounded(boundary, function, args, kwargs)
 
-    pinned.__narrowcast_pinned__ = policy  # type: ignore[attr-defined]
+    pinned.__narrowcast_pinned__ = Pin(policy, None)  # type: ignore[attr-defined]
     return pinned

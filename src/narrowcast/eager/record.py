@@ -14,12 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.decide import Plan
-from narrowcast.eager.boundary import OP as MODULE_CALL_OP
 from narrowcast.eager.kernels import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
 from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
-from narrowcast.policy import DEVICE_TYPES, Place, Policy, Rule
+from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, Place, Policy, Rule
 from narrowcast.regions.place import find_place
 from narrowcast.torch_bridge import (
     DTYPES,

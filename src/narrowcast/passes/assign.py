@@ -18,7 +18,7 @@ from narrowcast.decide import Argument, Call, Plan, Result, decide
 from narrowcast.errors import Origin, RefusedError
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.passes.readers import Readers, find_readers
-from narrowcast.policy import RESULT, Policy, Rule
+from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Rule
 from narrowcast.program import (
     ENTER,
     EXIT,
@@ -89,6 +89,9 @@ def _decided_in(
     region = program.regions[number]
     policy = policies[region.policy]
     plan = decide(call_of(program, step, number), policy, region.facts)
+    if step.op == MODULE_CALL_OP:
+        yield from _at_boundary(program, step, number, plan, policy)
+        return
     if plan.refused is not None:
         raise _refusal(step, plan)
     rules = dict(plan.argument_rules)
@@ -110,6 +113,34 @@ def _decided_in(
         rule = rules.get(f"{RESULT}.{wanted.part}".rstrip("."), plan.rule)
         because = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
         yield from _cast_results(program, step, plan, wanted, because)
+
+
+def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: Policy) -> Iterator[Edit]:
+    """The casts where a value goes into a module's call, or comes out of it: such a step is about one value.
+
+    Its `constants` say which: `argument`, or `result` and the part. A result's other operands are the arguments.
+    """
+    if plan.refused is not None:
+        raise _refusal(step, plan)
+    rules = dict(plan.argument_rules)
+    if step.constants == "argument":
+        (operand,), (dst,) = step.operands, plan.formats
+        if dst is not None:
+            rule = rules.get(operand.name, plan.rule)
+            why = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
+            yield InsertCast(step.id, 0, dst, why, number, rule is not None and rule.is_exact)
+        return
+    part = step.constants.partition(" ")[2]
+    wanted = next((r for r in reversed(plan.results) if r.part in ("", part)), None)
+    if wanted is None or not _may_float(step.value):
+        return
+    rule = rules.get(f"{RESULT}.{wanted.part}".rstrip("."), plan.rule)
+    why = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
+    src = program.values[step.operands[-1].value].format
+    arguments = [o for o in step.operands[:-1] if o.name not in rules or rules[o.name].action.kind is not Kind.FOLLOW]
+    like = tuple(o.value for o in arguments or step.operands[:-1])
+    if wanted.format is not src or src is None:
+        yield CastResult(step.id, src, wanted.format, why, wanted.exactly, like if wanted.format is None else ())
 
 
 def _may_float(value: Value) -> bool:

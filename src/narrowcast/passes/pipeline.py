@@ -95,7 +95,7 @@ def _record(program: Program, edit: Edit) -> EditRecord:
     src = value.type if value is not None and value.shape is not None else ""
     moved = 0
     if src and dst:
-        moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None else 0
+        moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
     return EditRecord(
         kind=_KINDS[type(edit)],
         by=why.by,
@@ -122,7 +122,7 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
         return program.values[operand.value], operand.name, edit.dst.name
     if isinstance(edit, CastResult):
         src = edit.src.name if edit.src is not None else TENSOR
-        return replace(step.value, type=src), RESULT, edit.dst.name
+        return replace(step.value, type=src), RESULT, edit.dst.name if edit.dst is not None else TENSOR
     if isinstance(edit, SetDtype | Follow):
         return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
     if isinstance(edit, CastTogether):

@@ -15,6 +15,7 @@ from narrowcast.policy.policy import (
 from narrowcast.policy.rules import (
     ACTIONS,
     MODULE_CALL,
+    MODULE_CALL_OP,
     NOWHERE,
     RESULT,
     Action,
@@ -31,6 +32,7 @@ __all__ = [
     "CACHES",
     "DEVICE_TYPES",
     "MODULE_CALL",
+    "MODULE_CALL_OP",
     "NOWHERE",
     "RESULT",
     "Action",

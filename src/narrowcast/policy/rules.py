@@ -107,6 +107,8 @@ NOWHERE = Place()
 MODULE_CALL = "module.call"
 """The op of rules about the calls of modules themselves: `argument` then names one of `forward`'s, or `result`."""
 
+MODULE_CALL_OP = f"{MODULE_CALL}.default"
+
 RESULT = "result"
 """The argument that stands for what a call returns; `result.1` is the second of several, `result.logits` has a name."""
 

@@ -17,6 +17,7 @@ from narrowcast.program.edits import (
     apply_edits,
 )
 from narrowcast.program.model import (
+    BACK,
     CAST,
     ENTER,
     EXACTLY,
@@ -36,6 +37,7 @@ from narrowcast.program.verify import ASSIGNED, READ, verify
 
 __all__ = [
     "ASSIGNED",
+    "BACK",
     "CAST",
     "ENTER",
     "EXACTLY",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from narrowcast.errors import ProgramError
 from narrowcast.formats import Format
 from narrowcast.policy import Rule
-from narrowcast.program.model import CAST, EXACTLY, TENSOR, TOGETHER, WEIGHT, Block, Operand, Program, Step, Value
+from narrowcast.program.model import BACK, CAST, EXACTLY, TENSOR, TOGETHER, WEIGHT, Block, Operand, Program, Step, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,16 @@ class InsertCast:
 class CastResult:
     """Cast the result of a step to `dst`, just after it; everything that read it reads the cast.
 
-    The step itself then gives `src`: what it was read with was the format after the cast. None: nobody knows yet.
+    The step itself then gives `src`: what it was read with was the format after the cast. None: nobody knows yet. A
+    `dst` of None: the format in which the first floating one of the values `like` comes.
     """
 
     step: int
     src: Format | None
-    dst: Format
+    dst: Format | None
     why: Why
     exactly: bool = False
+    like: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,10 @@ class _Editor:
             made = replace(made, value=self.made[step.id])
         steps.append(made)
         if result is not None:
-            cast = self._cast(step.id, result.dst, step, result.exactly)
+            if result.dst is None:
+                cast = self._cast_back(step, [self._now(value) for value in result.like])
+            else:
+                cast = self._cast(step.id, result.dst, step, result.exactly)
             steps.append(cast)
             self.instead[step.id] = cast.id
 
@@ -290,6 +295,13 @@ class _Editor:
     def _operand(self, operand: Operand) -> Operand:
         value = self._now(operand.value)
         return operand if value == operand.value else replace(operand, value=value)
+
+    def _cast_back(self, step: Step, like: list[int]) -> Step:
+        value = replace(self.made[step.id], id=self.next_id, type=TENSOR, weight=False)
+        self.next_id += 1
+        self.made[value.id] = value
+        operands = (Operand("self", step.id), *(Operand("like", number) for number in like))
+        return self._beside(step, value, BACK, operands)
 
     def _cast(self, source: int, dst: Format, step: Step, exactly: bool) -> Step:
         known = self.made.get(source) or self.program.values[source]

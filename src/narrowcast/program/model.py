@@ -16,6 +16,7 @@ from narrowcast.formats import FORMATS, Format
 from narrowcast.policy import NOWHERE, Place
 
 CAST = "cast"
+BACK = "cast.back"
 TOGETHER = "cast.together"
 WEIGHT = "cast.weight"
 TENSOR = "tensor"
@@ -78,9 +79,10 @@ class Step:
 
     value:     what it makes; its id is the step's.
     op:        an op id (`aten.mm.default`), `cast` (`constants` is `exactly` if fp64 is cast, too, where only the
-               running program knows what comes), `cast.together` (of several values to the format that they have in
-               common, found when it runs; makes a tuple), `cast.weight` (if what comes turns out to be a weight; gives
-               it as it is otherwise; `constants` is the format), `region.enter`, `region.exit`, or another callable.
+               running program knows what comes), `cast.back` (of the first operand, to the format of the first of the
+               others that floats), `cast.together` (of several values to the format that they have in common, found
+               when it runs; makes a tuple), `cast.weight` (if what comes turns out to be a weight; gives it as it is
+               otherwise; `constants` is the format), `region.enter`, `region.exit`, or another callable.
     constants: the other arguments, as text.
     given:     names of arguments that were passed and are no tensors (`dtype` matters).
     computes:  False for views, copies, conversions, factories and whatever writes.

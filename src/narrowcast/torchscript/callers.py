@@ -19,10 +19,15 @@ _MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it
 _PREFIX = "narrowcast "
 _TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]")
 _EXIT = f"{_PREFIX}exit"
+Bound = Callable[[Any, Any], tuple[dict[str, Any], Any, Any]]
 
 
-def mark_calls(graph: Any) -> None:
-    """Mark the calls of submodules, methods and functions in a graph, in place."""
+def mark_calls(graph: Any, bound: Bound | None = None) -> None:
+    """Mark the calls of submodules, methods and functions in a graph, in place.
+
+    bound: lets what goes into a module's call and comes out pass through its boundary; returns what is to be noted of
+    it, and the nodes with which it begins and ends.
+    """
     for call in (*graph.findAllNodes("prim::CallMethod"), *graph.findAllNodes("prim::CallFunction")):
         facts: dict[str, Any] = {}
         if call.kind() == "prim::CallMethod":
@@ -30,9 +35,19 @@ def mark_calls(graph: Any) -> None:
         file, line = place_of(call)
         if _is_users(file):
             facts |= {"file": file, "line": line}
+        first = last = call
+        if bound is not None and "path" in facts and call.s("name") == "forward":
+            noted, first, last = bound(graph, call)
+            facts |= noted
         if facts:
-            _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(call)
-            _mark(graph, _EXIT).insertAfter(call)
+            _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
+            _mark(graph, _EXIT).insertAfter(last)
+
+
+def mark_whole(graph: Any, facts: dict[str, Any], first: Any) -> None:
+    """Mark a whole graph as one call, in place; it begins with the node `first`."""
+    _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
+    graph.appendNode(_mark(graph, _EXIT))
 
 
 def mark_function(graph: Any, function: Callable[..., Any]) -> None:
@@ -40,8 +55,7 @@ def mark_function(graph: Any, function: Callable[..., Any]) -> None:
     name = function_name(function)
     first = next(iter(graph.nodes()), None)
     if name and first is not None:
-        _mark(graph, _PREFIX + json.dumps({"function": name})).insertBefore(first)
-        graph.appendNode(_mark(graph, _EXIT))
+        mark_whole(graph, {"function": name}, first)
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -73,12 +87,12 @@ def is_caller_mark(node: Any) -> bool:
     return bool(node.kind() == _MARK and node.hasAttribute("name") and node.s("name").startswith(_PREFIX))
 
 
-def cross(callers: list[Place], mark: Any) -> None:
-    """Go over a mark: the innermost caller comes last."""
+def cross(callers: list[Place], mark: Any) -> dict[str, Any] | None:
+    """Go over a mark: the innermost caller comes last. Returns what an entry says of the call; None for an exit."""
     text = mark.s("name")
     if text == _EXIT:
         callers.pop()
-        return
+        return None
     facts, outer = json.loads(text.removeprefix(_PREFIX)), callers[-1]
     callers.append(
         Place(
@@ -89,6 +103,7 @@ def cross(callers: list[Place], mark: Any) -> None:
             facts.get("line", outer.line),
         )
     )
+    return dict(facts)
 
 
 def place_in(caller: Place, node: Any) -> Place:

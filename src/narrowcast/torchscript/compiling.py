@@ -13,6 +13,7 @@ from torch import _jit_internal
 from torch.jit import _recursive, _script, frontend
 
 from narrowcast.policy import Policy
+from narrowcast.torchscript.boundaries import bound_whole, close_passages
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
 from narrowcast.torchscript.patched import patched
 from narrowcast.torchscript.region import register_region
@@ -36,6 +37,9 @@ def compiling(region_class: type) -> Iterator[None]:
             make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
             mark_calls(made.graph)
             mark_function(made.graph, undecorated(function))
+            if hasattr(function, "__narrowcast_pinned__"):
+                names = [argument.name for argument in cast(Any, made).schema.arguments]
+                bound_whole(made.graph, names, function.__narrowcast_pinned__, is_method=False)
             marked.append(made)
         return made
 
@@ -50,6 +54,7 @@ def compiling(region_class: type) -> Iterator[None]:
         finally:
             for made in marked:
                 unmark(made.graph)
+                close_passages(made.graph)
 
 
 def _described(region_class: type, value: Any) -> dict[str, Any] | None:
@@ -78,7 +83,8 @@ def _signature_of(value: Any) -> Signature | None:
 
 def undecorated(function: Any) -> Any:
     """The function under decorators that are regions: they are in its source, too."""
-    while hasattr(function, "__script_unsupported") or hasattr(function, "__narrowcast_decorated__"):
+    marks = ("__script_unsupported", "__narrowcast_decorated__", "__narrowcast_pinned__")
+    while any(hasattr(function, mark) for mark in marks):
         function = function.__wrapped__
     return function
 

@@ -12,6 +12,7 @@ from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import NOWHERE, Place, Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torchscript.boundaries import ModuleBounds
 from narrowcast.torchscript.callers import path_of
 from narrowcast.torchscript.cells import open_cells
 from narrowcast.torchscript.lifetimes import keep_until_last_use
@@ -78,10 +79,10 @@ def make_graph_explicit(
     """
     torch._C._jit_pass_peephole(graph)
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
-    scanner = Scanner(graph, around, caller, _caches)
+    scanner = Scanner(graph, around, caller, _caches, ModuleBounds(policy_of))
     section = scanner.scan()
     if open_cells(graph, section, policy_of):
-        scanner = Scanner(graph, around, caller, _caches)
+        scanner = Scanner(graph, around, caller, _caches, ModuleBounds(policy_of))
         section = scanner.scan()
     _refuse_unseen(section)
     _convert_forks(section, module)

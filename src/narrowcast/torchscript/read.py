@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from narrowcast.decide import Plan, Region, decide
 from narrowcast.op_memory import alias_names
 from narrowcast.passes import COMPOSITE, call_of
-from narrowcast.policy import Kind, Policy
+from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
+from narrowcast.torchscript.boundaries import passage
 from narrowcast.torchscript.callers import place_in
 from narrowcast.torchscript.calls import (
     CALLING,
@@ -188,7 +189,7 @@ class Reader:
         """The type of what a call gives, after its casts."""
         node = item.node
         name = facts.op._opname
-        found = sources(node, facts)
+        found = _sources(item, facts)
         given = [self._type(s.value) for s in found]
         if name in COUNTING:
             return OTHER
@@ -198,7 +199,11 @@ class Reader:
         if dtype is not None:
             return TENSOR
         for number in self._regions(item.scopes):
-            after = self._after(self._plan(item, facts, found, number), self.opened[number], given)
+            plan = self._plan(item, facts, found, number)
+            passed = passage(node)
+            if passed is not None:
+                return self._after_passage(plan, passed, self.opened[number], given)
+            after = self._after(plan, self.opened[number], given)
             if after is not None:
                 return after
         if name in ("float", "double", "half", "bfloat16"):
@@ -237,6 +242,16 @@ class Reader:
             cast = [p.name if p is not None else t for p, t in zip(plan.formats, given, strict=True)]
             return promoted(cast)
         return None
+
+    def _after_passage(self, plan: Plan, passed: Mapping[str, str], opened: OpenedRegion, given: list[str]) -> str:
+        """The format of what has gone into a module's call, or come out of it."""
+        if "argument" in passed:
+            (dst,) = plan.formats
+            after = given[0] if dst is None else dst.name
+        else:
+            wanted = next((r for r in reversed(plan.results) if r.part in ("", passed["result"])), None)
+            after = given[-1] if wanted is None else TENSOR if wanted.format is None else wanted.format.name
+        return TENSOR if opened.open else after
 
     def _type(self, value: Any) -> str:
         return self.types.get(value.unique(), TENSOR if holds_tensors(value) else OTHER)
@@ -288,6 +303,15 @@ class Reader:
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
         place = place_in(item.caller, node)
+        passed = passage(node)
+        if passed is not None:
+            names = [name for name, _ in item.came] + [passed.get("argument", "")]
+            operands = tuple(Operand(n, i) for n, i in zip(names, numbers, strict=True))
+            what = "argument" if "argument" in passed else f"result {passed['result']}"
+            return Step(
+                Value(-1, OTHER), MODULE_CALL_OP, operands, what, computes=True,
+                region=regions[0] if regions else None, place=place, others=regions[1:],
+            )  # fmt: skip
         return Step(
             Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in CALLING else "", given,
             facts.computes, regions[0] if regions else None,
@@ -305,7 +329,7 @@ class Reader:
         blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
         facts = facts_of(node)
         if facts is not None:
-            found = sources(node, facts)
+            found = _sources(item, facts)
             made = self._step_of(item, facts, found, [self._id(s.value) for s in found], self._regions(item.scopes))
         else:  # what its blocks read besides has no position
             found = [Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
@@ -316,6 +340,8 @@ class Reader:
         else:
             value = self._plain("tuple" if outputs else OTHER)
         names = None if facts is None else alias_names(facts.op)
+        if passage(node) is not None:
+            names = frozenset([made.operands[-1].name])
         reaching = _reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
         if reaching is not None:  # a loop that does not run gives what it was given
             reaching.update(self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids)
@@ -348,6 +374,11 @@ class Reader:
         pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
         place = place_in(item.caller, node)
         return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
+
+
+def _sources(item: Item, facts: OpFacts) -> list[Source]:
+    """What a call reads; where a module's result comes out, the module's arguments first, whose formats may matter."""
+    return [Source(0, None, value) for _, value in item.came] + sources(item.node, facts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,20 @@ def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
     return x
 
 
+def cast_everywhere(x: Tensor, dtype: int) -> Tensor:
+    """To a dtype, on any device, if it floats and is not fp64."""
+    if x.is_floating_point() and x.dtype != torch.float64 and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
+def cast_everywhere_exactly(x: Tensor, dtype: int) -> Tensor:
+    """The same, fp64 as well."""
+    if x.is_floating_point() and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
 def cast_exactly(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
     """To exactly this dtype, fp64 as well."""
     if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype:
@@ -113,6 +127,14 @@ def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # n
     for first in firsts:
         if is_eligible(first, on, device):
             return cast(x, on, device, first.dtype)
+    return x
+
+
+def back_exactly(x: Tensor, firsts: List[Tensor]) -> Tensor:  # noqa: UP006
+    """A result in the format in which the first floating argument came, fp64 as well."""
+    for first in firsts:
+        if first.is_floating_point() and x.is_floating_point():
+            return x.to(first.dtype)
     return x
 
 

@@ -7,7 +7,7 @@ is the same for every object that may be entered is known; the rest is read off 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ AUTOCAST = "torch.amp.autocast_mode.autocast"
 _CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
 POLICY = "narrowcast_policy"
 """The attribute of region objects that names a policy, by digest; torch's own have none."""
+
+ANYWHERE = "any"
+"""The device type of what holds on every device: a pin."""
 
 Value = Any  # torch._C.Value
 Node = Any  # torch._C.Node
@@ -60,6 +63,7 @@ class Item:
     scopes: Scopes
     caller: Place = NOWHERE
     blocks: list[Section] = field(default_factory=list)
+    came: tuple[tuple[str, Value], ...] = ()  # where it is the result of a module's call: the arguments
 
 
 @dataclass(slots=True)
@@ -71,13 +75,30 @@ class Section:
     sessions: list[int] = field(default_factory=list)
 
 
+class Bounds:
+    """What a scanner asks about the boundaries of modules' calls; this one knows of none (boundaries.py has them)."""
+
+    def passage(self, node: Node) -> Mapping[str, str] | None:
+        """What an alias stands for, if it is one of a boundary's."""
+        return None
+
+    def enter(self, scopes: Scopes, place: Place, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
+        """The call's frame, and the regions inside; None if nothing is said about it."""
+
+
 class Scanner:
     """Finds the regions of a graph. Enter and exit nodes go; `as` names stand for the objects then."""
 
     def __init__(
-        self, graph: Any, around: Scopes, caller: Place = NOWHERE, caches: Callable[[str], bool] | None = None
+        self,
+        graph: Any,
+        around: Scopes,
+        caller: Place = NOWHERE,
+        caches: Callable[[str], bool] | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
-        """caches: whether a policy, by digest, name or path, leaves the weight cache on."""
+        """caches: whether a policy, by digest, name or path, leaves the weight cache on. bounds: of modules' calls."""
+        self.bounds = bounds or Bounds()
         self.graph = graph
         self.caches = caches or (lambda policy: True)
         self.around = around
@@ -87,6 +108,7 @@ class Scanner:
         self.inside: list[Section] = []  # the blocks that are being read, the innermost last
         self.homes: dict[int, list[Section]] = {}  # of each session: the blocks around all parts of it
         self.edges: list[Node] = []
+        self.passages: list[Node] = []
 
     def scan(self) -> Section:
         """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
@@ -102,12 +124,14 @@ class Scanner:
         """Take the edges of regions, and the objects that nothing reads then, out of the graph."""
         for node in self.edges:
             node.destroy()
+        for node in self.passages:
+            _close(node)
         _remove_unused_objects(self.graph)
 
     def _section(self, block: Any, stack: list[Scopes], caller: Place) -> Section:
         section = Section(block, [])
         self.inside.append(section)
-        callers = [caller]
+        callers, frames = [caller], list[Any]()
         depth = len(stack)
         for node in list(block.nodes()):
             kind = node.kind()
@@ -119,8 +143,16 @@ class Scanner:
                 self.edges.append(node)
                 continue
             if is_caller_mark(node):
-                cross(callers, node)
+                self._cross(node, callers, frames, stack)
                 self.edges.append(node)
+                continue
+            passed = self.bounds.passage(node)
+            if passed is not None:
+                if frames and frames[-1] is not None and frames[-1].around:
+                    self.passages.append(node)
+                    section.items.append(self._passed(node, passed, frames[-1], callers[-1]))
+                else:
+                    _close(node)
                 continue
             if _is_machinery(node):
                 continue
@@ -134,6 +166,33 @@ class Scanner:
             )  # fmt: skip
         self.inside.pop()
         return section
+
+    def _cross(self, mark: Node, callers: list[Place], frames: list[Any], stack: list[Scopes]) -> None:
+        """Go over a mark: into a call, whose boundary may change the regions, or out of one."""
+        facts = cross(callers, mark)
+        if facts is None:
+            if frames.pop() is not None:
+                stack.pop()
+            return
+        entered = self.bounds.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
+        frames.append(None if entered is None else entered[0])
+        if entered is not None:
+            stack.append(entered[1])
+
+    def _passed(self, node: Node, passed: Mapping[str, str], frame: Any, caller: Place) -> Item:
+        """What goes into a call, or comes out: the regions around it decide."""
+        item = Item(node, frame.around, caller)
+        if "argument" in passed:
+            frame.came.append((passed["argument"], node.inputsAt(0)))
+        else:
+            item.came = tuple(frame.came)
+        return item
+
+    def new_session(self) -> int:
+        """The session of a region that is entered where there is none, in the block that is being read."""
+        self.sessions += 1
+        self.homes[self.sessions] = list(self.inside)
+        return self.sessions
 
     def _entered(self, node: Node, stack: list[Scopes]) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
@@ -189,6 +248,12 @@ class Scanner:
         read.output().setType(torch._C.BoolType.get() if name == "_enabled" else torch._C.IntType.get())
         read.insertBefore(node)
         return read.output()
+
+
+def _close(passage: Node) -> None:
+    """Take a passage out of the graph."""
+    passage.output().replaceAllUsesWith(passage.inputsAt(0))
+    passage.destroy()
 
 
 def region_class(value: Value) -> str | None:

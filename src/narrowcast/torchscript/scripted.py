@@ -24,6 +24,7 @@ from narrowcast.program import Program
 from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torchscript.boundaries import Modules, Pin, bound_whole, close_passages
 from narrowcast.torchscript.callers import class_name, function_name, graphs_of, mark_calls, method_name, unmark
 from narrowcast.torchscript.convert import inline_calls, make_graph_explicit
 from narrowcast.torchscript.scopes import Scope, Scopes
@@ -171,10 +172,14 @@ class BoundMethod:
         return getattr(self._plain, name)
 
 
-def explicit_function(function: Any, around: Scopes, written: Callable[..., Any] | None = None) -> ExplicitFunction:
+def explicit_function(
+    function: Any, around: Scopes, written: Callable[..., Any] | None = None, pin: Pin | None = None
+) -> ExplicitFunction:
     """The script function, with explicit casts from here on. written: the Python function that it was made of."""
     graph = function.graph
     mark_calls(graph)
+    if pin is not None:
+        bound_whole(graph, [a.name for a in function.schema.arguments], pin, is_method=False)
     inline_calls(graph)
     name = function_name(written) if written is not None else ""
     caller = Place(functions=(name,)) if name else NOWHERE
@@ -183,13 +188,17 @@ def explicit_function(function: Any, around: Scopes, written: Callable[..., Any]
     return with_method(function, method)
 
 
-def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
-    """The script module, all methods of its own with explicit casts from here on."""
+def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None = None) -> ExplicitModule:
+    """The script module, all methods of its own with explicit casts from here on. written: what it was made of."""
     names = module._c._method_names()
+    modules = Modules.of(module, written)
     for graph in graphs_of(module):
-        mark_calls(graph)
+        mark_calls(graph, modules.bound)
     graphs = {name: module._c._get_method(name).graph for name in names}
     called = {node.s("name") for graph in graphs.values() for node in graph.findAllNodes("prim::CallMethod")}
+    kind = module._c._type().qualified_name()
+    if "forward" in graphs:
+        bound_whole(graphs["forward"], modules.arguments[kind], modules.pins.get(kind), is_method=True)
     for graph in graphs.values():  # before any is changed: they call each other
         inline_calls(graph)
     methods = {}
@@ -200,6 +209,7 @@ def explicit_module(module: Any, around: Scopes) -> ExplicitModule:
         methods[name].make_explicit(graph, {})
     for graph in graphs_of(module):
         unmark(graph)
+        close_passages(graph)
     for name in names:
         module.__dict__.pop(name, None)
     return with_methods(module, methods)

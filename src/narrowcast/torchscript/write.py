@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from narrowcast.program import CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
+from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torchscript import runtime
 from narrowcast.torchscript.calls import facts_of, is_optional_tensor, is_tensor_list
 from narrowcast.torchscript.read import Reading
-from narrowcast.torchscript.scopes import Scope, Section, number_of
+from narrowcast.torchscript.scopes import ANYWHERE, Scope, Section, number_of
 
 
 def write_graph(graph: Any, section: Section, reading: Reading, program: Program) -> None:
@@ -87,6 +87,9 @@ class _Writer:
             self.made[step.id] = self._cast(self._value(source), self._type(source), step)
         elif step.op == TOGETHER:
             self.made[step.id] = self._together(step)
+        elif step.op == BACK:
+            value, *like = [self._value(operand.value) for operand in step.operands]
+            self.made[step.id] = self._call(runtime.back_exactly, [value, self._list(like)])
         elif step.op == WEIGHT:
             self.made[step.id] = self._cast_weight(step)
         else:
@@ -115,6 +118,9 @@ class _Writer:
         dst = DTYPES[step.value.format] if step.value.format is not None else torch.float32
         is_low = dst is not torch.float32 and self._is_low(scope, dst)
         exactly = step.constants == EXACTLY
+        if scope.device_type == ANYWHERE:
+            everywhere = runtime.cast_everywhere_exactly if exactly else runtime.cast_everywhere
+            return self._call(everywhere, [value, self._constant(number_of(dst))])
         plain = not exactly and value.type().kind() == "TensorType" and scope.device_type in ("cpu", "cuda")
         if plain and is_low:
             flags, low = self._flags(scope), self._low(scope)
