@@ -85,11 +85,21 @@ def never_trace(*functions: Callable[..., Any]) -> None:
     What `torch._dynamo.disable` does for a frame, without importing Dynamo, which takes a second. A torch without the
     means to say so is left alone.
     """
+    _skip(functions, with_calls=True)
+
+
+def never_begin_at(*functions: Callable[..., Any]) -> None:
+    """Dynamo compiles no frame of these functions by itself. What they call it may; inside others it follows them."""
+    _skip(functions, with_calls=False)
+
+
+def _skip(functions: tuple[Callable[..., Any], ...], with_calls: bool) -> None:
     frames: Any = torch._C._dynamo.eval_frame
     if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
-        skip = frames._FrameAction.SKIP
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         for function in functions:
-            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+            strategy = frames._FrameExecStrategy(skip, skip if with_calls else default)
+            frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def tracing_compiled_code() -> bool:

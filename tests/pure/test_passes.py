@@ -85,7 +85,7 @@ def test_assign_does_what_is_not_a_cast_too():
         "%2: fp32[] cpu = aten.norm.ScalarOpt_dtype(self=%0) given dtype=fp32 computes in 0",
         "%4: fp32[4] cpu = cast(self=%0) in 0",
         "%3: fp32[4] cpu = aten.exp.default(self=%4) computes in 0",
-        "%5: bf16[4] cpu = cast(self=%3) in 0",
+        "%5: bf16[4] cpu = cast(result=%3) in 0",
     ]
     assert made.body.returns == (1, 2, 5)
 

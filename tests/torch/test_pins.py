@@ -586,3 +586,35 @@ def test_scripts_say_what_they_cannot_cast():
     with pytest.raises(ScriptError, match="container") as caught:
         nc.script(OfLists(), policy=policy, device_type="cpu")
     assert "test_pins.py" in str(caught.value) or caught.value.where == ()
+
+
+class Scaled(torch.nn.Module):
+    """Its pooling's result is what it gives: nothing casts that again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.pool = torch.nn.Softplus()
+
+    def forward(self, x):
+        return self.pool(self.linear(x)) + 1
+
+
+@pytest.mark.parametrize("front_end", ["compile", "export"])
+def test_graphs_say_what_was_cast_at_boundaries(front_end, fresh_dynamo):
+    """As eager code does, and by the same paths."""
+    policy = nc.Policy.native().with_rules(
+        nc.Rule("module.call", "full", module="pool", reason="must be exact"),
+        nc.Rule("module.call", "to(fp16)", module="pool", argument="result"),
+    )
+    model, x = Scaled(), torch.randn(2, 4)
+    ledgers = [nc.explain(model, x, policy=policy, front_end=end).ledger for end in ("eager", front_end)]
+    found = [[(c.argument, c.src, c.dst, c.module_path, c.action) for c in ledger.casts] for ledger in ledgers]
+    assert found[0] == found[1] and ("x", "bf16", "fp32", "pool", "full") not in found[0]
+    assert ("input", "bf16", "fp32", "pool", "full") in found[0]
+    assert ("result", "fp32", "fp16", "pool", "to(fp16)") in found[0]
+    with nc.autocast("cpu", policy=policy):
+        expected = model(x)
+    assert expected.dtype is HF
+    assert same(nc.export(model, (x,), policy=policy).module()(x), expected)
+    assert nc.explain(model, x, policy=policy, front_end=front_end).differences == ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -111,6 +112,16 @@ class Boundary:
     def follows(self) -> bool:
         """Whether a result is to have the format of what came in."""
         return any(r.format is None for r in self.plan.results)
+
+    def note(self, name: str) -> str:
+        """The rule about an argument or `result`, as JSON: what the ledger of a graph says of its cast."""
+        plan = _decide(self.policy, self.region, self.place, name)
+        rules = dict(plan.argument_rules)
+        rule = next((r for n, r in rules.items() if n.partition(".")[0] == name), plan.rule)
+        facts = {"argument": name, "policy": self.policy.name}
+        if rule is not None:
+            facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
+        return json.dumps(facts)
 
     def check(self) -> None:
         """RefusedError if the call must not run."""

@@ -10,18 +10,20 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
+from torch.fx.traceback import annotate
 from torch.nn import Module
 
 from narrowcast.decide import Argument, Call, Region, decide
-from narrowcast.dynamo_bridge import traced_local
+from narrowcast.dynamo_bridge import never_begin_at, never_trace, traced_local
 from narrowcast.eager.boundary import (
     Boundary,
+    Entry,
     Names,
     boundary_of,
     cast_part,
@@ -33,8 +35,9 @@ from narrowcast.eager.boundary import (
 from narrowcast.eager.region import autocast
 from narrowcast.eager.watch import DecidedCall, watchers
 from narrowcast.formats import bf16
-from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, NOWHERE, Place, Policy
+from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy
 from narrowcast.regions.graph_place import traced_place
+from narrowcast.regions.marks import BOUNDARY as NOTE
 from narrowcast.regions.place import called_modules, find_place, module_path
 from narrowcast.regions.state import OpenRegion, innermost, region_on, ruled_device_types
 from narrowcast.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, autocast_nesting, tensors_in
@@ -140,7 +143,8 @@ def run_bounded(
         came = first_floating([*args, *kwargs.values()])
     if watching:
         _tell(boundary, [], module, came)
-    result = cast_parts(result, boundary.plan.results, came)
+    with annotate({NOTE: boundary.note(RESULT)}) if torch.compiler.is_exporting() else nullcontext():
+        result = cast_parts(result, boundary.plan.results, came)
     if watching:
         _told(result)
     return result
@@ -151,19 +155,31 @@ def _cast_arguments(
 ) -> tuple[torch.dtype | None, list[Any], dict[str, Any]]:
     """The dtype of the first floating argument that the boundary casts, as it came, and the arguments, cast."""
     came = None
+    cast = _cast_noted if torch.compiler.is_exporting() else _cast_plain
     entries, known = boundary.positional, len(boundary.positional)
     new_args, new_kwargs = list(args), kwargs
     for position, value in enumerate(args):
         entry = entries[position] if position < known else boundary.entry_at(position)
         if entry.dtype is not None:
             came = came or first_floating(value)
-            new_args[position] = cast_tree(value, entry.dtype, entry.exactly)
+            new_args[position] = cast(value, entry, boundary, boundary.names.of(position))
     for name, value in kwargs.items():
         entry = boundary.entry(name)
         if entry.dtype is not None:
             came = came or first_floating(value)
-            new_kwargs = {**new_kwargs, name: cast_tree(value, entry.dtype, entry.exactly)}
+            new_kwargs = {**new_kwargs, name: cast(value, entry, boundary, name)}
     return came, new_args, new_kwargs
+
+
+def _cast_plain(value: Any, entry: Entry, boundary: Boundary, name: str) -> Any:
+    del boundary, name
+    return value if entry.dtype is None else cast_tree(value, entry.dtype, entry.exactly)
+
+
+def _cast_noted(value: Any, entry: Entry, boundary: Boundary, name: str) -> Any:
+    """The same, where torch.export writes down what it sees."""
+    with annotate({NOTE: boundary.note(name)}):
+        return _cast_plain(value, entry, boundary, name)
 
 
 def _run_off(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -278,6 +294,12 @@ def traced_exactly(key: str, position: int, name: str) -> bool:
     return boundary.entry(boundary.names.of(position) if position >= 0 else name).exactly
 
 
+def traced_note(key: str, position: int, name: str) -> str:
+    """What is noted beside the nodes of a cast, for the ledger of the graph."""
+    boundary = _traced[key]
+    return boundary.note(boundary.names.of(position) if position >= 0 else name)
+
+
 def traced_results(key: str) -> int:
     """How many casts of results there are."""
     return len(_traced[key].plan.results)
@@ -317,7 +339,7 @@ def traced_policy(device_type: str) -> str:
 
 
 for _function in (
-    boundary_key, rules_hold, traced_entry, traced_exactly, traced_results, traced_part, traced_dtype,
+    boundary_key, rules_hold, traced_entry, traced_exactly, traced_note, traced_results, traced_part, traced_dtype,
     traced_exact_result, traced_inside, traced_off, traced_policy,
 ):  # fmt: skip
     _function.__dict__["_dynamo_marked_constant"] = True  # torch._dynamo.assume_constant_result
@@ -330,13 +352,15 @@ def _run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str,
         dtype = traced_entry(key, position, "")
         if dtype is not None:
             cast_ones.append(value)
-            value = cast_tree(value, dtype, traced_exactly(key, position, ""))
+            with annotate({NOTE: traced_note(key, position, "")}):
+                value = cast_tree(value, dtype, traced_exactly(key, position, ""))
         new_args.append(value)
     for name, value in kwargs.items():
         dtype = traced_entry(key, -1, name)
         if dtype is not None:
             cast_ones.append(value)
-            value = cast_tree(value, dtype, traced_exactly(key, -1, name))
+            with annotate({NOTE: traced_note(key, -1, name)}):
+                value = cast_tree(value, dtype, traced_exactly(key, -1, name))
         new_kwargs[name] = value
     low, off = traced_inside(key), traced_off(key)
     if low is not None:
@@ -353,7 +377,8 @@ def _run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str,
         if dtype is None:
             dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
         if dtype is not None:
-            result = cast_part(result, traced_part(key, number), dtype, exactly)
+            with annotate({NOTE: traced_note(key, -1, RESULT)}):
+                result = cast_part(result, traced_part(key, number), dtype, exactly)
     return result
 
 
@@ -398,6 +423,7 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
                 return _called(original, self, args, kwargs)
         return _called(original, self, args, kwargs)
 
+    never_begin_at(_call_impl)
     return _call_impl
 
 
@@ -406,3 +432,7 @@ def _called(original: Callable[..., Any], module: Module, args: Any, kwargs: dic
     if boundary is None:
         return original(module, *args, **kwargs)
     return run_bounded(boundary, partial(original, module), args, kwargs, module)
+
+
+never_begin_at(run_bounded, _run_off, _called)
+never_trace(find_boundary, _cast_arguments, _tell, _told)

@@ -105,6 +105,7 @@ class GraphBackend:
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
         report.before, report.after = explicit.reading.program, explicit.outcome.program
         report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
+        report.boundaries = explicit.reading.boundaries
         return explicit
 
     def _fall_back(

@@ -34,6 +34,7 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     report = report_graph(first_place(graph))
     report.before, report.after = explicit.reading.program, explicit.outcome.program
     report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
+    report.boundaries = explicit.reading.boundaries
     made = explicit.graph
     signature = _name_alike(program, made)
     _refuse_regions(made)

@@ -16,7 +16,7 @@ from narrowcast.op_memory import alias_names
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
-from narrowcast.regions.marks import enter_marked, exit_marked, marked_region
+from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
 from narrowcast.regions.state import Prepared, region_on
 from narrowcast.torch_bridge import FORMATS, OpOverload, is_random, op_facts, short_type
 
@@ -47,7 +47,7 @@ class Reading:
     """A program, and what it was read from.
 
     nodes: by step id, and ids by node. modules: the graph module of each block, in the order in which they were read.
-    policies: by digest.
+    policies: by digest. boundaries: what is noted of casts at the boundaries of modules, by step id, as JSON.
     """
 
     program: Program
@@ -55,6 +55,7 @@ class Reading:
     ids: dict[Node, int]
     modules: list[GraphModule]
     policies: dict[str, Policy]
+    boundaries: dict[int, str] = field(default_factory=dict)
 
 
 def read_graph(
@@ -84,6 +85,7 @@ class _Reader:
         self.policies: dict[str, Policy] = {}
         self.session = 0
         self.sessions = 0
+        self.boundaries: dict[int, str] = {}
         self.nodes: dict[int, Node] = {}
         self.ids: dict[Node, int] = {}
         self.values: dict[int, Value] = {}
@@ -98,7 +100,7 @@ class _Reader:
     def run(self, graph: GraphModule) -> Reading:
         body = self._block(graph, "main")
         program = Program(self.name, body, tuple(self.regions))
-        return Reading(program, self.nodes, self.ids, self.modules, self.policies)
+        return Reading(program, self.nodes, self.ids, self.modules, self.policies, self.boundaries)
 
     # -- regions
 
@@ -210,6 +212,9 @@ class _Reader:
         for n in shared:
             self._join(value.id, operands[n].value)
         if op in _CASTS and _is_cast(value, inputs, given, op, node):
+            note = (node.meta.get("custom") or {}).get(BOUNDARY)
+            if note is not None:
+                self.boundaries[value.id] = note
             return Step(
                 value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
                 None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._place(node),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from narrowcast.errors import ProgramError
 from narrowcast.formats import Format
-from narrowcast.policy import Rule
+from narrowcast.policy import RESULT, Rule
 from narrowcast.program.model import BACK, CAST, EXACTLY, TENSOR, TOGETHER, WEIGHT, Block, Operand, Program, Step, Value
 
 
@@ -269,7 +269,7 @@ class _Editor:
             if result.dst is None:
                 cast = self._cast_back(step, [self._now(value) for value in result.like])
             else:
-                cast = self._cast(step.id, result.dst, step, result.exactly)
+                cast = self._cast(step.id, result.dst, step, result.exactly, RESULT)
             steps.append(cast)
             self.instead[step.id] = cast.id
 
@@ -300,15 +300,15 @@ class _Editor:
         value = replace(self.made[step.id], id=self.next_id, type=TENSOR, weight=False)
         self.next_id += 1
         self.made[value.id] = value
-        operands = (Operand("self", step.id), *(Operand("like", number) for number in like))
+        operands = (Operand(RESULT, step.id), *(Operand("like", number) for number in like))
         return self._beside(step, value, BACK, operands)
 
-    def _cast(self, source: int, dst: Format, step: Step, exactly: bool) -> Step:
+    def _cast(self, source: int, dst: Format, step: Step, exactly: bool, name: str = "self") -> Step:
         known = self.made.get(source) or self.program.values[source]
         value = Value(self.next_id, dst.name, known.shape, known.device, known.gradient and step.grad_mode)
         self.next_id += 1
         self.made[value.id] = value
-        made = self._beside(step, value, CAST, (Operand("self", source),))
+        made = self._beside(step, value, CAST, (Operand(name, source),))
         return replace(made, constants=EXACTLY) if exactly and known.type == TENSOR else made
 
     def _beside(self, step: Step, value: Value, op: str, operands: tuple[Operand, ...]) -> Step:

@@ -69,6 +69,8 @@ def _close_down_to(depth: int) -> None:
 
 MARKS = (enter_marked, exit_marked)
 _NOTE = "narrowcast_region"
+BOUNDARY = "narrowcast_boundary"
+"""What is noted beside the casts at a module's boundary, so that the graph's ledger knows them from the user's own."""
 
 
 def note_exported(key: str, depth: int) -> Any:

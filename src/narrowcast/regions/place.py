@@ -54,7 +54,7 @@ def called_modules() -> list[Module]:
             found.append(frame.f_locals["self"])
         frame = frame.f_back
     found = [m for m in found if not isinstance(m, torch.fx.GraphModule)]
-    while found and type(found[-1]).__name__ in _WRAPPERS:
+    while found and _is_wrapper(found[-1]):
         found.pop()
     return found
 
@@ -112,10 +112,15 @@ def module_path(modules: list[Module]) -> str:
     It is put together from the modules between them, so that a shared module has the name under which it was called.
     """
     outermost = len(modules) - 1
-    while outermost > 0 and type(modules[outermost]).__name__ in _WRAPPERS:
+    while outermost > 0 and _is_wrapper(modules[outermost]):
         outermost -= 1
     names = [name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
     return ".".join(name for name in names if name)
+
+
+def _is_wrapper(module: Module) -> bool:
+    """Whether a module only stands around the user's: of torch's own, or torch.export's while it traces."""
+    return type(module).__name__ in _WRAPPERS or "_export_root" in module._modules
 
 
 def name_in(parent: Module, module: Module) -> str:

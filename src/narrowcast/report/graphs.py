@@ -5,6 +5,7 @@ Pure: the compile backend and the exporter fill in `CompiledGraph`; everything h
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, Ledger
 from narrowcast.passes import call_of
-from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy
 from narrowcast.program import Program, Step, Value
 
 
@@ -22,7 +23,8 @@ class CompiledGraph:
 
     before, after: its program as read and as written, None if it was not captured. joint_before, joint_after: the same
     of the joint graph of forward and backward, if autograd made one. edits, joint_edits: what the passes did.
-    policies: of its regions, by digest. fallback: why it runs as eager would run it; empty if it does not.
+    policies: of its regions, by digest. boundaries: what is known of casts that were captured at the boundaries of
+    modules' calls, by step, as JSON. fallback: why it runs as eager would run it; empty if it does not.
     place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
     the written graph; the rest went into reading, passes and writing.
@@ -37,6 +39,7 @@ class CompiledGraph:
     edits: tuple[EditRecord, ...] = ()
     joint_edits: tuple[EditRecord, ...] = ()
     policies: Mapping[str, Policy] = field(default_factory=dict)
+    boundaries: Mapping[int, str] = field(default_factory=dict)
     fallback: str = ""
     broken_by: str = ""
     broken_at: str = ""
@@ -107,7 +110,7 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
     for graph in graphs:
         ledger.edits += [*graph.edits, *graph.joint_edits]
         if graph.before is not None and graph.after is not None:
-            _Walker(ledger, graph.before, graph.after, graph.policies).run()
+            _Walker(ledger, graph.before, graph.after, graph.policies).run(graph.boundaries)
     return ledger
 
 
@@ -116,7 +119,7 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
     counts: tuple[Counter[tuple[str, str, str]], ...] = (Counter(), Counter())
     for ledger, count in zip((eager, graph), counts, strict=True):
         for kind, tally in ledger.calls.items():
-            if kind.action != "unlisted" and kind.direction == "forward":
+            if kind.action != "unlisted" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
     keys = list(dict.fromkeys([*counts[0], *counts[1]]))
     return tuple(DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k])
@@ -138,10 +141,14 @@ class _Walker:
             if step.op == "getitem":
                 self.elements.setdefault(step.operands[0].value, step.value)
 
-    def run(self) -> None:
+    def run(self, boundaries: Mapping[int, str]) -> None:
         """Every call, in order; what only moves or shapes is passed by, as in a recording."""
         for step in self.after.steps.values():
             known = self.before.steps.get(step.id)
+            if step.id in boundaries:
+                self._at_boundary(step, json.loads(boundaries[step.id]))
+            elif known is None and step.operands and step.operands[0].name == RESULT:
+                self._cast_of_result(step)
             moves = step.op == "getitem" or (step.aliases and not step.computes and not step.writes)
             if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
                 self._call(known, step)
@@ -163,6 +170,36 @@ class _Walker:
             made = self.after.steps.get(new.value)
             if old.value != new.value and made is not None and made.id not in self.before.steps:
                 self._cast(known, plan, policy, old.name, self.before.values[old.value], made)
+
+    def _cast_of_result(self, cast: Step) -> None:
+        """A cast that follows a call, as a rule about its result asks."""
+        made = self.before.steps[cast.operands[0].value]
+        if made.op == "getitem":
+            made = self.before.steps[made.operands[0].value]
+        plan, policy = self._plan(made)
+        source = self.after.values[cast.operands[0].value]
+        rule = next((r for name, r in plan.argument_rules if name.partition(".")[0] == RESULT), plan.rule)
+        self.ledger.casts.append(
+            Cast(
+                made.op, RESULT, made.place.module_path, made.place.file, made.place.line, source.type,
+                cast.value.type, source.elements, source.bytes + cast.value.bytes, "copied", "forward", "activation",
+                str(rule.action) if rule else "", str(rule) if rule else "", rule.reason if rule else "",
+                rule.source if rule else "", policy,
+            )
+        )  # fmt: skip
+
+    def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
+        """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
+        source, place = self.after.values[step.operands[0].value], step.place
+        kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+        self.ledger.casts.append(
+            Cast(
+                MODULE_CALL_OP, facts["argument"], place.module_path, place.file, place.line, source.type,
+                step.value.type, source.elements, source.bytes + step.value.bytes, "copied", "forward", kind,
+                facts.get("action", ""), facts.get("rule", ""), facts.get("reason", ""), facts.get("source", ""),
+                facts["policy"],
+            )
+        )  # fmt: skip
 
     def _plan(self, step: Step) -> tuple[Plan, str]:
         """What was decided about a call, by the one function that decides."""
