@@ -149,6 +149,7 @@ def explain(
         front_end=front_end,
         graphs=graphs,
         differences=differences,
+        rules=chosen.rules,
     )
 
 

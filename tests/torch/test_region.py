@@ -28,11 +28,14 @@ NATIVE, OURS = [BF, BF, FP, FP], [BF, FP, BF, BF]
 
 
 def test_the_signature_is_torch_autocast_s_with_a_policy():
-    """Same names, order and defaults; policy only by keyword."""
+    """Same names, order and defaults; what is ours only by keyword, and with a default."""
     ours = list(inspect.signature(nc.autocast.__init__).parameters.values())
     theirs = list(inspect.signature(torch.autocast.__init__).parameters.values())
-    assert [(p.name, p.default, p.kind) for p in ours[:-1]] == [(p.name, p.default, p.kind) for p in theirs]
-    assert ours[-1].kind is inspect.Parameter.KEYWORD_ONLY
+    same, own = ours[: len(theirs)], ours[len(theirs) :]
+    assert [(p.name, p.default, p.kind) for p in same] == [(p.name, p.default, p.kind) for p in theirs]
+    assert [(p.name, p.kind, p.default) for p in own] == [
+        (name, inspect.Parameter.KEYWORD_ONLY, None) for name in ("policy", "cache_limit_bytes")
+    ]
 
 
 def test_native_is_native():

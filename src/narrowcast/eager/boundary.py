@@ -121,6 +121,7 @@ class Boundary:
         facts = {"argument": name, "policy": self.policy.name}
         if rule is not None:
             facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
+            facts["label"] = rule.label
         return json.dumps(facts)
 
     def check(self) -> None:

@@ -14,17 +14,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.decide import Plan
+from narrowcast.eager.advice import Adviser
 from narrowcast.eager.kernels import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, planned_names
 from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
-from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, Place, Policy, Rule
+from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, Place, Policy
 from narrowcast.regions.place import find_place
 from narrowcast.torch_bridge import (
-    DTYPES,
     FORMATS,
+    OpFacts,
     OpOverload,
-    Slot,
     autocast_key,
     autocast_was_on,
     current_autograd_node,
@@ -55,7 +56,7 @@ def record() -> Iterator[Ledger]:
         install_visiting(_native_ops(device_type), device_type)
     add_watcher(recorder)
     try:
-        with recorder:
+        with recorder, recorder.adviser.watching():
             yield recorder.ledger
     finally:
         remove_watcher(recorder)
@@ -107,6 +108,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
         super().__init__()
         self.ledger = ledger
+        self.adviser = Adviser(ledger)
         self._keys = tuple(autocast_key(device_type) for device_type in device_types)
         self._local = threading.local()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
@@ -129,7 +131,11 @@ class Recorder(TorchDispatchMode):
         state = self._state
         again = state.executing is call.facts.op and not state.entered
         state.entered = state.entered or again
-        came = _names([t.dtype for _, t in tensors if t is not None])
+        came = format_names([t.dtype for _, t in tensors if t is not None])
+        if not again:
+            for rule in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
+                self.ledger.count_match(rule.label, call.place.module_path)
+            self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])
         state.calls.append(_Watched(call, came, [f is None for f in plan.formats], widens, again))
 
     def end(self, result: Any) -> None:
@@ -139,7 +145,9 @@ class Recorder(TorchDispatchMode):
         plan = call.decided.plan
         if call.again:
             return
-        if call.decided.facts.id == MODULE_CALL_OP and not call.decided.tensors:
+        if call.decided.facts.id != MODULE_CALL_OP:
+            self.adviser.gave(call.decided.facts, call.decided.place, tensors_in(result))
+        elif not call.decided.tensors:
             return  # the casts of its results: it is counted already
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
@@ -151,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if plan.rule is None and not plan.argument_rules:
             computes = call.came
         else:
-            computes = _planned_names(plan, call.decided.tensors)
+            computes = planned_names(plan, call.decided.tensors)
         self._count(
             call.decided.facts.id,
             call.decided.place,
@@ -201,18 +209,20 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             self._note_made(tensors_in(result))
             return result
-        result = self._execute(func, args, kwargs)
+        arguments = tensors_in(args, kwargs)
+        on = self._was_on()
+        self._advise(facts, arguments, bool(on))
+        result = self._execute(func, args, kwargs, on)
         results = tensors_in(result)
         self._note_made(results)
         if not results or (func is _TO_COPY and self._see_cast(args[0], result)):
             return result
-        arguments = tensors_in(args, kwargs)
-        moved = _nbytes(arguments) + _nbytes(results)
+        moved = bytes_of(arguments) + bytes_of(results)
         calls = self._state.calls
         if calls:
             calls[-1].op_bytes += moved
         else:
-            came = _names([t.dtype for t in arguments])
+            came = format_names([t.dtype for t in arguments])
             self._count(facts.id, find_place(with_names=False), came, came, result, None, None, moved)
         return result
 
@@ -221,17 +231,30 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self._made[id(tensor)] = weakref.ref(tensor)
 
-    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _was_on(self) -> tuple[Any, ...]:
+        """The keys for which autocast is on around the op that the mode sees; none inside calls that were decided."""
+        state = self._state
+        if (state.calls and state.calls[-1].decided.plan.shields) or state.executing is not None:
+            return ()
+        return autocast_was_on(self._keys)
+
+    def _advise(self, facts: OpFacts, arguments: list[torch.Tensor], is_on: bool) -> None:
+        """What is to be said of an op besides its casts."""
+        if current_autograd_node() is not None:
+            self.adviser.backward(is_on)
+        elif is_on and facts.writes:
+            self.adviser.skipped(facts, arguments)
+        elif not is_on and not self._state.calls and facts.computes:
+            self.adviser.outside(facts, arguments)
+
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
         """Run the op with autocast as it would be without us: kernels that call other ops must find it on.
 
         Meanwhile the mode sees nothing, so casts asked for by such inner calls are listed as they were planned.
         """
-        state = self._state
-        if (state.calls and state.calls[-1].decided.plan.shields) or state.executing is not None:
-            return func(*args, **kwargs)
-        on = autocast_was_on(self._keys)
         if not on:
             return func(*args, **kwargs)
+        state = self._state
         state.executing, state.entered = func, False
         try:
             with switched_on(on):
@@ -309,7 +332,7 @@ class Recorder(TorchDispatchMode):
                 before = self._cast_before.get(key)
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)
-        dst_size = _SIZES[dst]
+        dst_size = SIZES[dst]
         place = call.decided.place
         cast = Cast(
             op=call.decided.facts.id,
@@ -352,7 +375,7 @@ class Recorder(TorchDispatchMode):
         moved_bytes: int,
     ) -> None:
         """Add one call to the tallies."""
-        rule = _deciding_rule(plan)
+        rule = deciding_rule(plan)
         kind = CallKind(
             op=op,
             module_path=place.module_path,
@@ -360,47 +383,10 @@ class Recorder(TorchDispatchMode):
             line=place.line,
             came=came,
             computes=computes,
-            result=_names([t.dtype for t in tensors_in(result)]),
+            result=format_names([t.dtype for t in tensors_in(result)]),
             action=str(rule.action) if rule else "unlisted",
             reason=(rule.reason or str(rule)) if rule else _UNLISTED,
             policy=policy.name if policy else "",
             direction="forward" if current_autograd_node() is None else "backward",
         )
         self.ledger.count_call(kind, moved_bytes)
-
-
-_SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
-
-
-def _deciding_rule(plan: Plan | None) -> Rule | None:
-    if plan is None:
-        return None
-    if plan.rule is not None:
-        return plan.rule
-    return plan.argument_rules[0][1] if plan.argument_rules else None
-
-
-def _names(dtypes: list[torch.dtype]) -> str:
-    """The formats among these dtypes, each once, in order: `fp32,bf16`."""
-    names: dict[str, None] = {}
-    for dtype in dtypes:
-        known = FORMATS.get(dtype)
-        if known is not None:
-            names[known.name] = None
-    return ",".join(names)
-
-
-def _planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> str:
-    """The formats in which the op reads its floating tensors."""
-    if plan.set_dtype or plan.append_dtype:
-        return "fp32"
-    wanted = [
-        DTYPES[dst] if dst is not None else t.dtype
-        for (_, t), dst in zip(tensors, plan.formats, strict=True)
-        if t is not None
-    ]
-    return _names(wanted)
-
-
-def _nbytes(tensors: list[torch.Tensor]) -> int:
-    return sum([t.numel() * t.itemsize for t in tensors])

@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowcast.errors import LedgerError, Origin
 from narrowcast.files import replace_text
-from narrowcast.ledger.records import CallKind, Cast, EditRecord, Refusal, Tally
+from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally
 
 SCHEMA = "narrowcast.ledger/1"
 
@@ -61,12 +61,23 @@ class CastChange:
 
 @dataclass(slots=True)
 class Ledger:
-    """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs."""
+    """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
+
+    advice: how often each piece of it came up. matches: for each rule that decided something, by its text, the modules
+    in which it did, and how many calls.
+    """
 
     casts: list[Cast] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     calls: dict[CallKind, Tally] = field(default_factory=dict)
     edits: list[EditRecord] = field(default_factory=list)
+    advice: dict[Advice, int] = field(default_factory=dict)
+    matches: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def count_match(self, rule: str, module_path: str) -> None:
+        """Add one call that a rule decided, or decided an argument of."""
+        by_module = self.matches.setdefault(rule, {})
+        by_module[module_path] = by_module.get(module_path, 0) + 1
 
     def count_call(self, kind: CallKind, moved_bytes: int) -> None:
         """Add one call."""
@@ -114,6 +125,12 @@ class Ledger:
             merged.casts += ledger.casts
             merged.refusals += ledger.refusals
             merged.edits += ledger.edits
+            for advice, times in ledger.advice.items():
+                merged.advice[advice] = merged.advice.get(advice, 0) + times
+            for rule, modules in ledger.matches.items():
+                for path, calls in modules.items():
+                    into_rule = merged.matches.setdefault(rule, {})
+                    into_rule[path] = into_rule.get(path, 0) + calls
             for kind, tally in ledger.calls.items():
                 into = merged.calls.setdefault(kind, Tally())
                 into.calls += tally.calls
@@ -137,6 +154,8 @@ class Ledger:
             "refusals": [asdict(r) for r in self.refusals],
             "calls": [{**asdict(kind), **asdict(tally)} for kind, tally in self.calls.items()],
             "edits": [asdict(e) for e in self.edits],
+            "advice": [{**asdict(advice), "times": times} for advice, times in self.advice.items()],
+            "matches": self.matches,
         }
         return json.dumps(data, indent=indent)
 
@@ -157,6 +176,8 @@ class Ledger:
                 [_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]]
             )
             ledger.edits = [_record(EditRecord, row) for row in data.get("edits", ())]  # added later than the rest
+            ledger.advice = {_record(Advice, row): row["times"] for row in data.get("advice", ())}
+            ledger.matches = {rule: dict(modules) for rule, modules in data.get("matches", {}).items()}
             for row in data["calls"]:
                 ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])
         except (KeyError, TypeError) as error:

@@ -110,6 +110,22 @@ class EditRecord:
     graph: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something that is legal, and hardly meant: what it is, and what to do instead.
+
+    kind: `backward in a region`, `optimizer step in a region`, `left the region in a low format`, `skipped by
+    autocast`, `no casts`, or `weights in a low format`.
+    """
+
+    kind: str
+    what: str
+    todo: str
+    module_path: str
+    file: str
+    line: int
+
+
 @dataclass(slots=True)
 class Tally:
     """How often calls of one kind ran, and the bytes that they read and wrote."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def ledger_text(ledger: Ledger) -> str:
     """All casts and refusals as plain text."""
-    return as_text([totals_line(ledger), cast_table(f"{len(ledger.casts)} casts", ledger.casts), *refusals(ledger)])
+    casts = cast_table(f"{len(ledger.casts)} casts", ledger.casts)
+    return as_text([totals_line(ledger), casts, *refusals(ledger), *advice_parts(ledger)])
 
 
 def totals_line(ledger: Ledger) -> str:
@@ -73,3 +74,18 @@ def refusals(ledger: Ledger) -> list[RenderableType]:
             r.op, escape(r.module_path or "(root)"), escape(f"{short_file(r.file)}:{r.line}"), escape(r.reason)
         )
     return [made]
+
+
+def advice_parts(ledger: Ledger) -> list[RenderableType]:
+    """Each piece of advice with its line, if there is any."""
+    parts: list[RenderableType] = []
+    for found, times in ledger.advice.items():
+        often = f" ({times} times)" if times > 1 else ""
+        where = f"{short_file(found.file)}:{found.line}" if found.file else "?"
+        inside = f" in {found.module_path}" if found.module_path else ""
+        parts += [
+            f"[bold yellow]advice[/]: {escape(found.kind)}{often}, {escape(where)}{escape(inside)}",
+            f"  {escape(found.what)}",
+            f"  {escape(found.todo)}",
+        ]
+    return [*parts, ""] if parts else []

@@ -209,6 +209,11 @@ class Rule:
         return self.op == MODULE_CALL
 
     @property
+    def label(self) -> str:
+        """The rule, and where it is written."""
+        return f"{self} ({self.origin})" if self.origin is not None else str(self)
+
+    @property
     def is_exact(self) -> bool:
         """Whether fp64 is cast, too: `to(format)` of a module's call means exactly that format."""
         return self.is_module_call and self.action.kind is Kind.TO

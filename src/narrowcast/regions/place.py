@@ -72,15 +72,15 @@ def in_generated_code() -> bool:
     return False
 
 
-def find_place(with_names: bool = True) -> Place:
+def find_place(with_names: bool = True, frame: FrameType | None = None) -> Place:
     """The place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
 
     Without `with_names` it lacks the names of classes and functions, which few rules ask for.
 
     Modules are those that were called (`module(...)`), so a path is complete where the outermost module was called
-    too. Wrappers (DistributedDataParallel, torch.compile's) add nothing to the path.
+    too. Wrappers (DistributedDataParallel, torch.compile's) add nothing to the path. frame: of another stack.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     line_frame: FrameType | None = None
     modules: list[Module] = []
     functions: list[str] = []

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from narrowcast.console import as_text, in_bytes, short_file, table
 from narrowcast.ledger import Cast
-from narrowcast.ledger.text import argument_text, cast_table, how_text, line_text, refusals, totals_line
+from narrowcast.ledger.text import advice_parts, argument_text, cast_table, how_text, line_text, refusals, totals_line
 from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
 from narrowcast.report.graph_text import graph_parts
 
@@ -25,7 +25,9 @@ def explanation_text(explanation: Explanation) -> str:
 
 def explanation_parts(explanation: Explanation, every_cast: bool = False) -> list[RenderableType]:
     """The report, part by part: what was run, ops, modules, costs, refusals, comparison."""
-    parts: list[RenderableType] = [_heading(explanation), _ops(explanation)]
+    parts: list[RenderableType] = [_heading(explanation), *advice_parts(explanation.ledger), _ops(explanation)]
+    if explanation.rules:
+        parts += [_own_rules(explanation)]
     if explanation.ledger.casts:
         parts += [_casts_by_module(explanation), _rules(explanation)]
         casts = explanation.ledger.casts if every_cast else explanation.largest_casts()
@@ -82,6 +84,22 @@ def _ops(explanation: Explanation) -> RenderableType:
         ops = f"{len({row.op for row in without})} ops"
         made.add_row(ops, str(calls), "-", "-", "-", in_bytes(moved), "no floating tensors: never cast")
     return made
+
+
+def _own_rules(explanation: Explanation) -> RenderableType:
+    """What each rule of the policy matched. One that matched nothing is hardly meant so."""
+    made = table("the policy's rules: what each matched", "rule", "written at", ">calls", "in modules")
+    for row in explanation.rule_rows():
+        modules = ", ".join(m or "(root)" for m in row.modules[:4]) + (", ..." if len(row.modules) > 4 else "")
+        calls = str(row.calls) if row.calls else "[bold red]0[/]"
+        matched = escape(modules) if row.calls else "[bold red]matched nothing[/]"
+        made.add_row(escape(row.rule), escape(_short_origin(row.origin)), calls, matched)
+    return made
+
+
+def _short_origin(origin: str) -> str:
+    file, colon, line = origin.rpartition(":")
+    return f"{short_file(file)}{colon}{line}" if file else origin
 
 
 def _casts_by_module(explanation: Explanation) -> RenderableType:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowcast.ledger import Cast, Ledger
+from narrowcast.policy import Rule
 from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row
 
 SCHEMA = "narrowcast.explanation/1"
@@ -37,6 +38,17 @@ class ModuleRow:
     copied: int
     moved_bytes: int
     kinds: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One of the policy's own rules: how many calls it decided, and in which modules. None: it matched nothing."""
+
+    rule: str
+    origin: str
+    reason: str
+    calls: int
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,8 @@ class Explanation:
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
-    graphs, and `differences` are calls that eager code decides otherwise: none, unless there is a fault.
+    graphs, and `differences` are calls that eager code decides otherwise: none, unless there is a fault. rules: the
+    policy's own, without those of what it extends.
     """
 
     subject: str
@@ -110,6 +123,16 @@ class Explanation:
     front_end: str = "eager"
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def rule_rows(self) -> list[RuleRow]:
+        """What each of the policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
+        rows = []
+        for rule in self.rules:
+            modules = self.ledger.matches.get(rule.label, {})
+            origin = str(rule.origin) if rule.origin is not None else ""
+            rows.append(RuleRow(str(rule), origin, rule.reason, sum(modules.values()), tuple(modules)))
+        return rows
 
     def graph_rows(self) -> list[GraphRow]:
         """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
@@ -169,6 +192,7 @@ class Explanation:
             data[name] = getattr(self, name)
         data["ops"] = [asdict(row) for row in self.op_rows()]
         data["modules"] = [asdict(row) for row in self.module_rows()]
+        data["rules"] = [asdict(row) for row in self.rule_rows()]
         data["repeated_casts"] = [asdict(row) for row in self.repeats()]
         data["graphs"] = [asdict(row) for row in self.graph_rows()]
         data["differences"] = [asdict(row) for row in self.differences]

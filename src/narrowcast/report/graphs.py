@@ -155,6 +155,8 @@ class _Walker:
 
     def _call(self, known: Step, step: Step) -> None:
         plan, policy = self._plan(known)
+        for decided in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
+            self.ledger.count_match(decided.label, known.place.module_path)
         read = [self.after.values[o.value] for o in step.operands]
         came = [self.before.values[o.value] for o in known.operands]
         result = self.elements.get(step.id, step.value)
@@ -192,6 +194,7 @@ class _Walker:
         """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
         source, place = self.after.values[step.operands[0].value], step.place
         kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+        self.ledger.count_match(facts.get("label", ""), place.module_path)
         self.ledger.casts.append(
             Cast(
                 MODULE_CALL_OP, facts["argument"], place.module_path, place.file, place.line, source.type,

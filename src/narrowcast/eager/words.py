@@ -1,0 +1,47 @@
+"""Words for what a recording saw: formats of tensors, their bytes, the rule that decided."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowcast.decide import Plan
+from narrowcast.policy import Rule
+from narrowcast.torch_bridge import DTYPES, FORMATS, Slot
+
+SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
+
+
+def deciding_rule(plan: Plan | None) -> Rule | None:
+    """The rule that decided about a call, or else about one of its arguments."""
+    if plan is None:
+        return None
+    if plan.rule is not None:
+        return plan.rule
+    return plan.argument_rules[0][1] if plan.argument_rules else None
+
+
+def format_names(dtypes: list[torch.dtype]) -> str:
+    """The formats among these dtypes, each once, in order: `fp32,bf16`."""
+    names: dict[str, None] = {}
+    for dtype in dtypes:
+        known = FORMATS.get(dtype)
+        if known is not None:
+            names[known.name] = None
+    return ",".join(names)
+
+
+def planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> str:
+    """The formats in which the op reads its floating tensors."""
+    if plan.set_dtype or plan.append_dtype:
+        return "fp32"
+    wanted = [
+        DTYPES[dst] if dst is not None else t.dtype
+        for (_, t), dst in zip(tensors, plan.formats, strict=True)
+        if t is not None
+    ]
+    return format_names(wanted)
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    """How much memory the elements take."""
+    return sum([t.numel() * t.itemsize for t in tensors])

@@ -1,0 +1,166 @@
+"""What recordings and explanations warn of, and what each rule of a policy matched."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.report.explain_text import explanation_text
+
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model():
+    """Two layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def kinds(ledger):
+    """The advice by kind, with the text of its line."""
+    lines = Path(__file__).read_text().split("\n")
+    return {advice.kind: lines[advice.line - 1].strip() for advice in ledger.advice}
+
+
+def test_a_clean_training_step_needs_no_advice(model):
+    """The region ends after the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for region in (nc.autocast("cpu"), torch.autocast("cpu")):
+        with nc.record() as ledger:
+            with region:
+                loss = nn.functional.cross_entropy(model(X).float(), torch.tensor([0, 1]))
+            loss.backward()
+            optimizer.step()
+        assert ledger.advice == {}
+
+
+@pytest.mark.parametrize("region", [nc.autocast("cpu"), torch.autocast("cpu")], ids=["ours", "native"])
+def test_backward_and_step_in_a_region(model, region):
+    """Each once, with its line."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    with nc.record() as ledger, region:
+        loss = model(X).float().sum()
+        loss.backward()
+        optimizer.step()
+    assert kinds(ledger) == {
+        "backward in a region": "loss.backward()",
+        "optimizer step in a region": "optimizer.step()",
+    }
+
+
+def test_a_low_result_that_leaves_the_region(model):
+    """For a float32 op: one that mixes formats, and one that a region would compute in fp32. A cast helps."""
+    with nc.record() as ledger:
+        with nc.autocast("cpu"):
+            out = model(X)
+        out.float() + torch.ones(2, 4)
+        out * 2
+    assert ledger.advice == {}
+    with nc.record() as ledger:
+        with nc.autocast("cpu"):
+            out = model(X)
+        out + torch.ones(2, 4)
+    assert kinds(ledger) == {"left the region in a low format": "out + torch.ones(2, 4)"}
+    (advice,) = ledger.advice
+    assert "aten.linear.default" in advice.what and "test_advice.py:" in advice.what
+    with nc.record() as ledger:
+        with nc.autocast("cpu"):
+            out = model(X)
+        nn.functional.cross_entropy(out, torch.tensor([0, 1]))
+    assert kinds(ledger) == {
+        "left the region in a low format": "nn.functional.cross_entropy(out, torch.tensor([0, 1]))"
+    }
+
+
+def test_a_mixed_op_outside_is_explained_before_it_raises(model):
+    """The forum's RuntimeError about Float and BFloat16."""
+    with nc.record() as ledger, pytest.raises(RuntimeError):
+        with nc.autocast("cpu"):
+            out = model(X)
+        torch.mm(out, torch.ones(4, 4))
+    assert kinds(ledger) == {"left the region in a low format": "torch.mm(out, torch.ones(4, 4))"}
+
+
+def test_forms_that_autocast_passes_by():
+    """In place and out=; the functional form is named."""
+    with nc.record() as ledger, nc.autocast("cpu"):
+        made = torch.mm(X, X.t()).float()
+        made.addmm_(X, X.t())
+        torch.mm(X, X.t(), out=made)
+        made.add_(1)  # which no list names
+        made.relu_()
+    skipped = [a for a in ledger.advice if a.kind == "skipped by autocast"]
+    assert ["aten.addmm" in skipped[0].todo, "aten.mm" in skipped[1].todo, len(skipped)] == [True, True, 2]
+
+
+@pytest.mark.parametrize("make", [nc.autocast, torch.autocast])
+def test_a_region_that_casts_nothing(make):
+    """Its line; not if it casts, is off, is empty, or raises."""
+    with nc.record() as ledger:
+        with make("cpu"):
+            X.relu()
+        with make("cpu", enabled=False):
+            X.relu()
+        with make("cpu"):
+            pass
+        with make("cpu"):
+            torch.mm(X, X.t())
+    assert kinds(ledger) == {"no casts": 'with make("cpu"):'}
+    assert len(ledger.advice) == 1
+
+
+def test_a_converted_model_in_a_region(model):
+    """half() and a region are one too many; so explain says, without running anything."""
+    found = nc.explain(model.bfloat16(), X, dtype="bf16")
+    assert [a.kind for a in found.ledger.advice] == ["weights in a low format"]
+    text = explanation_text(found)
+    assert "advice: weights in a low format" in text and "keep the weights in fp32" in text
+
+
+def test_advice_is_counted_once_per_line_and_saved(model):
+    """A loop is one line; the JSON form keeps it."""
+    with nc.record() as ledger, nc.autocast("cpu"):
+        for _ in range(3):
+            model(X).float().sum().backward()
+    assert list(ledger.advice.values()) == [3]
+    again = nc.Ledger.from_json(ledger.to_json())
+    assert again.advice == ledger.advice and again.matches == ledger.matches
+    assert ledger.merge(again).advice == {next(iter(ledger.advice)): 6}
+    assert "advice: backward in a region (3 times)" in str(ledger)
+
+
+POLICY = """
+extends = "native"
+
+[[rule]]
+op = "aten.linear"
+module = "0"
+action = "full"
+
+[[rule]]
+op = "aten.linear"
+module = "nowhere.*"
+action = "full"
+
+[[rule]]
+op = "module.call"
+module = "2"
+argument = "result"
+action = "to(fp32)"
+"""
+
+
+@pytest.mark.parametrize("front_end", ["eager", "compile", "export", "script"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_explain_says_what_each_rule_matched_and_which_matched_nothing(model, front_end):
+    """With the rule's line."""
+    found = nc.explain(model, X, policy=nc.Policy.parse(POLICY, "my.toml"), front_end=front_end)
+    rows = {row.origin: (row.calls > 0, row.modules) for row in found.rule_rows()}
+    assert rows == {"my.toml:5": (True, ("0",)), "my.toml:10": (False, ()), "my.toml:15": (True, ("2",))}
+    text = explanation_text(found)
+    assert "matched nothing" in text and "my.toml:10" in text
+    assert io.StringIO(found.to_json()).read().count('"modules"') >= 3
