@@ -14,7 +14,7 @@ from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
     from narrowcast.compiler import compile
-    from narrowcast.eager import autocast, cache_info, carry, invalidate, pin, unpin
+    from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
     from narrowcast.exporter import export
@@ -29,6 +29,8 @@ _TORCH_HALF = {
     "carry": "narrowcast.eager",
     "compile": "narrowcast.compiler",
     "convert": "narrowcast.scripting",
+    "custom_bwd": "narrowcast.eager",
+    "custom_fwd": "narrowcast.eager",
     "export": "narrowcast.exporter",
     "invalidate": "narrowcast.eager",
     "pin": "narrowcast.eager",
@@ -62,6 +64,8 @@ __all__ = [
     "carry",
     "compile",
     "convert",
+    "custom_bwd",
+    "custom_fwd",
     "decide",
     "errors",
     "explain",

@@ -1,6 +1,7 @@
 """The eager front end: regions, kernels at the Autocast keys, recording."""
 
 from narrowcast.eager.caching import cache_info, invalidate
+from narrowcast.eager.functions import custom_bwd, custom_fwd
 from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast, changed_ops
@@ -14,6 +15,8 @@ __all__ = [
     "cache_info",
     "carry",
     "changed_ops",
+    "custom_bwd",
+    "custom_fwd",
     "find_place",
     "invalidate",
     "native_region",

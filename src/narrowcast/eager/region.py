@@ -17,7 +17,7 @@ from narrowcast.eager.kernels import install
 from narrowcast.eager.steps import run_inside
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy, known_policy
+from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
 from narrowcast.regions.recomputation import carry_into_recomputation
@@ -214,8 +214,7 @@ def _marked_key(
     device_type: str, dtype: Any, enabled: bool, cache: bool | str | None, policy: str | None, limit: int | None
 ) -> str:
     """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
-    chosen = (known_policy(policy) if policy is not None else None) or policy
-    return autocast(device_type, dtype, enabled, cache, policy=chosen, cache_limit_bytes=limit)._key
+    return autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)._key
 
 
 _marked_key._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result

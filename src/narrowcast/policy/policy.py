@@ -240,7 +240,8 @@ class Policy:
 
 
 def as_policy(wanted: Policy | str | None) -> Policy:
-    """A policy given as itself, as the name of a built-in one (native, safe, native:cuda), or as a file's path.
+    """A policy given as itself, as the name of a built-in one (native, safe, native:cuda), as a file's path, or as the
+    digest of one that is in use, which is how compiled code names them.
 
     None is native. Raises PolicyError for a name that is neither.
     """
@@ -248,6 +249,9 @@ def as_policy(wanted: Policy | str | None) -> Policy:
         return wanted
     if wanted is None or wanted == "native":
         return Policy.native()
+    in_use = known_policy(wanted) if len(wanted) == 64 else None
+    if in_use is not None:
+        return in_use
     if str(wanted).endswith(".toml"):
         return Policy.load(wanted)
     check_builtin_name(str(wanted))

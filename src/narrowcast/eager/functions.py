@@ -1,0 +1,95 @@
+"""`custom_fwd` and `custom_bwd`: autocasting for autograd functions, on whatever device their tensors are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.eager.boundary import cast_tree
+from narrowcast.eager.module_calls import policy_on, traced_policy
+from narrowcast.eager.region import autocast
+from narrowcast.errors import RegionError
+from narrowcast.formats import Format
+from narrowcast.torch_bridge import tensors_in, to_dtype
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | str | Format | None = None,
+) -> Any:
+    """Decorate the `forward` of a torch.autograd.Function; what torch.amp.custom_fwd does, for any device.
+
+    device_type: left out, that of the first tensor that `forward` is called with (cpu if there is none).
+    cast_inputs: in a region, cast floating inputs on that device, but for fp64, to this format, and run `forward` with
+        autocasting off. None: `forward` runs in the region as it is. Outside of regions nothing happens.
+
+    The region's format and policy are kept for `custom_bwd`.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    dtype = None if cast_inputs is None else to_dtype(cast_inputs)
+    function = fwd
+
+    @functools.wraps(fwd)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        device = device_type if device_type is not None else _device_of(args, kwargs)
+        enabled = torch.is_autocast_enabled(device)
+        ctx._dtype = torch.get_autocast_dtype(device)
+        ctx._fwd_used_autocast = enabled and dtype is None
+        ctx._narrowcast_region = (device, traced_policy(device) if _tracing() else policy_on(device))
+        if dtype is None or not enabled:
+            return function(ctx, *args, **kwargs)
+        new_args, new_kwargs = _cast(args, device, dtype), _cast(kwargs, device, dtype)
+        with autocast(device, enabled=False):
+            return function(ctx, *new_args, **new_kwargs)
+
+    return forward
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
+    """Decorate the `backward` of a torch.autograd.Function: it runs as `forward` did, in the same format and policy.
+
+    device_type: left out, that of the forward. Raises RegionError if `forward` is not decorated with `custom_fwd`.
+    """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    function = bwd
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(ctx, "_narrowcast_region"):
+            raise RegionError(
+                asked="custom_bwd", found="the forward did not say in which region it ran",
+                advice="Decorate forward with narrowcast.custom_fwd, too.",
+            )  # fmt: skip
+        device, policy = ctx._narrowcast_region
+        chosen = device if device_type is None else device_type
+        with autocast(chosen, ctx._dtype, ctx._fwd_used_autocast, policy=policy if chosen == device else None):
+            return function(ctx, *args, **kwargs)
+
+    return backward
+
+
+def _tracing() -> bool:
+    return torch.compiler.is_dynamo_compiling()
+
+
+def _device_of(args: Any, kwargs: dict[str, Any]) -> str:
+    tensors = tensors_in(args, kwargs)
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """The value with its floating tensors on the device cast."""
+    if isinstance(value, torch.Tensor):
+        return cast_tree(value, dtype, False) if value.device.type == device else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_cast(item, device, dtype) for item in value])
+    if isinstance(value, dict):
+        return {key: _cast(item, device, dtype) for key, item in value.items()}
+    return value
