@@ -38,6 +38,7 @@ conformance: .venv/.models
 
 bench: .venv/.models
 	$(BIN)/python benchmarks/eager_overhead.py
+	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/graphs.py
 	$(BIN)/python benchmarks/scripts.py
 

@@ -8,6 +8,7 @@ rule in examples/policies/energies.toml keeps the networks of H, C, N and O in f
 Weights come with Auto3D, the molecules with ase (the G2 set). Nothing is downloaded.
 """
 
+import sys
 import warnings
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def main() -> None:
             run.run()
         products = ledger.op_formats()["aten.linear.default"]
         low, every = products.get("bf16", 0), sum(products.values())
-        print(f"{name:38} {mean_error(found, expected):7.3f} meV, {low} of {every} products in bf16")
+        error = mean_error(found, expected)
+        print(f"{name:38} {error:7.3f} meV, {low} of {every} products in bf16")
+    sys.exit(error >= 1 or not low)
 
 
 if __name__ == "__main__":
