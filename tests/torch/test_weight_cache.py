@@ -1,6 +1,7 @@
 """The weight cache: never stale, right for every grad mode and format, bounded, and seen."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -224,7 +225,11 @@ def test_a_budget_is_kept(weight):
 def test_writes_through_data_are_told_by_invalidate(cache):
     """No counter sees them. Of a module, a weight, a list, or of everything."""
     model = torch.nn.Linear(8, 8, bias=False)
-    for tell in (lambda: nc.invalidate(model), lambda: nc.invalidate(model.weight), lambda: nc.invalidate()):
+    for tell in (
+        lambda: nc.invalidate(model), lambda: nc.invalidate(model.weight), lambda: nc.invalidate(),
+        lambda: nc.invalidate(model.weight.data), lambda: nc.invalidate(model.state_dict()),
+        lambda: nc.invalidate(dict(model.named_parameters())), lambda: nc.invalidate([model]),
+    ):  # fmt: skip
         with nc.autocast("cpu", cache_enabled=cache):
             model(X)
             model.weight.data.mul_(2)
@@ -233,7 +238,7 @@ def test_writes_through_data_are_told_by_invalidate(cache):
             assert torch.equal(model(X), expected)
     nc.invalidate(model)  # outside of regions there is nothing to forget
     with pytest.raises(CacheError, match="is no weight"):
-        nc.invalidate(["weight"])
+        nc.invalidate([3.5])
 
 
 def test_checksums_find_writes_through_data(weight):
@@ -259,8 +264,6 @@ def digits(seed=0):
 
 def train(steps, whole=None, forward=None):
     """The loop, in a region around all of it, or around forward and loss alone; losses and weights."""
-    from contextlib import nullcontext
-
     model, x, y, optimizer = digits()
     losses = []
     with whole or nullcontext():
@@ -301,8 +304,10 @@ def test_memory_does_not_grow_in_a_long_region():
         assert nc.cache_info().entries <= 66
 
 
-def test_checkpointing_inside_a_checked_region(weight):
-    """The recomputation casts for itself; gradients are those of native."""
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("cache", [None, "checked"])
+def test_checkpointing_inside_a_region(cache, reentrant, weight):
+    """The recomputation has a cache of its own, and one: a weight used twice in it has native's gradient."""
 
     def step(x):
         return torch.mm(torch.mm(x, weight).float(), weight)
@@ -310,11 +315,140 @@ def test_checkpointing_inside_a_checked_region(weight):
     def gradient(region):
         weight.grad = None
         with region:
-            checkpoint(step, X, use_reentrant=False).float().sum().backward()
+            x = X.clone().requires_grad_()
+            checkpoint(step, x, use_reentrant=reentrant).float().pow(2).sum().backward()
         return weight.grad
 
     expected = gradient(torch.autocast("cpu"))
-    assert torch.equal(gradient(nc.autocast("cpu", cache_enabled="checked")), expected)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full"))
+    assert torch.equal(gradient(nc.autocast("cpu", cache_enabled=cache, policy=policy)), expected)
+    assert torch.equal(gradient(nc.autocast("cpu", cache_enabled=cache)), expected)
+
+
+CHANGED = nc.Policy.native().with_rules(nc.Rule("aten.linear", "lower", module="nowhere"))  # linear passes our kernel
+SETTINGS = [{}, {"cache_enabled": "checked"}, {"cache_enabled": "checksum"}, {"policy": CHANGED}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizers_are_seen(kind, settings):
+    """They count no version on the cpu."""
+
+    def losses(whole, forward):
+        torch.manual_seed(0)
+        model, x, y = torch.nn.Linear(8, 2), torch.randn(16, 8), torch.randn(16, 2)
+        optimizer, found = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True), []
+        with whole:
+            for _ in range(4):
+                with forward:
+                    loss = (model(x).float() - y).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.detach())
+        return torch.stack(found)
+
+    found = losses(nc.autocast("cpu", **settings), nullcontext())
+    assert torch.equal(found, losses(nullcontext(), torch.autocast("cpu")))
+
+
+@pytest.mark.parametrize("cache", [None, "checked"])
+def test_closures_of_one_step_see_the_weights_as_they_are(cache, weight):
+    """LBFGS changes them between its calls."""
+    optimizer, equal = torch.optim.LBFGS([weight], max_iter=4), []
+
+    def closure():
+        optimizer.zero_grad()
+        out = torch.mm(X, weight)
+        equal.append(torch.equal(out, product(weight)))
+        loss = out.float().pow(2).mean()
+        loss.backward()
+        return loss
+
+    with nc.autocast("cpu", cache_enabled=cache):
+        optimizer.step(closure)
+    assert len(equal) > 1 and all(equal)
+
+
+@pytest.mark.parametrize("cache", OURS)
+def test_memory_that_is_used_again_is_not_taken_for_the_old_one(cache, weight):
+    """Two writes to .data may end where the first began; half() and float() give the parameter other memory twice."""
+    module = torch.nn.Module()
+    module.weight = weight
+    with nc.autocast("cpu", cache_enabled=cache):
+        for _ in range(20):
+            torch.mm(X, weight)
+            for _ in range(2):
+                weight.data = torch.randn(8, 8)
+            assert torch.equal(torch.mm(X, weight), product(weight))
+            with torch.no_grad():
+                weight.mul_(1e-7)
+            torch.mm(X, weight)
+            module.half().float()
+            assert torch.equal(torch.mm(X, weight), product(weight))
+
+
+@pytest.mark.parametrize("inner", [lambda: nc.autocast("cpu"), lambda: torch.autocast("cpu")], ids=["ours", "native"])
+def test_regions_inside_a_checked_one_are_checked(inner, weight):
+    """torch's own, too: its kernels are not asked there."""
+    with nc.autocast("cpu", cache_enabled="checked"):
+        for _ in range(3):
+            with inner():
+                assert torch.equal(torch.mm(X, weight), product(weight))
+            with torch.no_grad():
+                weight.add_(1)
+
+
+def test_function_transforms_and_swaps_work_in_checked_regions():
+    """What has no memory of its own is not cached; what is to be swapped is let go."""
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    with nc.autocast("cpu", cache_enabled="checked"):
+        found = torch.func.grad(lambda w: torch.mm(x, w).float().sum())(w)
+        a, b = torch.nn.Parameter(torch.randn(8, 8)), torch.nn.Parameter(torch.randn(8, 8))
+        with torch.no_grad():
+            torch.mm(x, a), torch.mm(x, b)
+            torch.utils.swap_tensors(a, b)
+            assert torch.equal(torch.mm(x, a), torch.mm(x.bfloat16(), a.bfloat16()))
+    with torch.autocast("cpu"):
+        assert torch.equal(torch.func.grad(lambda w: torch.mm(x, w).float().sum())(w), found)
+
+
+class Named(torch.nn.Parameter):
+    """A subclass, as libraries have them."""
+
+
+def test_parameters_of_subclasses_are_checked_too():
+    """By their memory."""
+    weight = Named(torch.randn(8, 8))
+    with nc.autocast("cpu", cache_enabled="checked"):
+        torch.mm(X, weight)
+        weight.data = torch.ones(8, 8)
+        assert torch.equal(torch.mm(X, weight), product(weight))
+
+
+def test_checksums_inside_a_checked_region_raise_nothing_that_is_not_so(weight):
+    """A cast that was made without one is made anew; elements far apart that change places are found."""
+    large = torch.nn.Parameter(torch.randn(128, 128))
+    x = torch.randn(2, 128)
+    with nc.autocast("cpu", cache_enabled="checked"):
+        torch.mm(X, weight)
+        with nc.autocast("cpu", cache_enabled="checksum"):
+            assert torch.equal(torch.mm(X, weight), product(weight))
+            torch.mm(x, large)
+            flat = large.data.view(-1)
+            flat[[0, 8191]] = flat[[8191, 0]]
+            with pytest.raises(CacheError):
+                torch.mm(x, large)
+
+
+def test_a_region_inside_keeps_to_the_budget_of_the_one_around():
+    """It is one cache."""
+    weights = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(4)]
+    around = nc.autocast("cpu", cache_enabled="checked", cache_limit_bytes=256)
+    with around, nc.autocast("cpu", cache_enabled="checked"):
+        for weight in weights:
+            torch.mm(X, weight)
+        assert nc.cache_info().bytes <= 256
 
 
 @pytest.mark.parametrize("cache", OURS)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowcast.eager.native_cache import native_cache_size
 from narrowcast.errors import CacheError
-from narrowcast.regions.state import innermost
-from narrowcast.regions.weight_cache import CacheInfo
+from narrowcast.regions.state import innermost, open_anywhere
+from narrowcast.regions.weight_cache import CacheInfo, mutations
 
 
 def cache_info() -> CacheInfo:
@@ -26,11 +26,11 @@ def cache_info() -> CacheInfo:
         return CacheInfo()
     held = region.casts
     prepared = region.prepared
-    entries, size = (len(held.entries), held.bytes)
+    entries, size = held.held(), held.bytes
     if prepared.grade == "native":
         more, more_bytes = native_cache_size()
         entries, size = entries + more, size + more_bytes
-    return CacheInfo(prepared.grade, entries, size, held.hits, held.misses, prepared.cache_limit_bytes)
+    return CacheInfo(prepared.grade, entries, size, held.hits, held.misses, held.limit_bytes)
 
 
 def invalidate(*changed: torch.Tensor | Module | Iterable[torch.Tensor]) -> None:
@@ -56,14 +56,15 @@ def _weights_of(item: Any) -> list[torch.Tensor]:
         return [item]
     if isinstance(item, Module):
         return list(item.parameters())
-    found = list(item) if isinstance(item, Iterable) else [item]
-    for weight in found:
-        if not isinstance(weight, torch.Tensor):
-            raise CacheError(
-                asked=f"invalidate({type(item).__name__})", found=f"{type(weight).__name__} is no weight",
-                advice="Give tensors, modules, or iterables of tensors.",
-            )  # fmt: skip
-    return found
+    if isinstance(item, str):  # names beside weights, as in named_parameters()
+        return []
+    if not isinstance(item, Iterable):
+        raise CacheError(
+            asked=f"invalidate({type(item).__name__})", found="it is no weight, and holds none",
+            advice="Give tensors, modules, or iterables of these.",
+        )  # fmt: skip
+    found = item.values() if isinstance(item, Mapping) else item
+    return [weight for inner in found for weight in _weights_of(inner)]
 
 
 # -- the mutators that everybody uses ----------------------------------------------------------------------------------
@@ -71,32 +72,56 @@ def _weights_of(item: Any) -> list[torch.Tensor]:
 
 @cache
 def follow_mutators() -> None:
-    """Have torch's own cache cleared by what changes weights in an open region of ours. Done once.
+    """Have the casts of weights forgotten by what changes weights while a region of ours is open. Done once.
 
-    Every optimizer's step (GradScaler's, too) through torch's hook for all optimizers. torch has none for the others:
-    loading a state_dict, moving or converting a module, averaged models, and vectors written into parameters.
+    Every optimizer's step (GradScaler's, too) through torch's hooks for all optimizers: before it, before each call of
+    its closure, and after it. torch has no hooks for the others: loading a state_dict, moving or converting a module,
+    averaged models, vectors written into parameters, swapped tensors.
     """
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _forget())
+    vectors = torch.nn.utils.convert_parameters
     for owner, name in (
         (Module, "load_state_dict"), (Module, "_apply"),
         (torch.optim.swa_utils.AveragedModel, "update_parameters"),
-        (torch.nn.utils, "vector_to_parameters"), (torch.utils, "swap_tensors"),
+        (torch.nn.utils, "vector_to_parameters"), (vectors, "vector_to_parameters"),
+        (vectors, "_check_param_device"),  # which it calls, whoever has imported it before
+        (torch.utils, "swap_tensors"),
     ):  # fmt: skip
-        setattr(owner, name, _forgetting(getattr(owner, name)))
+        if hasattr(owner, name):
+            setattr(owner, name, _forgetting(getattr(owner, name)))
+
+
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forget, and have the closure forget: LBFGS changes weights between its calls."""
+    _forget()
+    if not open_anywhere:
+        return None
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _forgetting(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _forgetting(kwargs["closure"])}
+    return None
 
 
 def _forgetting(mutator: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(mutator)
     def and_forget(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return mutator(*args, **kwargs)
+        _forget()  # before, too: closures read weights, and tensors that we refer to cannot be swapped
         try:
             return mutator(*args, **kwargs)
         finally:
-            if not torch.compiler.is_dynamo_compiling():
-                _forget()
+            _forget()
 
     return and_forget
 
 
 def _forget() -> None:
-    if innermost() is not None:
+    if open_anywhere:
+        mutations.count += 1
         torch.clear_autocast_cache()
+        region = innermost()
+        if region is not None:
+            region.casts.clear()

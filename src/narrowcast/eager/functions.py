@@ -36,17 +36,19 @@ def custom_fwd(
     function = fwd
 
     @functools.wraps(fwd)
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        without = not args or isinstance(args[0], torch.Tensor)  # a setup_context beside it has the context then
+        ctx: Any = _NoContext() if without else args[0]
         device = device_type if device_type is not None else _device_of(args, kwargs)
         enabled = torch.is_autocast_enabled(device)
         ctx._dtype = torch.get_autocast_dtype(device)
         ctx._fwd_used_autocast = enabled and dtype is None
         ctx._narrowcast_region = (device, traced_policy(device) if _tracing() else policy_on(device))
         if dtype is None or not enabled:
-            return function(ctx, *args, **kwargs)
+            return function(*args, **kwargs)
         new_args, new_kwargs = _cast(args, device, dtype), _cast(kwargs, device, dtype)
         with autocast(device, enabled=False):
-            return function(ctx, *new_args, **new_kwargs)
+            return function(*new_args, **new_kwargs)
 
     return forward
 
@@ -73,6 +75,10 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             return function(ctx, *args, **kwargs)
 
     return backward
+
+
+class _NoContext:
+    """What a forward with a `setup_context` beside it writes to."""
 
 
 def _tracing() -> bool:

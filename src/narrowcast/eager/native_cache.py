@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.regions.weight_cache import mutations
 from narrowcast.torch_bridge import cast
 
 
@@ -19,6 +20,7 @@ class _Casts(threading.local):
     """Per thread: a weight's id and the trace, the weight (so that the id stays its own), and its cast."""
 
     def __init__(self) -> None:
+        self.mutations = mutations.count
         self.by_id: dict[tuple[int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -29,6 +31,9 @@ def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> t
     """The cast of a cacheable weight in a native region: casts to the low format are kept, others are made anew."""
     if dtype is not low:
         return cast(weight, dtype)
+    if _casts.mutations != mutations.count:  # of another thread, whose step cannot reach this one's casts
+        _casts.by_id.clear()
+        _casts.mutations = mutations.count
     key = (id(weight), torch._C._get_tracing_state())
     entry = _casts.by_id.get(key)
     if entry is not None:

@@ -22,7 +22,7 @@ from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
 from narrowcast.regions.recomputation import carry_into_recomputation
-from narrowcast.regions.state import Prepared, enter_region, innermost, set_innermost
+from narrowcast.regions.state import CHECKED, Prepared, enter_region, innermost, open_anywhere, set_innermost
 from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting, find_op, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,8 +96,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
         facts = Region(device_type, FORMATS[fast], native._enabled, native._cache_enabled)
         self._prepared: Prepared = prepare(self.policy, facts, grade, cache_limit_bytes, self.policy.wording)
-        if grade == "native":
-            follow_mutators()
+        follow_mutators()
         self._native = native
         self._digest = self.policy.digest
         self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
@@ -111,6 +110,13 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             enter_marked(self._key)
             return self
         prepared = self._prepared
+        outer = innermost()
+        if outer is not None and self._cache is None and outer.prepared.grade in CHECKED and prepared.grade == "native":
+            grade, limit = (
+                outer.prepared.grade,
+                outer.prepared.cache_limit_bytes,
+            )  # what is checked stays checked inside
+            prepared = _prepare(self.policy, prepared.facts, grade, limit, self.policy.wording)
         identity = None
         if prepared.ops and self._enabled:
             install(prepared.ops, prepared.changed, self.device)
@@ -156,6 +162,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             set_innermost(region.outer)
         else:  # left out of order, as interleaved generators do: those inside it stay open
             inner.outer = region.outer
+        open_anywhere.pop()
         if self._notes:
             self._notes.pop().__exit__(exc_type, exc_val, exc_tb)
         if region.identity is not None and later is not None:
@@ -257,7 +264,7 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
 
 def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
     """The grade of our own cache; empty for torch's. RegionError for what neither can be."""
-    if isinstance(wanted, str) and wanted not in ("checked", "checksum"):
+    if isinstance(wanted, str) and wanted not in CHECKED:
         raise RegionError(
             asked=f"cache_enabled={wanted!r}", found="no such cache",
             advice='Give True, False, None, "checked" or "checksum".',
@@ -301,7 +308,7 @@ def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None,
         return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
     resolved = policy.resolve(facts.device_type)
     ops = changed_ops(resolved, facts.device_type)
-    if grade in ("checked", "checksum"):  # whatever casts weights is cast by us
+    if grade in CHECKED:  # whatever casts weights is cast by us
         lowering = [find_op(r.op) for r in resolved.rules if r.action.kind is Kind.LOWER and not r.is_pattern]
         ops = tuple(dict.fromkeys((*ops, *(op for op in lowering if op is not None))))
     return Prepared(facts, resolved, ops, frozenset(op_id(op) for op in ops), {}, {}, grade, limit_bytes)

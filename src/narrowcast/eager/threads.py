@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from narrowcast.eager.region import autocast
 from narrowcast.eager.steps import run_inside
 from narrowcast.errors import RegionError
-from narrowcast.regions.state import region_on, ruled_device_types
+from narrowcast.regions.state import CHECKED, region_on, ruled_device_types
 from narrowcast.torch_bridge import DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ def carry(function: F) -> F:
         region = region_on(device_type)
         if region is not None:
             prepared = region.prepared
-            cache = prepared.grade if prepared.grade in ("checked", "checksum") else prepared.facts.cache
+            cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
             found.append(
                 autocast(
                     device_type, DTYPES[prepared.facts.low], True, cache, policy=prepared.policy,

@@ -29,6 +29,7 @@ class _Carrier(dict[str, Any]):
     """torch's keyword arguments for the cpu region, with ours beside them."""
 
     region: OpenRegion
+    casts: tuple[tuple[int, int], WeightCache] | None = None
 
 
 def carry_into_recomputation() -> None:
@@ -65,16 +66,26 @@ def carried_region(device_type: str) -> OpenRegion | None:
         if code.co_filename == _FILE and code.co_name in ("recompute_fn", "backward"):
             found = frame.f_locals
             carrier = found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
-            return _of_device(carrier.region, device_type) if isinstance(carrier, _Carrier) else None
+            if not isinstance(carrier, _Carrier):
+                return None
+            return _of_device(carrier.region, device_type, _casts_of(carrier, frame))
         frame = frame.f_back
     return None
 
 
-def _of_device(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
+def _casts_of(carrier: _Carrier, frame: FrameType) -> WeightCache:
+    """The weight cache of this recomputation: its own, and one."""
+    key = (torch._C._current_graph_task_id(), id(frame))
+    if carrier.casts is None or carrier.casts[0] != key:
+        carrier.casts = (key, WeightCache())
+    return carrier.casts[1]
+
+
+def _of_device(region: OpenRegion | None, device_type: str, casts: WeightCache) -> OpenRegion | None:
     while region is not None and region.prepared.facts.device_type != device_type:
         region = region.outer
     if region is None or region.native is None:
         return None
     in_force = torch.is_autocast_enabled(device_type) == region.prepared.facts.enabled
     same_format = torch.get_autocast_dtype(device_type) is region.native.fast_dtype
-    return replace(region, casts=WeightCache()) if in_force and same_format else None
+    return replace(region, casts=casts) if in_force and same_format else None

@@ -78,6 +78,11 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+open_anywhere: list[None] = []
+"""As long as there are regions of ours open, on all threads; appending and popping is atomic."""
+
+CHECKED = ("checked", "checksum")
+"""The grades of the weight cache that our kernels keep."""
 
 
 def innermost() -> OpenRegion | None:
@@ -96,7 +101,8 @@ def enter_region(
     """Make a region the innermost one, after torch's own was entered."""
     outer = _stack.innermost
     depth = autocast_nesting()
-    casts = outer.casts if outer is not None and outer.depth < depth else WeightCache()
+    casts = outer.casts if outer is not None and outer.depth < depth else WeightCache(prepared.cache_limit_bytes)
+    open_anywhere.append(None)
     _stack.innermost = OpenRegion(prepared, depth, outer, owner, native, casts, identity, mixes)
 
 

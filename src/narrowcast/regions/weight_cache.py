@@ -1,21 +1,26 @@
 """The weight cache of our own kernels: casts of weights, never older than the weights.
 
 A cast is kept under the weight's identity, and is good while the weight's version counter, memory, shape, strides and
-format are those that it was made of. That sees every in-place op and every `weight.data = other`. What no counter sees
-(`weight.data.copy_(...)` counts another tensor's version) `narrowcast.invalidate` tells, and checksums find.
+format are those that it was made of. That sees every in-place op and every `weight.data = other`; fused optimizers,
+which count no version, are counted besides. What no counter sees (`weight.data.copy_(...)` counts another tensor's
+version) `narrowcast.invalidate` tells, and checksums find.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowcast.errors import CacheError, Origin
+from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.place import find_place
 from narrowcast.torch_bridge import cast
 
@@ -40,13 +45,18 @@ class CacheInfo:
 
 @dataclass(slots=True)
 class _Entry:
-    """A cast, and what it was made of. checksum: None unless the region asks for them. place: of the first use."""
+    """A cast, and what it was made of.
+
+    storage: reserves the address of the weight's memory, not the memory: no other storage can have it meanwhile.
+    checksum: None unless the region asks for them. place: of the first use.
+    """
 
     weight: weakref.ref[torch.Tensor]
+    storage: StorageWeakRef
     made_of: tuple[Any, ...]
     result: torch.Tensor
     checksum: int | None
-    place: str
+    place: Place
 
 
 _SWEEP_ENTRIES, _SWEEP_BYTES = 64, 2**26
@@ -71,14 +81,16 @@ def _unused() -> int:
 
 
 class WeightCache:
-    """The casts of one outermost region."""
+    """The casts of one outermost region. limit_bytes: what they may take; None if there is no limit."""
 
-    __slots__ = ("__weakref__", "_next_sweep", "bytes", "entries", "hits", "misses")
+    __slots__ = ("__weakref__", "_dead", "_next_sweep", "bytes", "entries", "hits", "limit_bytes", "misses")
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
         self.entries: dict[tuple[Any, ...], _Entry] = {}
         self.hits = self.misses = self.bytes = 0
         self._next_sweep = (_SWEEP_ENTRIES, _SWEEP_BYTES)
+        self._dead: deque[tuple[Any, ...]] = deque()  # keys whose weights have gone: any thread may add to it
 
     def cast(
         self, weight: torch.Tensor, dtype: torch.dtype, limit_bytes: int | None = None, checks: bool = False
@@ -88,39 +100,39 @@ class WeightCache:
         limit_bytes: casts that were used longest ago go when more would be held. checks: compare checksums; CacheError
         if the weight was changed behind its version counter.
         """
+        storage = _storage(weight)
+        if storage is None:
+            return cast(weight, dtype)
         trace = torch._C._get_tracing_state()
         checks = checks and trace is None
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
-        made_of = (weight._version, weight.data_ptr() if _has_memory(weight) else 0, weight.shape, weight.stride())
+        made_of = (
+            weight._version, mutations.count, storage._cdata, weight.storage_offset(), weight.shape, weight.stride(),
+            weight.is_neg(),
+        )  # fmt: skip
+        limit = _least(limit_bytes, self.limit_bytes)
         entry = self.entries.get(key)
         if entry is not None and entry.weight() is weight and entry.made_of == made_of:
-            if checks:
-                _check(weight, entry)
-            if limit_bytes is not None:
-                self.entries[key] = self.entries.pop(key)  # the last one is the one used last
-            self.hits += 1
-            return entry.result
+            if not checks or (entry.checksum is not None and _is_as_it_was(weight, entry)):
+                if limit is not None:
+                    self.entries[key] = self.entries.pop(key)  # the last one is the one used last
+                self.hits += 1
+                return entry.result
         self.misses += 1
         self._drop(key)
+        self._drop_dead()
         result = cast(weight, dtype)
-        size = result.nbytes
-        if limit_bytes is not None:
-            if size > limit_bytes:
+        if limit is not None:
+            if result.nbytes > limit:
                 return result
-            while self.entries and self.bytes + size > limit_bytes:
+            while self.entries and self.bytes + result.nbytes > limit:
                 self._drop(next(iter(self.entries)))
-        known, place = None, ""
-        if checks:
-            known, place = checksum(weight), str(find_place(with_names=False))
-        itself = weakref.ref(self)
-
-        def gone(_: Any) -> None:
-            cache = itself()
-            if cache is not None:
-                cache._drop(key)
-
-        self.entries[key] = _Entry(weakref.ref(weight, gone), made_of, result, known, place)
-        self.bytes += size
+        known = checksum(weight) if checks else None
+        place = find_place(with_names=False) if checks else NOWHERE
+        dead = self._dead
+        reference = weakref.ref(weight, lambda _: dead.append(key))
+        self.entries[key] = _Entry(reference, StorageWeakRef(storage), made_of, result, known, place)
+        self.bytes += result.nbytes
         if len(self.entries) > self._next_sweep[0] or self.bytes > self._next_sweep[1]:
             self._sweep()
         return result
@@ -132,19 +144,30 @@ class WeightCache:
                 self._drop(key)
         self._next_sweep = (max(_SWEEP_ENTRIES, 2 * len(self.entries)), max(_SWEEP_BYTES, 2 * self.bytes))
 
-    def forget(self, weight: torch.Tensor) -> int:
-        """Drop the casts of a weight; how many there were."""
-        keys = [key for key, entry in self.entries.items() if entry.weight() is weight]
-        for key in keys:
-            self._drop(key)
-        return len(keys)
+    def forget(self, weight: torch.Tensor) -> None:
+        """Drop the casts of a weight, and of whatever shares its memory."""
+        storage = _storage(weight)
+        address = None if storage is None else storage._cdata
+        for key, entry in list(self.entries.items()):
+            if entry.weight() is weight or entry.storage.cdata == address:
+                self._drop(key)
 
-    def clear(self) -> int:
-        """Drop all casts; how many there were."""
-        count = len(self.entries)
+    def clear(self) -> None:
+        """Drop all casts."""
         self.entries.clear()
         self.bytes = 0
-        return count
+
+    def held(self) -> int:
+        """How many casts there are, of weights that are alive."""
+        self._drop_dead()
+        return len(self.entries)
+
+    def _drop_dead(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            entry = self.entries.get(key)
+            if entry is not None and entry.weight() is None:
+                self._drop(key)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         entry = self.entries.pop(key, None)
@@ -152,25 +175,60 @@ class WeightCache:
             self.bytes -= entry.result.nbytes
 
 
+class _Mutations:
+    """How often weights were changed by what does not always bump version counters, on any thread: fused optimizers."""
+
+    count = 0
+
+
+mutations = _Mutations()
+
+
+def _storage(weight: torch.Tensor) -> torch.UntypedStorage | None:
+    """The weight's memory; None for what has none of its own: wrappers of function transforms, sparse tensors."""
+    if weight.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(weight):
+        return None
+    try:
+        return weight.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory
+        return None
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+_CHUNK = 2**20
+
+
+@cache
+def _multipliers(device: torch.device) -> torch.Tensor:
+    """Odd 64-bit numbers, one for each place in a chunk, that have nothing to do with each other."""
+    numbers = torch.arange(_CHUNK, dtype=torch.int64, device=device) * -7046029254386353131  # 2^64 / golden ratio
+    numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
+    return (numbers ^ (numbers >> 32)) | 1
+
+
 def checksum(tensor: torch.Tensor) -> int:
-    """A number that almost surely changes when any element does, or two change places: a weighted sum of the bits."""
-    with torch.no_grad(), torch._C._DisableAutocast():
-        bits = tensor.detach().contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
-        weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
-        return int((bits * weights).sum())
+    """A number that almost surely changes when any element does, or two change places: a weighted sum, modulo 2^64."""
+    with torch.no_grad(), torch._C._DisableAutocast(), _disable_current_modes():
+        bits = tensor.detach().contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.uint8).reshape(-1)
+        total = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for chunk in bits.split(_CHUNK):
+            total = (
+                total * 6364136223846793005 + (chunk.to(torch.int64) * _multipliers(bits.device)[: len(chunk)]).sum()
+            )
+        return int(total)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-
-
-def _check(weight: torch.Tensor, entry: _Entry) -> None:
+def _is_as_it_was(weight: torch.Tensor, entry: _Entry) -> bool:
+    """True, or CacheError."""
     if checksum(weight) == entry.checksum:
-        return
-    here = find_place(with_names=False)
+        return True
+    here, first = find_place(with_names=False), entry.place
     raise CacheError(
         asked=f"the cast of a weight of shape {tuple(weight.shape)}",
         found="the weight was changed and its version counter was not: something wrote to weight.data",
-        where=(Origin(here.file, here.line, "used here"), Origin(entry.place, 0, "cast here first")),
+        where=(Origin(here.file, here.line, "used here"), Origin(first.file, first.line, "cast here first")),
         advice="Write with torch.no_grad(): weight.copy_(...), or call narrowcast.invalidate(weight) after it.",
     )
