@@ -164,3 +164,74 @@ def test_explain_says_what_each_rule_matched_and_which_matched_nothing(model, fr
     text = explanation_text(found)
     assert "matched nothing" in text and "my.toml:10" in text
     assert io.StringIO(found.to_json()).read().count('"modules"') >= 3
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda m: nn.functional.relu(m(X)),
+        lambda m: m(X).view(-1),
+        lambda m: m(X) * 2,
+    ],
+)
+def test_low_results_are_followed_through_ops_that_no_list_names(model, leave):
+    """Inside the region and outside of it, views included."""
+    with nc.record() as ledger:
+        with nc.autocast("cpu"):
+            out = leave(model)
+        out.detach().reshape(-1) + torch.ones(8)
+    assert list(kinds(ledger)) == ["left the region in a low format"]
+
+
+def test_a_backward_that_begins_with_a_listed_op_is_seen(model):
+    """autograd.grad and a gradient that is given, too."""
+    with nc.record() as ledger, nc.autocast("cpu"):
+        out = model[0](X)
+        torch.autograd.grad(out, [model[0].weight], torch.ones_like(out))
+    assert list(kinds(ledger)) == ["backward in a region"]
+
+
+def test_code_that_is_as_it_should_be_needs_no_advice(model):
+    """custom_bwd, recomputation, scripts, generators, ops whose in-place form computes the same."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        @nc.custom_fwd
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        @nc.custom_bwd
+        def backward(ctx, grad):
+            return grad * 2
+
+    @nc.autocast("cpu")
+    def steps():
+        yield torch.mm(X, X.t())
+        yield X.relu()
+
+    scripted = torch.jit.script(nn.Linear(8, 8))
+    with nc.record() as ledger:
+        with torch.autocast("cpu"):
+            out = Gate.apply(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True))
+            loss = out.float().sum()
+        loss.backward()
+        with torch.autocast("cpu"):
+            scripted(X)
+        list(steps())
+        with torch.autocast("cpu"):
+            torch.mm(X, X.t()).float().exp_()
+    assert ledger.advice == {}
+
+
+def test_recordings_that_overlap_leave_torch_as_it_was():
+    """Whatever the order in which they end."""
+    before = torch.autocast.__enter__
+    first, second = nc.record(), nc.record()
+    first.__enter__()
+    second.__enter__()
+    assert torch.autocast.__enter__ is not before
+    second.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    assert torch.autocast.__enter__ is before

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,7 +34,10 @@ class Adviser:
         self._stepping = False
         self._converted: dict[torch.dtype, Advice] = {}
         self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Place]] = {}
-        self._open: list[tuple[Any, Place, int, int]] = []
+        self._on_at_start = bool(ruled_device_types())
+        self._open: list[_Open] = []
+        self._regions: dict[int, _Seen] = {}
+        self._conversions = 0
 
     def add(self, kind: str, what: str, todo: str, place: Place) -> Advice:
         """Note one piece of advice, once per line."""
@@ -43,57 +47,76 @@ class Adviser:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Optimizers' steps, and regions of any kind, as they are entered and left on any thread."""
+        """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
         steps = (
             register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._step(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped()),
         )
-        native: Any = torch.autocast
-        enter, leave = native.__enter__, native.__exit__
-
-        def entered(region: Any) -> Any:
-            result = enter(region)
-            if threading.get_ident() == self._thread:
-                casts = len(self.ledger.casts)
-                calls = sum(t.calls for t in self.ledger.calls.values())
-                self._open.append((region, find_place(with_names=False), casts, calls))
-            return result
-
-        def left(region: Any, *raised: Any) -> Any:
-            if self._open and threading.get_ident() == self._thread:
-                self._left(region, bool(raised and raised[0]))
-            return leave(region, *raised)
-
-        native.__enter__, native.__exit__ = entered, left
+        _add(self)
         try:
             yield
         finally:
-            native.__enter__, native.__exit__ = enter, leave
+            _remove(self)
             for step in steps:
                 step.remove()
+            self._judge()
 
-    def _left(self, region: Any, raised: bool) -> None:
-        found = next((n for n in reversed(range(len(self._open))) if self._open[n][0] is region), None)
+    # -- regions
+
+    def entered(self, region: Any) -> None:
+        """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
+        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+            return
+        seen = self._regions.get(id(region))
+        if seen is None:
+            seen = self._regions[id(region)] = _Seen(region, find_place(with_names=False))
+        self._open.append(_Open(seen, *self._counts()))
+
+    def left(self, region: Any, raised: bool) -> None:
+        """It is left."""
+        if threading.get_ident() != self._thread:
+            return
+        found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
         if found is None:
             return
-        _, place, casts, calls = self._open.pop(found)
-        now = sum(t.calls for t in self.ledger.calls.values())
-        if raised or not region._enabled or now == calls or len(self.ledger.casts) > casts:
-            return
-        self.add(
-            "no casts",
-            f"the region on {region.device} casts nothing: {now - calls} calls ran in it, and none was to be cast",
-            "Is it for the device that the tensors are on? Are they in a low format already? Then leave it away.",
-            place,
-        )
+        opened = self._open.pop(found)
+        calls, casts = self._counts()
+        opened.seen.calls += calls - opened.calls
+        opened.seen.casts += casts - opened.casts
+        opened.seen.raised |= raised
+
+    def _counts(self) -> tuple[int, int]:
+        return sum(t.calls for t in self.ledger.calls.values()), len(self.ledger.casts) + self._conversions
+
+    def _judge(self) -> None:
+        """Regions that cast nothing in the whole recording; one around a generator is entered step by step."""
+        for seen in self._regions.values():
+            if seen.calls and not seen.casts and not seen.raised and seen.region._enabled:
+                self.add(
+                    "no casts",
+                    f"the region on {seen.region.device} casts nothing: {seen.calls} calls ran in it, and none was to "
+                    "be cast",
+                    "Is it for the device that the tensors are on? Are they in a low format already? Then leave it "
+                    "away.",
+                    seen.place,
+                )
+
+    @property
+    def _is_on(self) -> bool:
+        return bool(self._open[-1].seen.region._enabled) if self._open else self._on_at_start
+
+    def converted(self) -> None:
+        """A conversion to a low format that no call of ours asked for: TorchScript's, in a region."""
+        self._conversions += 1
+
+    # -- steps and backwards
 
     def _stepped(self) -> None:
         self._stepping = False
 
     def _step(self, optimizer: Any) -> None:
         self._stepping = True
-        on = ruled_device_types()
-        if on:
+        if self._is_on:
             self.add(
                 "optimizer step in a region",
                 f"{type(optimizer).__name__}.step() runs with autocasting on",
@@ -101,13 +124,13 @@ class Adviser:
                 find_place(with_names=False),
             )
 
-    def backward(self, is_on: bool) -> None:
+    def backward(self) -> None:
         """An op runs in the backward; asked once per backward."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
         self._tasks.add(task)
-        if is_on:
+        if self._is_on:
             here = find_place(with_names=False)
             if not here.file:  # autograd's own thread: the one that waits has the line
                 here = find_place(with_names=False, frame=sys._current_frames().get(self._thread))
@@ -121,7 +144,7 @@ class Adviser:
     def decided(self, facts: OpFacts, place: Place, tensors: list[torch.Tensor]) -> None:
         """A call in a region reads these tensors."""
         for tensor in tensors:
-            if tensor.dtype in _LOW and isinstance(tensor, torch.nn.Parameter):
+            if tensor.dtype in _LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 known = self._converted.get(tensor.dtype)
                 if known is not None:
                     self.ledger.advice[known] += 1
@@ -135,19 +158,32 @@ class Adviser:
                 )
                 return
 
-    def gave(self, facts: OpFacts, place: Place, results: list[torch.Tensor]) -> None:
+    def gave(self, facts: OpFacts, results: list[torch.Tensor], place: Place | None = None) -> None:
         """A call in a region gave these."""
         for tensor in results:
             if tensor.dtype in _LOW:
-                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, place)
+                where = place if place is not None else find_place(with_names=False)
+                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, where)
+
+    def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """An op outside of regions, or a view, gave what is still in the low format of a region's result."""
+        found = next((f for t in arguments if (f := self._of_region(t)) is not None), None)
+        if found is not None:
+            _, op, place = found
+            for tensor in results:
+                if tensor.dtype in _LOW and self._of_region(tensor) is None:
+                    self._low_results[id(tensor)] = (weakref.ref(tensor), op, place)
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op that writes runs in a region: autocast passes it by."""
         name = facts.op._opname
         base = name if facts.op._overloadname.endswith("out") else name.removesuffix("_")
-        kind = _listed().get(base)
+        floats = [t for t in tensors if t.is_floating_point()]
+        kind = _listed(floats[0].device.type).get(base) if floats else None
         if self._stepping or kind is Kind.PROMOTE:
             return
+        if kind in _FULL and all(t.dtype is torch.float32 for t in floats):
+            return  # as a region would compute it
         if kind is not None and (base != name or facts.op._overloadname.endswith("out")):
             formats = ", ".join(dict.fromkeys(str(FORMATS[t.dtype]) for t in tensors if t.dtype in FORMATS))
             self.add(
@@ -164,7 +200,7 @@ class Adviser:
             return
         meets = any(t.dtype is torch.float32 and t.dim() for t in tensors)
         base = facts.op._opname.strip("_").removesuffix("_forward")
-        precise = _listed().get(base) in (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
+        precise = _listed(tensors[0].device.type).get(base) in _FULL or base in _LOSSES
         if not (meets or precise):
             return
         dtype, op, place = low
@@ -184,11 +220,71 @@ class Adviser:
         return tensor.dtype, found[1], found[2]
 
 
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A region of the recording: where it was first entered, and what happened in it."""
+
+    region: Any
+    place: Place
+    calls: int = 0
+    casts: int = 0
+    raised: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A region between its enter and its exit; calls and casts that there were before."""
+
+    seen: _Seen
+    calls: int
+    casts: int
+
+
+_FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
+_LOSSES = frozenset(["log_softmax", "nll_loss", "nll_loss2d"])  # what cross_entropy calls: for a region's last lines
+
+
 @cache
-def _listed() -> dict[str, Kind]:
-    """The ops on native lists by name, and what is done to them, on any device type."""
-    found: dict[str, Kind] = {}
-    for device_type in DEVICE_TYPES:
-        for rule in Policy.native(device_type).rules:
-            found.setdefault(rule.op.split(".")[1], rule.action.kind)
-    return found
+def _listed(device_type: str) -> dict[str, Kind]:
+    """The ops on a device type's native lists by name, and what is done to them."""
+    if device_type not in DEVICE_TYPES:
+        return {}
+    return {rule.op.split(".")[1]: rule.action.kind for rule in Policy.native(device_type).rules}
+
+
+# -- torch.autocast, which every region enters, while there are recordings -------------------------------------------
+
+_lock = threading.Lock()
+_advisers: list[Adviser] = []
+_enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
+
+
+def _entered(region: Any) -> Any:
+    result = _enter(region)
+    for adviser in tuple(_advisers):
+        adviser.entered(region)
+    return result
+
+
+def _left(region: Any, *raised: Any) -> Any:
+    for adviser in tuple(_advisers):
+        adviser.left(region, bool(raised and raised[0]))
+    return _exit(region, *raised)
+
+
+def _add(adviser: Adviser) -> None:
+    global _enter, _exit
+    with _lock:
+        native: Any = torch.autocast
+        if not _advisers:
+            _enter, _exit = native.__enter__, native.__exit__
+            native.__enter__, native.__exit__ = _entered, _left
+        _advisers.append(adviser)
+
+
+def _remove(adviser: Adviser) -> None:
+    with _lock:
+        native: Any = torch.autocast
+        _advisers.remove(adviser)
+        if not _advisers:
+            native.__enter__, native.__exit__ = _enter, _exit

@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
         state.entered = state.entered or again
         came = format_names([t.dtype for _, t in tensors if t is not None])
         if not again:
+            if current_autograd_node() is not None:
+                self.adviser.backward()
             for rule in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
                 self.ledger.count_match(rule.label, call.place.module_path)
             self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])
@@ -146,7 +148,7 @@ class Recorder(TorchDispatchMode):
         if call.again:
             return
         if call.decided.facts.id != MODULE_CALL_OP:
-            self.adviser.gave(call.decided.facts, call.decided.place, tensors_in(result))
+            self.adviser.gave(call.decided.facts, tensors_in(result), call.decided.place)
         elif not call.decided.tensors:
             return  # the casts of its results: it is counted already
         for position, dst in enumerate(plan.formats):
@@ -208,6 +210,7 @@ class Recorder(TorchDispatchMode):
         if facts.is_view or func is _DETACH:  # nothing is moved, and nothing is called inside
             result = func(*args, **kwargs)
             self._note_made(tensors_in(result))
+            self.adviser.passed_on(tensors_in(args, kwargs), tensors_in(result))
             return result
         arguments = tensors_in(args, kwargs)
         on = self._was_on()
@@ -215,6 +218,13 @@ class Recorder(TorchDispatchMode):
         result = self._execute(func, args, kwargs, on)
         results = tensors_in(result)
         self._note_made(results)
+        if current_autograd_node() is None and not self._state.calls:
+            if on and facts.computes:
+                self.adviser.gave(facts, results)
+            elif not on:
+                self.adviser.passed_on(arguments, results)
+            elif func is _TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
+                self.adviser.converted()
         if not results or (func is _TO_COPY and self._see_cast(args[0], result)):
             return result
         moved = bytes_of(arguments) + bytes_of(results)
@@ -241,10 +251,10 @@ class Recorder(TorchDispatchMode):
     def _advise(self, facts: OpFacts, arguments: list[torch.Tensor], is_on: bool) -> None:
         """What is to be said of an op besides its casts."""
         if current_autograd_node() is not None:
-            self.adviser.backward(is_on)
+            self.adviser.backward()
         elif is_on and facts.writes:
             self.adviser.skipped(facts, arguments)
-        elif not is_on and not self._state.calls and facts.computes:
+        elif not is_on and not self._state.calls and (facts.computes or facts.writes):
             self.adviser.outside(facts, arguments)
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
