@@ -6,20 +6,21 @@ Which formats, `decide` says: a module's call is a call, whose arguments have th
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.formats import Format
-from narrowcast.policy import MODULE_CALL_OP, Kind, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Place, Policy
 from narrowcast.torch_bridge import DTYPES, cast
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -39,9 +40,12 @@ class Names:
         return self.positional[position] if position < len(self.positional) else self.more
 
 
-@lru_cache(maxsize=1024)
 def names_of(function: Callable[..., Any], bound: bool) -> Names:
     """The names of a function's arguments; `bound`: without the first, which is the module."""
+    schema = getattr(function, "schema", None)
+    if schema is not None and not callable(schema):  # a script's
+        scripted = tuple(a.name for a in schema.arguments if a.name != "self")
+        return Names(scripted, "args", frozenset(scripted), False)
     try:
         parameters = list(inspect.signature(function).parameters.values())[bound:]
     except (TypeError, ValueError):  # written in C
@@ -79,7 +83,8 @@ class Boundary:
         found = self.entries.get(name)
         if found is None:
             plan = _decide(self.policy, self.region, self.place, name)
-            rule = dict(plan.argument_rules).get(name, plan.rule)
+            rules = {n: r for n, r in plan.argument_rules if not r.is_about_result}
+            rule = rules.get(name, plan.rule)
             (dst,) = plan.formats
             found = Entry(None if dst is None else DTYPES[dst], rule is not None and rule.is_exact)
             self.entries[name] = found
@@ -150,6 +155,8 @@ def boundary_of(names: Names, policy: Policy, region: Region, place: Place) -> B
 
 
 def _decide(policy: Policy, region: Region, place: Place, name: str) -> Plan:
+    if name.partition(".")[0] == RESULT:  # an argument of that name has none of its own: it means what is returned
+        name = ""
     argument = Argument(name, None, region.device_type, unknown=True)
     return decide(Call(MODULE_CALL_OP, (argument,), place), policy, region)
 
@@ -169,21 +176,21 @@ def cast_tree(value: Any, dtype: torch.dtype, exactly: bool) -> Any:
         return cast(value, dtype)
     if isinstance(value, _PLAIN):
         return value
-    return tree_map_only(torch.Tensor, lambda tensor: cast_tree(tensor, dtype, exactly), value)
+    leaves, structure = tree_flatten(value)
+    cast_leaves = [cast_tree(leaf, dtype, exactly) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if all(a is b for a, b in zip(leaves, cast_leaves, strict=True)):
+        return value  # the caller's own: what is written to it is not lost
+    return tree_unflatten(cast_leaves, structure)
 
 
 def first_floating(value: Any) -> torch.dtype | None:
     """The dtype of the first floating tensor in nested containers."""
     if isinstance(value, torch.Tensor):
         return value.dtype if value.is_floating_point() else None
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = first_floating(item)
-            if found is not None:
-                return found
-    return None
+    if isinstance(value, _PLAIN):
+        return None
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | None) -> Any:
@@ -215,6 +222,8 @@ def _with_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any
         return result._make(items) if hasattr(result, "_make") else type(result)(items)
     if not part.isdigit() and hasattr(result, "_replace") and hasattr(result, part):
         return result._replace(**{part: cast_tree(getattr(result, part), dtype, exactly)})
+    if not part.isdigit() and dataclasses.is_dataclass(result) and hasattr(result, part):
+        return dataclasses.replace(result, **{part: cast_tree(getattr(result, part), dtype, exactly)})  # type: ignore[type-var]
     if not part.isdigit() and hasattr(result, "__dict__") and hasattr(result, part):
         made = copy.copy(result)
         setattr(made, part, cast_tree(getattr(result, part), dtype, exactly))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from narrowcast.eager.boundary import cast_tree
-from narrowcast.eager.module_calls import policy_on, traced_policy
+from narrowcast.eager.bounded import policy_on
 from narrowcast.eager.region import autocast
+from narrowcast.eager.traced_calls import traced_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.torch_bridge import tensors_in, to_dtype

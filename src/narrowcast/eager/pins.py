@@ -13,15 +13,11 @@ import torch
 from torch.nn import Module
 
 from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
-from narrowcast.eager.module_calls import (
-    _ANYWHERE,
-    ATTRIBUTE,
-    _key_of,
-    _run_traced,
-    run_bounded,
-    watch_module_calls,
-)
+from narrowcast.eager.bounded import run_bounded
+from narrowcast.eager.find_boundary import ANYWHERE
+from narrowcast.eager.module_calls import ATTRIBUTE, watch_module_calls
 from narrowcast.eager.region import autocast
+from narrowcast.eager.traced_calls import key_of, run_traced
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
@@ -37,12 +33,13 @@ class Pin:
     Immutable but for what is remembered of decisions; copied and pickled with the module.
     """
 
-    __slots__ = ("boundaries", "number", "policy", "region")
+    __slots__ = ("boundaries", "number", "policy", "region", "tag")
 
     def __init__(self, policy: Policy, region: autocast | None) -> None:
         self.policy = policy
         self.region = region
         self.number = next(_numbers)
+        self.tag = f"pin {self.number}"  # what Dynamo guards on
         self.boundaries: dict[Any, Boundary | None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pin:
@@ -110,7 +107,10 @@ def unpin(target: Any) -> Any:
                 asked=f"unpin({_name(target)})", found=_inherited(target),
                 advice="Unpin what was pinned: narrowcast.pin returns it.",
             )  # fmt: skip
-        delattr(target, ATTRIBUTE)
+        if isinstance(target, Module):
+            del target.__dict__[ATTRIBUTE]
+        else:
+            delattr(target, ATTRIBUTE)
         _forget_compiled()
         return target
     if not hasattr(target, "__narrowcast_pinned__"):
@@ -138,13 +138,23 @@ def _name(target: Any) -> str:
 
 
 def _set(target: Any, made: Pin) -> Any:
+    if target is Module:
+        raise PinError("pinning torch.nn.Module", "that is every module there is", (), "Pin a class of your own.")
+    if inspect.isgeneratorfunction(inspect.unwrap(target.forward)):
+        raise PinError(
+            asked=f"{_name(target)} pinned to {made}", found="its forward is a generator, which runs in steps",
+            advice="Decorate its forward with @narrowcast.autocast(...), which holds in steps.",
+        )  # fmt: skip
     watch_module_calls()
     if vars(target).get(ATTRIBUTE) is not None:
         raise PinError(
             asked=f"{_name(target)} pinned to {made}", found=f"it is pinned already: {vars(target)[ATTRIBUTE]}",
             advice="narrowcast.unpin it first.",
         )  # fmt: skip
-    setattr(target, ATTRIBUTE, made)
+    if isinstance(target, Module):
+        target.__dict__[ATTRIBUTE] = made  # a script would put it among its own attributes
+    else:
+        setattr(target, ATTRIBUTE, made)
     _forget_compiled()
     return target
 
@@ -165,7 +175,9 @@ def _as_names(names: Iterable[str]) -> Iterable[str]:
 
 def _names_of(target: Any) -> Names:
     if isinstance(target, Module):
-        return names_of(type(target).forward, True)
+        forward = target.forward
+        function = getattr(forward, "__func__", forward)
+        return names_of(function, function is not forward)
     if _is_module(target):
         return names_of(target.forward, True)
     if not callable(target) or inspect.isclass(target):
@@ -207,6 +219,9 @@ def _rules(
                 asked=asked, found=f"it has no argument {name!r}{did_you_mean(name, sorted(names.known))}",
                 advice=f"Name some of: {', '.join(sorted(names.known)) or '(it takes none)'}.",
             )  # fmt: skip
+    for name in (*keep, *(chosen or ())):
+        if name.partition(".")[0] == RESULT:
+            raise PinError(asked, f"{name!r} means what is returned", (), "Rename the argument, or pin what it calls.")
     rules = []
     wanted = None if format is None else _format(format)
     if at_least and wanted is not fp32:
@@ -216,8 +231,19 @@ def _rules(
     if wanted is None and out is None:
         raise PinError(asked, "neither a format nor out", (), "Give one of them.")
     if wanted is not None:
-        rules.append(Rule(MODULE_CALL, parse_action("full" if at_least else f"to({wanted})"), reason="pinned"))
-        kept = keep if chosen is None else tuple(n for n in sorted(names.known) if n not in chosen or n in keep)
+        action = "full" if at_least else f"to({wanted})"
+        inside_is_off = wanted.bits >= fp32.bits
+        whole = "follow" if chosen is not None and inside_is_off else action
+        rules.append(Rule(MODULE_CALL, parse_action(whole), reason="pinned"))
+        if chosen is None:
+            kept: Iterable[str] = keep
+        elif inside_is_off:
+            rules += [
+                Rule(MODULE_CALL, parse_action(action), argument=n, reason="pinned") for n in chosen if n not in keep
+            ]
+            kept = ()
+        else:
+            kept = [n for n in sorted(names.known) if n not in chosen or n in keep]
         rules += [Rule(MODULE_CALL, parse_action("follow"), argument=name, reason="kept by the pin") for name in kept]
     if out is not None:
         action = "follow" if isinstance(out, str) and out == "input" else f"to({_format(out)})"
@@ -229,15 +255,16 @@ def _rules(
 
 
 def _pinned_function(function: Callable[..., Any], names: Names, policy: Policy) -> Callable[..., Any]:
-    boundary = boundary_of(names, policy, _ANYWHERE, NOWHERE)
+    boundary = boundary_of(names, policy, ANYWHERE, NOWHERE)
     assert boundary is not None  # a pin has rules
-    key = _key_of(boundary)
+    key = key_of(boundary)
 
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _run_traced(key, function, args, kwargs)
+            return run_traced(key, function, args, kwargs)
         return run_bounded(boundary, function, args, kwargs)
 
+    pinned.__dict__.pop("__narrowcast_decorated__", None)  # what is below says so by itself
     pinned.__narrowcast_pinned__ = Pin(policy, None)  # type: ignore[attr-defined]
     return pinned

@@ -118,7 +118,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             )  # what is checked stays checked inside
             prepared = _prepare(self.policy, prepared.facts, grade, limit, self.policy.wording)
         identity = None
-        if prepared.ops and self._enabled:
+        special = bool(prepared.ops) or prepared.policy.has_module_rules
+        if special and self._enabled:
             install(prepared.ops, prepared.changed, self.device)
             carry_into_recomputation()
         try:
@@ -129,7 +130,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if mixes:
             torch.clear_autocast_cache()
         native.__enter__()
-        if prepared.ops:
+        if special:
             identity = Identity(prepared.policy.digest, self.device)
         enter_region(prepared, self, native, identity, mixes)
         if torch.compiler.is_exporting():
@@ -191,6 +192,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 advice="Decorate a function, or write: with nc.autocast(...): ...",
             )
         decorated = run_inside(func, self.again)
+        decorated.__dict__.pop("__narrowcast_pinned__", None)  # what is below says so by itself
         decorated.__narrowcast_decorated__ = self  # type: ignore[attr-defined]  # scripts compile what is below
         return decorated  # type: ignore[return-value]
 

@@ -29,7 +29,7 @@ from narrowcast.errors import CaptureError
 from narrowcast.fx.composites import decompositions
 from narrowcast.policy import Place
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
-from narrowcast.regions.marks import MARKS, enter_marked, exit_marked, exported_key
+from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _UNTRACEABLE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
@@ -64,7 +64,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     captured = Captured(graph)
     runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
     table = decompositions(graph)
-    with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state():
+    with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state(), closing_marked():
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *[_fresh(value) for value in inputs]
         )

@@ -135,7 +135,8 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> str:
             if before or not _is_root(source):
                 names.append(_relative(before, source))
         before = source
-    return ".".join(name for name in names if name)
+    parts = [part for name in names for part in name.split(".") if part]
+    return ".".join(parts[1:] if parts[:1] == ["_export_root"] else parts)  # torch.export's wrapper adds nothing
 
 
 def _is_root(source: str) -> bool:

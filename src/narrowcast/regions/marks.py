@@ -7,6 +7,8 @@ The calls exist only between Dynamo and a backend: ours reads them, others run t
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +62,16 @@ def exit_marked(key: str) -> None:
     """In a graph: close the region."""
     _open.keys.remove(key)
     _marked[key].__exit__(None, None, None)
+
+
+@contextmanager
+def closing_marked() -> Iterator[None]:
+    """Regions that a graph opens inside are closed when it raises before it has closed them itself."""
+    depth = len(_open.keys)
+    try:
+        yield
+    finally:
+        _close_down_to(depth)
 
 
 def _close_down_to(depth: int) -> None:

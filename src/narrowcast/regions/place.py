@@ -135,7 +135,9 @@ def name_in(parent: Module, module: Module) -> str:
             names.setdefault(m, found)
         _names[parent] = names
         name = names.get(module)
-    return f"<{type(module).__name__}>" if name is None else name
+    if name is None:
+        return f"<{type(module).__name__}>"
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile's wrapper adds nothing
 
 
 def _is_at(parent: Module, name: str, module: Module) -> bool:

@@ -43,7 +43,7 @@ class Prepared:
     ops: tuple[OpOverload, ...]
     changed: frozenset[str]
     plans: dict[object, Decided]
-    boundaries: dict[object, Any] = field(default_factory=dict)
+    boundaries: dict[Any, Any] = field(default_factory=dict)
     grade: str = "native"
     cache_limit_bytes: int | None = None
 

@@ -68,7 +68,8 @@ class Modules:
             return {}, call, call
         firsts = _pass_in(graph, call, self.arguments[name])
         last, kind = _pass_out(graph, call)
-        return {"call": kind, **_noted(self.pins.get(name))}, (firsts or [call])[0], last
+        noted = {"call": kind, "containers": _containers(list(call.inputs())[1:], self.arguments[name])}
+        return {**noted, **_noted(self.pins.get(name))}, (firsts or [call])[0], last
 
 
 def bound_whole(graph: Any, names: list[str], pin: Pin | None, is_method: bool) -> None:
@@ -86,7 +87,14 @@ def bound_whole(graph: Any, names: list[str], pin: Pin | None, is_method: bool) 
             passage.insertBefore(start)
             made.append(passage)
     kind = _pass_out_whole(graph)
-    mark_whole(graph, {"call": kind, **_noted(pin)}, (made or [start])[0])
+    noted = {"call": kind, "containers": _containers(inputs, names)}
+    mark_whole(graph, {**noted, **_noted(pin)}, (made or [start])[0])
+
+
+def _containers(inputs: list[Value], names: list[str]) -> list[str]:
+    """The arguments that may hold tensors, and are none: no passage is made for these."""
+    pairs = zip(inputs, names, strict=True)
+    return [n for v, n in pairs if not _is_tensor(v.type()) and "Tensor" in v.type().annotation_str]
 
 
 def _noted(pin: Pin | None) -> dict[str, Any]:
@@ -97,6 +105,7 @@ def _noted(pin: Pin | None) -> dict[str, Any]:
 
 
 _in_use: dict[int, Pin] = {}  # graphs name pins by number
+_combined: dict[str, Policy] = {}  # policies with a pin's rules on top: regions name them by digest
 
 
 def _pass_in(graph: Any, call: Node, names: list[str]) -> list[Node]:
@@ -220,10 +229,18 @@ class ModuleBounds(Bounds):
         around = {d: replace(s, cached=False) for d, s in scopes.items() if s.enabled is not False}
         around = {d: s for d, s in around.items() if self.policy_of(s).has_module_rules}
         if pin is not None and pin.policy.has_module_rules:
-            around = {ANYWHERE: Scope(ANYWHERE, True, torch.bfloat16, pin.policy.digest, False)}
+            around = self._with_pin(around, pin)
+        around = {d: s for d, s in around.items() if self._has_rules(s, place)}
         plans = {device: self._plan(scope, place) for device, scope in around.items()}
-        if not any(p.rule is not None or p.argument_rules for p in plans.values()):
+        if not around:
             return None if scopes is before else (Frame({}), scopes)
+        for name in facts.get("containers", ()):
+            if any(self._plan(scope, place, name).formats != (None,) for scope in around.values()):
+                raise ScriptError(
+                    asked=f"argument {name!r} of {place.module_path or 'a call'} in another format",
+                    found="it is a container, or may be None, and a script takes it apart only when it runs",
+                    where=shown_at(mark), advice=f'Keep it (keep=("{name}",), or a rule: action = "follow").',
+                )  # fmt: skip
         if facts["call"] == "container" and any(p.results for p in plans.values()):
             raise ScriptError(
                 asked=f"the results of {place.module_path or 'the module'} in another format",
@@ -238,10 +255,25 @@ class ModuleBounds(Bounds):
         low, digest = DTYPES[facts.low], region.policy.digest
         return {**scopes, facts.device_type: Scope(facts.device_type, facts.enabled, low, digest, facts.cache, session)}
 
-    def _plan(self, scope: Scope, place: Place) -> Plan:
-        """What a region says about a module's call as a whole."""
+    def _with_pin(self, around: Scopes, pin: Pin) -> Scopes:
+        """The regions that decide about a pinned call: rules of theirs hold as well, and the pin's are stronger."""
+        if not around:
+            return {ANYWHERE: Scope(ANYWHERE, True, torch.bfloat16, pin.policy.digest, False)}
+        found = {}
+        for device, scope in around.items():
+            both = self.policy_of(scope).with_rules(pin.policy.rules)
+            _combined[both.digest] = both
+            found[device] = replace(scope, policy=both.digest)
+        return found
+
+    def _has_rules(self, scope: Scope, place: Place) -> bool:
+        rules = self.policy_of(scope).rules
+        return any(rule.is_module_call and rule.matches_place(place) for rule in rules)
+
+    def _plan(self, scope: Scope, place: Place, name: str = "") -> Plan:
+        """What a region says about a module's call as a whole, or about one argument."""
         low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
-        argument = Argument("", None, scope.device_type, unknown=True)
+        argument = Argument(name, None, scope.device_type, unknown=True)
         region = Region(scope.device_type, FORMATS[low])
         return decide(Call(MODULE_CALL_OP, (argument,), place), self.policy_of(scope), region)
 

@@ -12,6 +12,7 @@ import torch
 from torch import _jit_internal
 from torch.jit import _recursive, _script, frontend
 
+from narrowcast.errors import Origin, ScriptError
 from narrowcast.policy import Policy
 from narrowcast.torchscript.boundaries import bound_whole, close_passages
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
@@ -32,6 +33,7 @@ def compiling(region_class: type) -> Iterator[None]:
         return {**original_closure(undecorated(function)), OURS: region_class}
 
     def try_compile_fn(function: Any, location: Any) -> Any:
+        check_pins(function)
         made = original_compile(undecorated(function), location)
         if isinstance(made, torch.jit.ScriptFunction):
             make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
@@ -89,8 +91,39 @@ def undecorated(function: Any) -> Any:
     return function
 
 
+def check_pins(function: Any) -> None:
+    """ScriptError for a function with a pin and anything else around it: in a script their order would be lost."""
+    marks = []
+    inner = function
+    while hasattr(inner, "__wrapped__"):
+        marks += [m for m in ("__narrowcast_pinned__", "__narrowcast_decorated__") if m in vars(inner)]
+        inner = inner.__wrapped__
+    if "__narrowcast_pinned__" in marks and len(marks) > 1:
+        raise ScriptError(
+            asked=f"a script of {inner.__qualname__}", found="it has a pin, and another pin or a region around it",
+            where=(Origin(inner.__code__.co_filename, inner.__code__.co_firstlineno),),
+            advice="Keep one of them; open the region in the function that calls it.",
+        )  # fmt: skip
+
+
+def _check_methods(module: torch.nn.Module) -> None:
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator."""
+    for part in module.modules():
+        for kind in type(part).__mro__:
+            for name, found in vars(kind).items():
+                if callable(found) and hasattr(found, "__narrowcast_pinned__"):
+                    code = found.__wrapped__.__code__
+                    raise ScriptError(
+                        asked=f"a script of {kind.__qualname__}.{name}, which is pinned",
+                        found="TorchScript compiles methods without their decorators",
+                        where=(Origin(code.co_filename, code.co_firstlineno),),
+                        advice="Pin the module, or a function that the method calls.",
+                    )
+
+
 def compile_function(function: Callable[..., Any]) -> Any:
     """A new script function, which nobody shares."""
+    check_pins(function)
     function = undecorated(function)
     definition = frontend.get_jit_def(function, function.__name__)
     callback = _jit_internal.createResolutionCallbackFromClosure(function)
@@ -103,6 +136,7 @@ def compile_function(function: Callable[..., Any]) -> Any:
 
 def compile_module(module: torch.nn.Module) -> Any:
     """A new script module, whose types no other module shares."""
+    _check_methods(module)
     prepared = _script.call_prepare_scriptable_func(module)
     made = _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
     for part in made.modules():

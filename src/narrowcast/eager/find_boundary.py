@@ -1,0 +1,104 @@
+"""Which boundary a module's call has, here and now: what its pin says, and the rules of the region that holds."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Module
+
+from narrowcast.decide import Region
+from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
+from narrowcast.eager.region import autocast
+from narrowcast.formats import bf16
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.regions.graph_place import traced_place
+from narrowcast.regions.place import called_modules, find_place, module_path
+from narrowcast.regions.recomputation import carried_region
+from narrowcast.regions.state import OpenRegion, innermost
+from narrowcast.torch_bridge import autocast_nesting
+
+ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none
+
+
+class Pinned(Protocol):
+    """What `ATTRIBUTE` holds: narrowcast.eager.pins.Pin."""
+
+    policy: Policy
+    region: autocast | None
+    boundaries: dict[Any, Boundary | None]
+
+    @property
+    def number(self) -> int:
+        """Unlike any other pin's."""
+
+
+def ruling_region() -> OpenRegion | None:
+    """The innermost region of ours whose policy has rules about modules, and which rules its device type now."""
+    region = innermost()
+    if region is None or region.depth != autocast_nesting():
+        return _carried() if torch._C._current_graph_task_id() != -1 else None
+    passed: list[str] = []
+    while region is not None:
+        device_type = region.prepared.facts.device_type
+        if device_type not in passed and torch.is_autocast_enabled(device_type):
+            if region.prepared.policy.has_module_rules:
+                return region
+        passed.append(device_type)
+        outer = region.outer
+        region = outer if outer is not None and outer.depth == region.depth - 1 else None
+    return None
+
+
+def _carried() -> OpenRegion | None:
+    """The region of the forward that torch.utils.checkpoint is recomputing, if its policy has such rules."""
+    for device_type in DEVICE_TYPES:
+        region = carried_region(device_type)
+        if region is not None and region.prepared.policy.has_module_rules:
+            return region
+    return None
+
+
+def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
+    """The boundary of a module's call; None if nothing is said about it."""
+    pin: Pinned | None = module._narrowcast_pin  # type: ignore[assignment]
+    ruling = ruling_region()
+    if "forward" in module.__dict__:  # its arguments are its own: nothing that is known of the class holds
+        return _made(module, pin, ruling, _place(module, ruling, traced))
+    if ruling is None:
+        if pin is None or not pin.policy.has_module_rules:
+            return None
+        if type(module) not in pin.boundaries:
+            pin.boundaries[type(module)] = _made(module, pin, None, NOWHERE)
+        return pin.boundaries[type(module)]
+    place = _place(module, ruling, traced)
+    key = (type(module), pin.number if pin is not None else None, place.module_path, place.functions)
+    made: dict[Any, Boundary | None] = ruling.prepared.boundaries
+    if key not in made:
+        made[key] = _made(module, pin, ruling, place)
+    return made[key]
+
+
+def _place(module: Module, ruling: OpenRegion | None, traced: bool) -> Place:
+    """As much of the place as the policy's rules ask for."""
+    asked = ruling.prepared.policy.asked_of_modules if ruling is not None else frozenset()
+    if not asked:
+        return NOWHERE
+    found = (traced_place() or NOWHERE) if traced else Place(module_path([module, *called_modules()]))
+    functions = found.functions if traced else find_place().functions if "function" in asked else ()
+    return Place(found.module_path if "module" in asked else "", (), functions if "function" in asked else ())
+
+
+def _made(module: Module, pin: Pinned | None, ruling: OpenRegion | None, place: Place) -> Boundary | None:
+    policy = ruling.prepared.policy if ruling is not None else Policy("none")
+    if pin is not None:
+        policy = policy.with_rules(pin.policy.rules)
+    facts = ANYWHERE if ruling is None else ruling.prepared.facts
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return boundary_of(_names(module), policy, facts, Place(place.module_path, (name,), place.functions))
+
+
+def _names(module: Module) -> Names:
+    forward = module.forward
+    function = getattr(forward, "__func__", forward)
+    return names_of(function, function is not forward)

@@ -1,0 +1,163 @@
+"""A call with a boundary around it, in code that Dynamo traces: what is decided comes from constant functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.traceback import annotate
+
+from narrowcast.dynamo_bridge import traced_local
+from narrowcast.eager.boundary import Boundary, cast_part, cast_tree, first_floating
+from narrowcast.eager.bounded import device_of, policy_on
+from narrowcast.eager.find_boundary import find_boundary, ruling_region
+from narrowcast.eager.region import autocast
+from narrowcast.policy import RESULT
+from narrowcast.regions.marks import BOUNDARY as NOTE
+from narrowcast.regions.state import ruled_device_types
+from narrowcast.torch_bridge import DTYPES
+
+_traced: dict[str, Boundary] = {}
+
+
+def boundary_key(pin: str, module: int) -> str:
+    """The key of the boundary of the call that Dynamo is tracing; empty if there is none. Run while it traces.
+
+    pin, module: not looked at. They make Dynamo guard on which pin it is, and where paths matter on which module.
+    """
+    del pin, module
+    boundary = find_boundary(traced_local("self"), traced=True)
+    return "" if boundary is None else key_of(boundary)
+
+
+def paths_matter() -> bool:
+    """Whether the rules about modules that hold name paths."""
+    region = ruling_region()
+    return region is not None and "module" in region.prepared.policy.asked_of_modules
+
+
+def key_of(boundary: Boundary) -> str:
+    """The key under which constant functions find a boundary."""
+    key = f"{id(boundary)}"
+    _traced[key] = boundary
+    return key
+
+
+def rules_hold() -> bool:
+    """Whether a region with rules about modules is open."""
+    return ruling_region() is not None
+
+
+def traced_check(key: str) -> None:
+    """Raise if the call is refused."""
+    _traced[key].check()
+
+
+def traced_entry(key: str, position: int, name: str) -> torch.dtype | None:
+    """What an argument is cast to, by position, or by name if the position is negative."""
+    boundary = _traced[key]
+    return boundary.entry(boundary.names.of(position) if position >= 0 else name).dtype
+
+
+def traced_exactly(key: str, position: int, name: str) -> bool:
+    """Whether fp64 is cast, too."""
+    boundary = _traced[key]
+    return boundary.entry(boundary.names.of(position) if position >= 0 else name).exactly
+
+
+def traced_note(key: str, position: int, name: str) -> str:
+    """What is noted beside the nodes of a cast, for the ledger of the graph."""
+    boundary = _traced[key]
+    return boundary.note(boundary.names.of(position) if position >= 0 else name)
+
+
+def traced_results(key: str) -> int:
+    """How many casts of results there are."""
+    return len(_traced[key].plan.results)
+
+
+def traced_part(key: str, number: int) -> str:
+    """What one of them is about."""
+    return _traced[key].plan.results[number].part
+
+
+def traced_dtype(key: str, number: int) -> torch.dtype | None:
+    """What it is cast to; None: as what came."""
+    wanted = _traced[key].plan.results[number].format
+    return None if wanted is None else DTYPES[wanted]
+
+
+def traced_exact_result(key: str, number: int) -> bool:
+    """Whether fp64 is cast, too."""
+    return _traced[key].plan.results[number].exactly
+
+
+def traced_inside(key: str) -> torch.dtype | None:
+    """The low dtype of the region inside; None if it is off, or goes on."""
+    found = _traced[key].inside
+    return None if found is None else DTYPES[found]
+
+
+def traced_off(key: str) -> str:
+    """The device types for which autocasting is switched off inside, with commas between."""
+    boundary = _traced[key]
+    return "" if boundary.goes_on or boundary.inside is not None else ",".join(ruled_device_types())
+
+
+def traced_policy(device_type: str) -> str:
+    """The digest of the policy in force."""
+    return policy_on(device_type).digest
+
+
+for _function in (
+    boundary_key,
+    paths_matter, rules_hold, traced_entry, traced_exactly, traced_note, traced_results, traced_part, traced_dtype,
+    traced_exact_result, traced_inside, traced_off, traced_policy,
+):  # fmt: skip
+    _function.__dict__["_dynamo_marked_constant"] = True  # torch._dynamo.assume_constant_result
+
+
+def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
+    traced_check(key)
+    new_args, new_kwargs, cast_ones = [], {}, []
+    for position, value in enumerate(args):
+        dtype = traced_entry(key, position, "")
+        if dtype is not None:
+            cast_ones.append(value)
+            with annotate({NOTE: traced_note(key, position, "")}):
+                value = cast_tree(value, dtype, traced_exactly(key, position, ""))
+        new_args.append(value)
+    for name, value in kwargs.items():
+        dtype = traced_entry(key, -1, name)
+        if dtype is not None:
+            cast_ones.append(value)
+            with annotate({NOTE: traced_note(key, -1, name)}):
+                value = cast_tree(value, dtype, traced_exactly(key, -1, name))
+        new_kwargs[name] = value
+    low, off = traced_inside(key), traced_off(key)
+    if low is not None:
+        device_type = device_of((args, kwargs))
+        with autocast(device_type, low, policy=traced_policy(device_type)):
+            result = call(*new_args, **new_kwargs)
+    elif off:
+        result = _run_off_traced(off.split(","), call, new_args, new_kwargs)
+    else:
+        result = call(*new_args, **new_kwargs)
+    for number in range(traced_results(key)):
+        dtype = traced_dtype(key, number)
+        exactly = dtype is None or traced_exact_result(key, number)
+        if dtype is None:
+            dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
+        if dtype is not None:
+            with annotate({NOTE: traced_note(key, -1, RESULT)}):
+                result = cast_part(result, traced_part(key, number), dtype, exactly)
+    return result
+
+
+def _run_off_traced(device_types: list[str], call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if not device_types:
+        return call(*args, **kwargs)
+    with autocast(device_types[0], enabled=False):
+        return _run_off_traced(device_types[1:], call, args, kwargs)
