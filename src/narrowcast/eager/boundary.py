@@ -147,11 +147,16 @@ class Boundary:
 
 def boundary_of(names: Names, policy: Policy, region: Region, place: Place) -> Boundary | None:
     """The boundary that a policy gives a module's call at a place; None if it says nothing about it."""
-    plan = _decide(policy, region, place, "")
-    made = Boundary(names, policy, region, place, plan)
+    made = make_boundary(names, policy, region, place)
+    plan = made.plan
     if plan.rule is None and not plan.results and not any(_names_one(policy, region, place, n) for n in names.known):
         return None
     return made
+
+
+def make_boundary(names: Names, policy: Policy, region: Region, place: Place) -> Boundary:
+    """The boundary that a policy gives a call, if only one that does nothing."""
+    return Boundary(names, policy, region, place, _decide(policy, region, place, ""))
 
 
 def _decide(policy: Policy, region: Region, place: Place, name: str) -> Plan:

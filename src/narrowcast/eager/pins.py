@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
-from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
+from narrowcast.eager.boundary import Boundary, Names, make_boundary, names_of
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import ANYWHERE
 from narrowcast.eager.module_calls import ATTRIBUTE, watch_module_calls
@@ -255,8 +255,7 @@ def _rules(
 
 
 def _pinned_function(function: Callable[..., Any], names: Names, policy: Policy) -> Callable[..., Any]:
-    boundary = boundary_of(names, policy, ANYWHERE, NOWHERE)
-    assert boundary is not None  # a pin has rules
+    boundary = make_boundary(names, policy, ANYWHERE, NOWHERE)
     key = key_of(boundary)
 
     @functools.wraps(function)

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
 from narrowcast.eager.kernels import install_visiting, remove_visiting
-from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
 from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, planned_names
 from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
-from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, Place, Policy
 from narrowcast.regions.place import find_place
 from narrowcast.torch_bridge import (
     FORMATS,
@@ -50,7 +50,7 @@ def record() -> Iterator[Ledger]:
     calls; and for each op how often it ran in which formats. Recordings nest; each sees what happens in its block on
     the thread that opened it (and on autograd's threads). It costs time only while it runs.
     """
-    device_types = _present_device_types()
+    device_types = present_device_types()
     recorder = Recorder(Ledger(), device_types)
     for device_type in device_types:
         install_visiting(_native_ops(device_type), device_type)
@@ -62,13 +62,6 @@ def record() -> Iterator[Ledger]:
         remove_watcher(recorder)
         for device_type in device_types:
             remove_visiting(device_type)
-
-
-def _present_device_types() -> list[str]:
-    """cpu and the accelerator that this machine has."""
-    accelerator = torch.accelerator.current_accelerator()
-    types = {"cpu", accelerator.type} if accelerator is not None else {"cpu"}
-    return [device_type for device_type in DEVICE_TYPES if device_type in types]
 
 
 @cache

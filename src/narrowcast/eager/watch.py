@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.decide import Plan
-from narrowcast.policy import Place, Policy
+from narrowcast.policy import DEVICE_TYPES, Place, Policy
 from narrowcast.torch_bridge import OpFacts, Slot
 
 
@@ -63,3 +63,10 @@ def add_watcher(watcher: Watcher) -> None:
 def remove_watcher(watcher: Watcher) -> None:
     """Stop telling `watcher`."""
     _watchers.now = tuple(w for w in _watchers.now if w is not watcher)
+
+
+def present_device_types() -> list[str]:
+    """cpu and the accelerator that this machine has."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = {"cpu", accelerator.type} if accelerator is not None else {"cpu"}
+    return [device_type for device_type in DEVICE_TYPES if device_type in types]

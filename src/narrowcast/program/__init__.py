@@ -1,6 +1,6 @@
 """The program: a graph as data, its text form, its verifier, and the edits that may change it."""
 
-from narrowcast.program.aliases import Writes
+from narrowcast.program.aliases import Writes, reaching
 from narrowcast.program.edits import (
     CastResult,
     CastTogether,
@@ -68,5 +68,6 @@ __all__ = [
     "apply_edits",
     "parse_program",
     "print_program",
+    "reaching",
     "verify",
 ]  # fmt: skip

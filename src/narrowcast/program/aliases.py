@@ -59,3 +59,13 @@ class Writes:
     def is_written_after(self, value: int, step: int) -> bool:
         """Whether anything after a step may write to what the value shows."""
         return self.is_written(value, step, -1)
+
+
+def reaching(blocks: tuple[Block, ...]) -> set[int]:
+    """The values whose memory may be among what blocks return."""
+    found = {value for block in blocks for value in block.returns}
+    for block in blocks:
+        for step in reversed(block.steps):
+            if step.id in found:
+                found.update(step.operands[n].value for n in step.aliases)
+    return found

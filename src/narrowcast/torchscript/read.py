@@ -12,7 +12,7 @@ from narrowcast.decide import Plan, Region, decide
 from narrowcast.op_memory import alias_names
 from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
-from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
+from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value, reaching
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
 from narrowcast.torchscript.boundaries import passage
 from narrowcast.torchscript.callers import place_in
@@ -342,13 +342,13 @@ class Reader:
         names = None if facts is None else alias_names(facts.op)
         if passage(node) is not None:
             names = frozenset([made.operands[-1].name])
-        reaching = _reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
-        if reaching is not None:  # a loop that does not run gives what it was given
-            reaching.update(self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids)
+        through = reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
+        if through is not None:  # a loop that does not run gives what it was given
+            through.update(self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids)
         aliases = tuple(
             n
             for n, o in enumerate(made.operands)
-            if (names is None or o.name in names) and (reaching is None or o.value in reaching)
+            if (names is None or o.name in names) and (through is None or o.value in through)
         )
         self.items[value.id] = item
         self.operands[value.id] = found
@@ -391,13 +391,3 @@ class _Values:
 
 def _declared(value: Any) -> str:
     return TENSOR if holds_tensors(value) else OTHER
-
-
-def _reaching(blocks: tuple[Block, ...]) -> set[int]:
-    """The values whose memory may be among what blocks return."""
-    found = {value for block in blocks for value in block.returns}
-    for block in blocks:
-        for step in reversed(block.steps):
-            if step.id in found:
-                found.update(step.operands[n].value for n in step.aliases)
-    return found
