@@ -135,8 +135,9 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     overrides = _argument_rules(call, candidates.per_argument) if candidates.per_argument else ()
     if rule is None and not overrides:
         return Plan(untouched)
-    plan = Plan(untouched)
-    if rule is not None:
+    if rule is None:
+        plan = Plan(untouched)
+    else:
         plan = _apply(rule, call, _floats(call, device) if rule.is_exact else eligible, region.low)
     return _override(plan, overrides, call, eligible, region) if overrides else plan
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowcast as nc
+from narrowcast.errors import ScriptError
 
 _spec = importlib.util.spec_from_file_location("limits_scripts", Path(__file__).with_name("scripts.py"))
 scripts = importlib.util.module_from_spec(_spec)
@@ -244,3 +245,15 @@ def test_values_that_loops_inside_read_are_still_there(function, xw):
             expected = function(*xw, 2)
         for _ in range(3):
             assert all(map(torch.equal, scripted(*xw, 2), expected))
+
+
+def with_integers(a, b):
+    with torch.autocast("cpu", dtype=torch.int8):
+        return torch.mm(a, b)
+
+
+def test_a_region_in_a_format_that_does_not_float(xw):
+    """An error with the line."""
+    with pytest.raises(ScriptError, match="no floating format") as caught:
+        nc.script(with_integers)
+    assert "test_script_limits.py" in str(caught.value)

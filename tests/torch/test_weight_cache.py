@@ -470,6 +470,18 @@ def test_traces_compiled_and_exported_code_keep_no_casts_of_ours(cache):
     assert torch.equal(nc.trace(model, X, dtype=BF, cache_enabled=cache)(X), expected)
 
 
+def in_a_script(x):
+    """Regions in scripts may name a grade; a script's cache sees what it writes in any case."""
+    with nc.autocast("cpu", dtype=torch.float16, cache_enabled="checked", cache_limit_bytes=100):
+        return torch.mm(x, x.t())
+
+
+def test_scripts_take_regions_with_grades():
+    """As with statements and as decorators."""
+    assert nc.script(in_a_script)(X).dtype is HF
+    assert torch.compile(in_a_script, backend="aot_eager", fullgraph=True)(X).dtype is HF
+
+
 def test_a_checked_region_computes_what_native_does():
     """Over a model with convolutions, norms and attention, gradients included."""
     torch.manual_seed(0)

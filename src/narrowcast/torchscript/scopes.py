@@ -232,6 +232,11 @@ class Scanner:
         enabled = self._fact(node, makers, "_enabled")
         low = self._fact(node, makers, "fast_dtype")
         if isinstance(low, int):
+            if low not in _DTYPES:
+                raise ScriptError(
+                    asked=f"a region in a script with dtype number {low}", found="it is no floating format",
+                    where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
+                )  # fmt: skip
             low = dtype_of(low)
         scope = Scope(device, enabled, low, policy, inherited if told in (-1, None) else bool(told), session)
         return {**before, device: scope}

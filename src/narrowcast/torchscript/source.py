@@ -120,7 +120,12 @@ class _Rewriter:
         return self._existing(expression) or expression
 
     def _with_digest(self, call: ast.Call) -> ast.expr:
-        """A call of ours: its policy is any Python expression, in a script it is text."""
+        """A call of ours: its policy is any Python expression, in a script it is text. A script's cache is its own."""
+        call.keywords = [k for k in call.keywords if k.arg != "cache_limit_bytes"]
+        for keyword in call.keywords:
+            if keyword.arg == "cache_enabled" and isinstance(keyword.value, ast.Constant):
+                grade = keyword.value.value
+                keyword.value = _at(ast.Constant(True if isinstance(grade, str) else grade), keyword.value)
         policies = [k for k in call.keywords if k.arg == "policy"]
         if not policies or isinstance(policies[0].value, ast.Constant):
             return call
