@@ -199,6 +199,11 @@ def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
         unfit = next(op_id(op) for op in ops if op_facts(op).writes)
         found = f"{unfit} returns what it writes to"
         raise PolicyError(f"a rule about the result of {rule.op}", found, where, "Write a rule about what reads it.")
+    part = (rule.argument or "").partition(".")[2] if rule.is_about_result else ""
+    counts = [len(op._schema.returns) for op in ops if not any("List" in str(r.type) for r in op._schema.returns)]
+    if part and counts and not (part.isdigit() and int(part) < min(counts)):
+        found = f"{rule.op} has no result of that position"
+        raise PolicyError(f"{rule.argument} of {rule.op}", found, where, "Count from 0: result.0, result.1.")
     if rule.argument is not None and ops and rule.argument not in names and not rule.is_about_result:
         raise PolicyError(
             asked=f"argument {rule.argument!r} of {rule.op}",

@@ -235,3 +235,12 @@ def test_recordings_that_overlap_leave_torch_as_it_was():
     second.__exit__(None, None, None)
     first.__exit__(None, None, None)
     assert torch.autocast.__enter__ is before
+
+
+def test_a_recording_does_not_stand_in_the_way_of_a_swap():
+    """Nobody may refer weakly to tensors that are swapped."""
+    a, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.zeros(2, 2))
+    with nc.record(), nc.autocast("cpu"), torch.no_grad():
+        torch.mm(torch.mm(a, a), b)
+        torch.utils.swap_tensors(a, b)
+    assert a.sum() == 0 and b.sum() == 4

@@ -130,3 +130,12 @@ def test_what_cannot_be_said_of_results_is_an_error():
     follows = policy(nc.Rule("aten.gelu", "follow", argument="result"), nc.Rule("aten.gelu", "full"))
     with pytest.raises(RefusedError, match="does not say what format comes in"):
         nc.script(plain, policy=follows, device_type="cpu")
+
+
+def test_a_result_that_an_op_does_not_have():
+    """By its position."""
+    with pytest.raises(PolicyError, match="no result of that position"):
+        nc.autocast("cpu", policy=policy(nc.Rule("aten.topk", "full", argument="result.2")))
+    with pytest.raises(PolicyError, match="no result of that position"):
+        nc.autocast("cpu", policy=policy(nc.Rule("aten.topk", "full", argument="result.values")))
+    nc.autocast("cpu", policy=policy(nc.Rule("aten.split.Tensor", "full", argument="result.5")))

@@ -213,6 +213,10 @@ class Adviser:
             find_place(with_names=False),
         )
 
+    def let_go(self, ids: set[int]) -> None:
+        """Keep no references to tensors of these ids."""
+        self._low_results = {key: found for key, found in self._low_results.items() if key not in ids}
+
     def _of_region(self, tensor: torch.Tensor) -> tuple[torch.dtype, str, Place] | None:
         found = self._low_results.get(id(tensor))
         if found is None or found[0]() is not tensor:

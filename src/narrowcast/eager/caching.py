@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowcast.eager.native_cache import native_cache_size
+from narrowcast.eager.watch import watchers
 from narrowcast.errors import CacheError
 from narrowcast.regions.state import innermost, open_anywhere
 from narrowcast.regions.weight_cache import CacheInfo, mutations
@@ -90,6 +91,7 @@ def follow_mutators() -> None:
     ):  # fmt: skip
         if hasattr(owner, name):
             setattr(owner, name, _forgetting(getattr(owner, name)))
+    torch.utils.swap_tensors = _letting_go(torch.utils.swap_tensors)
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,6 +104,18 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _forgetting(kwargs["closure"])}
     return None
+
+
+def _letting_go(swap: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors that anybody refers to weakly cannot be swapped: recordings forget them."""
+
+    @wraps(swap)
+    def let_go_and_swap(*tensors: Any) -> Any:
+        for watcher in watchers():
+            watcher.let_go(tensors)
+        return swap(*tensors)
+
+    return let_go_and_swap
 
 
 def _forgetting(mutator: Callable[..., Any]) -> Callable[..., Any]:

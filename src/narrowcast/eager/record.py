@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
+from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.kernels import install_visiting, remove_visiting
-from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
+from narrowcast.eager.watch import (
+    DecidedCall,
+    ThreadState,
+    Watched,
+    add_watcher,
+    present_device_types,
+    remove_watcher,
+)
 from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, planned_names
 from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
@@ -52,6 +60,7 @@ def record() -> Iterator[Ledger]:
     """
     device_types = present_device_types()
     recorder = Recorder(Ledger(), device_types)
+    follow_mutators()
     for device_type in device_types:
         install_visiting(_native_ops(device_type), device_type)
     add_watcher(recorder)
@@ -70,31 +79,6 @@ def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
     return tuple(op for op in found if op is not None)
 
 
-@dataclass(slots=True)
-class _Watched:
-    """A call on its way: what was decided, and which of its planned casts were seen.
-
-    `again`: the op that the mode is executing has come round to its own kernel; it is counted already.
-    """
-
-    decided: DecidedCall
-    came: str
-    seen: list[bool]
-    widens: bool
-    again: bool
-    seen_widening: bool = False
-    op_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _ThreadState:
-    """The calls on their way on one thread, innermost last, and the op that the mode is executing with autocast on."""
-
-    calls: list[_Watched] = field(default_factory=list)
-    executing: OpOverload | None = None
-    entered: bool = False
-
-
 class Recorder(TorchDispatchMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
 
@@ -110,10 +94,10 @@ class Recorder(TorchDispatchMode):
         self._forward_casts: dict[int, Cast] = {}
 
     @property
-    def _state(self) -> _ThreadState:
-        state: _ThreadState | None = getattr(self._local, "state", None)
+    def _state(self) -> ThreadState:
+        state: ThreadState | None = getattr(self._local, "state", None)
         if state is None:
-            state = self._local.state = _ThreadState()
+            state = self._local.state = ThreadState()
         return state
 
     def begin(self, call: DecidedCall) -> None:
@@ -131,7 +115,7 @@ class Recorder(TorchDispatchMode):
             for rule in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
                 self.ledger.count_match(rule.label, call.place.module_path)
             self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])
-        state.calls.append(_Watched(call, came, [f is None for f in plan.formats], widens, again))
+        state.calls.append(Watched(call, came, [f is None for f in plan.formats], widens, again))
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
@@ -166,7 +150,7 @@ class Recorder(TorchDispatchMode):
             call.op_bytes,
         )
 
-    def _how_unseen(self, call: _Watched, tensor: torch.Tensor | None, dst: str) -> str:
+    def _how_unseen(self, call: Watched, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
         if tensor is None:
             return "inside"
@@ -192,6 +176,14 @@ class Recorder(TorchDispatchMode):
                     call.decided.plan.refused,
                 )
             )
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Keep no references to these."""
+        ids = {id(t) for t in tensors}
+        self.adviser.let_go(ids)
+        self._made = {key: ref for key, ref in self._made.items() if key not in ids}
+        self._weights = {key: ref for key, ref in self._weights.items() if key[0] not in ids}
+        self._cast_before = {key: ref for key, ref in self._cast_before.items() if key[0] not in ids}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -294,7 +286,7 @@ class Recorder(TorchDispatchMode):
             return True
         return False
 
-    def _add_seen_cast(self, call: _Watched, argument: str, src: torch.Tensor, dst: Format) -> None:
+    def _add_seen_cast(self, call: Watched, argument: str, src: torch.Tensor, dst: Format) -> None:
         """List a cast that was made, and remember its autograd node for the backward."""
         cast = self._add_cast(call, argument, src, str(dst), "copied")
         if src.requires_grad and torch.is_grad_enabled():
@@ -322,7 +314,7 @@ class Recorder(TorchDispatchMode):
         )
         return True
 
-    def _add_cast(self, call: _Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
+    def _add_cast(self, call: Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
         """Append one line to the ledger."""
         rule = dict(call.decided.plan.argument_rules).get(argument, call.decided.plan.rule)
         elements = src_size = 0

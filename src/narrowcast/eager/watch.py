@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from narrowcast.decide import Plan
 from narrowcast.policy import DEVICE_TYPES, Place, Policy
-from narrowcast.torch_bridge import OpFacts, Slot
+from narrowcast.torch_bridge import OpFacts, OpOverload, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,31 @@ class DecidedCall:
     caches: bool
 
 
+@dataclass(slots=True)
+class Watched:
+    """A call on its way: what was decided, and which of its planned casts were seen.
+
+    `again`: the op that the mode is executing has come round to its own kernel; it is counted already.
+    """
+
+    decided: DecidedCall
+    came: str
+    seen: list[bool]
+    widens: bool
+    again: bool
+    seen_widening: bool = False
+    op_bytes: int = 0
+
+
+@dataclass(slots=True)
+class ThreadState:
+    """The calls on their way on one thread, innermost last, and the op that the mode is executing with autocast on."""
+
+    calls: list[Watched] = field(default_factory=list)
+    executing: OpOverload | None = None
+    entered: bool = False
+
+
 class Watcher(Protocol):
     """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest."""
 
@@ -39,6 +64,9 @@ class Watcher(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """The call raised."""
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Keep no references to these, not even weak ones: they are to be swapped."""
 
 
 class _Watchers(threading.local):
