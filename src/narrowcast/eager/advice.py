@@ -158,12 +158,11 @@ class Adviser:
                 )
                 return
 
-    def gave(self, facts: OpFacts, results: list[torch.Tensor], place: Place | None = None) -> None:
+    def gave(self, facts: OpFacts, results: list[torch.Tensor], place: Place) -> None:
         """A call in a region gave these."""
         for tensor in results:
             if tensor.dtype in _LOW:
-                where = place if place is not None else find_place(with_names=False)
-                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, where)
+                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, place)
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """An op outside of regions, or a view, gave what is still in the low format of a region's result."""

@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):
         self._local = threading.local()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
         self._weights: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
+        self._labels: dict[int, str] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._forward_casts: dict[int, Cast] = {}
 
@@ -113,7 +114,8 @@ class Recorder(TorchDispatchMode):
             if current_autograd_node() is not None:
                 self.adviser.backward()
             for rule in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
-                self.ledger.count_match(rule.label, call.place.module_path)
+                label = self._labels.get(id(rule)) or self._labels.setdefault(id(rule), rule.label)
+                self.ledger.count_match(label, call.place.module_path)
             self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])
         state.calls.append(Watched(call, came, [f is None for f in plan.formats], widens, again))
 
@@ -203,13 +205,8 @@ class Recorder(TorchDispatchMode):
         result = self._execute(func, args, kwargs, on)
         results = tensors_in(result)
         self._note_made(results)
-        if current_autograd_node() is None and not self._state.calls:
-            if on and facts.computes:
-                self.adviser.gave(facts, results)
-            elif not on:
-                self.adviser.passed_on(arguments, results)
-            elif func is _TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
-                self.adviser.converted()
+        if not on and current_autograd_node() is None and not self._state.calls:
+            self.adviser.passed_on(arguments, results)
         if not results or (func is _TO_COPY and self._see_cast(args[0], result)):
             return result
         moved = bytes_of(arguments) + bytes_of(results)
@@ -218,7 +215,13 @@ class Recorder(TorchDispatchMode):
             calls[-1].op_bytes += moved
         else:
             came = format_names([t.dtype for t in arguments])
-            self._count(facts.id, find_place(with_names=False), came, came, result, None, None, moved)
+            place = find_place(with_names=False)
+            if on and current_autograd_node() is None:
+                if func is _TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
+                    self.adviser.converted()
+                elif facts.computes:
+                    self.adviser.gave(facts, results, place)
+            self._count(facts.id, place, came, came, result, None, None, moved)
         return result
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:

@@ -47,7 +47,7 @@ class CacheInfo:
 class _Entry:
     """A cast, and what it was made of.
 
-    storage: reserves the address of the weight's memory, not the memory: no other storage can have it meanwhile.
+    storage: tells whether the weight's memory is gone; other memory may have its address then.
     checksum: None unless the region asks for them. place: of the first use.
     """
 
@@ -100,19 +100,17 @@ class WeightCache:
         limit_bytes: casts that were used longest ago go when more would be held. checks: compare checksums; CacheError
         if the weight was changed behind its version counter.
         """
-        storage = _storage(weight)
-        if storage is None:
+        try:
+            address = weight.data_ptr() if type(weight) in _PLAIN else weight.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # without memory of its own: wrappers of torch.func, sparse tensors
             return cast(weight, dtype)
         trace = torch._C._get_tracing_state()
         checks = checks and trace is None
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
-        made_of = (
-            weight._version, mutations.count, storage._cdata, weight.storage_offset(), weight.shape, weight.stride(),
-            weight.is_neg(),
-        )  # fmt: skip
+        made_of = (weight._version, mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
         limit = _least(limit_bytes, self.limit_bytes)
         entry = self.entries.get(key)
-        if entry is not None and entry.weight() is weight and entry.made_of == made_of:
+        if entry is not None and entry.made_of == made_of and entry.weight() is weight and not entry.storage.expired():
             if not checks or (entry.checksum is not None and _is_as_it_was(weight, entry)):
                 if limit is not None:
                     self.entries[key] = self.entries.pop(key)  # the last one is the one used last
@@ -131,7 +129,7 @@ class WeightCache:
         place = find_place(with_names=False) if checks else NOWHERE
         dead = self._dead
         reference = weakref.ref(weight, lambda _: dead.append(key))
-        self.entries[key] = _Entry(reference, StorageWeakRef(storage), made_of, result, known, place)
+        self.entries[key] = _Entry(reference, StorageWeakRef(weight.untyped_storage()), made_of, result, known, place)
         self.bytes += result.nbytes
         if len(self.entries) > self._next_sweep[0] or self.bytes > self._next_sweep[1]:
             self._sweep()
@@ -146,8 +144,7 @@ class WeightCache:
 
     def forget(self, weight: torch.Tensor) -> None:
         """Drop the casts of a weight, and of whatever shares its memory."""
-        storage = _storage(weight)
-        address = None if storage is None else storage._cdata
+        address = weight.untyped_storage()._cdata if weight.layout is torch.strided else None
         for key, entry in list(self.entries.items()):
             if entry.weight() is weight or entry.storage.cdata == address:
                 self._drop(key)
@@ -184,14 +181,7 @@ class _Mutations:
 mutations = _Mutations()
 
 
-def _storage(weight: torch.Tensor) -> torch.UntypedStorage | None:
-    """The weight's memory; None for what has none of its own: wrappers of function transforms, sparse tensors."""
-    if weight.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(weight):
-        return None
-    try:
-        return weight.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a subclass without memory
-        return None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # fake ones, and other subclasses, may have no pointer
 
 
 def _least(*limits: int | None) -> int | None:
