@@ -210,7 +210,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return _rebuilt, (self.device, self.fast_dtype, self._enabled, self._cache, self.policy, limit)
 
     def __repr__(self) -> str:
-        return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy})"
+        cache = "" if self._prepared.grade == "native" else f", cache={self._prepared.grade}"
+        return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy}{cache})"
 
 
 def _rebuilt(
