@@ -309,3 +309,42 @@ def perform(program, expected):
 def test_any_nesting_leaves_the_state_as_it_was(program):
     """Enter, exception, yield, await, thread, abandoned generators, in any order, with native regions between."""
     perform(program, OFF)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("on_thread", [False, True])
+def test_autograd_hooks_run_as_eager_autocast_runs_them(inside, on_thread):
+    """In the state of whoever calls backward(), on whichever thread; a policy holds there as native lists do."""
+
+    def formats(make, policy=None):
+        found = []
+        weight = torch.nn.Parameter(torch.ones(4, 4))
+
+        def hook(grad):
+            found.append((torch.mm(grad, grad).dtype, torch.nn.functional.gelu(grad.bfloat16()).dtype))
+
+        weight.register_hook(hook)
+        region = make("cpu") if policy is None else make("cpu", policy=policy)
+        with region:
+            loss = torch.mm(torch.ones(2, 4), weight).float().sum()
+            if inside:
+                run = nc.carry(loss.backward) if on_thread else loss.backward
+                _on(on_thread, run)
+        if not inside:
+            _on(on_thread, loss.backward)
+        return found
+
+    expected = formats(torch.autocast)
+    assert formats(nc.autocast) == expected
+    changed = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full"))
+    ((product, activation),) = formats(nc.autocast, changed)
+    assert product is expected[0][0] and activation is (torch.float32 if inside else torch.bfloat16)
+
+
+def _on(thread, call):
+    if not thread:
+        call()
+        return
+    made = threading.Thread(target=call)
+    made.start()
+    made.join()
