@@ -94,3 +94,19 @@ def test_different_policies_carry_different_states_the_same_in_each_process():
         seen.add(tuple(carried()))
         identity.restore()
     assert len(seen) == 200
+
+
+def test_a_native_region_inside_one_of_ours_rules_in_compiled_code_too(fresh_dynamo):
+    """Dynamo does not see the difference: the format is the same, and so is all the state that it guards on."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"))
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    for first in ("ours", "native"):
+        compiled = nc.compile(model, backend="aot_eager")
+        for inner in (first, "ours" if first == "native" else "native") * 2:
+            with nc.autocast("cpu", policy=policy):
+                if inner == "native":
+                    with torch.autocast("cpu"):
+                        assert torch.equal(compiled(x), model(x)) and model(x).dtype is torch.bfloat16
+                else:
+                    assert torch.equal(compiled(x), model(x)) and model(x).dtype is torch.float32
+        torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Graphs that Dynamo shares between modules, under policies with rules about modules."""
+"""Graphs that Dynamo shares between modules or regions that it cannot tell apart, and must not share."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from torch.fx import GraphModule
 from narrowcast.fx.explicit import Explicit
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.place import called_modules, module_path
+from narrowcast.regions.state import innermost, region_on, ruled_device_types
 
 
 class Elsewhere(torch.fx.Interpreter):
-    """A graph that was compiled for calls in one module, and may be called in another.
+    """A graph that was compiled for calls in one module and under one policy, and may be called in another.
 
-    Dynamo shares the code of modules that are alike; a rule about one of them must not reach the other. Such calls run
-    uncompiled, with the region's own kernels.
+    Dynamo shares the code of modules that are alike; a rule about one of them must not reach the other. And it does not
+    see that torch's own region, inside one of ours of the same format, rules instead. Such calls run uncompiled, with
+    the region's own kernels.
     """
 
-    def __init__(self, graph: GraphModule) -> None:
+    def __init__(self, graph: GraphModule, modules_matter: bool) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.compiled_for = module_path(called_modules())
+        self.compiled_for = module_path(called_modules()) if modules_matter else None
+        self.policies = _policies()
         self.outside = NO_OUTSIDE
         self.warned = False
 
     def is_here(self) -> bool:
-        """Whether this call is made in another module than that the graph was compiled in."""
-        return module_path(called_modules()) != self.compiled_for
+        """Whether this call is made in another module, or under another policy, than the graph was compiled for."""
+        if innermost() is not None and _policies() != self.policies:
+            return True
+        return self.compiled_for is not None and module_path(called_modules()) != self.compiled_for
 
     def run(self, *args: Any, **_: Any) -> Any:
         """The graph's results, computed call by call at the places where this call makes them."""
         self.outside = Outside.now()
-        if not self.warned:
+        if not self.warned and self.compiled_for is not None and self.outside.place.module_path != self.compiled_for:
             self.warned = True
             warnings.warn(
                 f"narrowcast: a graph compiled for module {self.compiled_for or '(root)'!r} is called in "
@@ -50,8 +55,13 @@ class Elsewhere(torch.fx.Interpreter):
 
 
 def find_elsewhere(graph: GraphModule, explicit: Explicit) -> Elsewhere | None:
-    """What checks where the graph is called, if the policy asks for that and there is a module around it."""
+    """What checks where the graph is called: if a region of ours is open, or the policy asks for modules."""
     rules = [rule for policy in explicit.reading.policies.values() for rule in policy.rules]
-    if all(rule.is_unconditional for rule in rules) or len(called_modules()) < 2:
-        return None
-    return Elsewhere(graph)
+    modules_matter = not all(rule.is_unconditional for rule in rules) and len(called_modules()) >= 2
+    return Elsewhere(graph, modules_matter) if modules_matter or innermost() is not None else None
+
+
+def _policies() -> tuple[tuple[str, str], ...]:
+    """The policies in force, by device type."""
+    found = ((device_type, region_on(device_type)) for device_type in ruled_device_types())
+    return tuple((device_type, region.prepared.policy.digest) for device_type, region in found if region is not None)
