@@ -105,7 +105,7 @@ class WeightCache:
         except (NotImplementedError, RuntimeError):  # without memory of its own: wrappers of torch.func, sparse tensors
             return cast(weight, dtype)
         trace = torch._C._get_tracing_state()
-        checks = checks and trace is None
+        checks = checks and trace is None and type(weight) in _PLAIN  # what is fake has no bits
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
         made_of = (weight._version, mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
         limit = _least(limit_bytes, self.limit_bytes)
