@@ -72,19 +72,6 @@ def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Opt
     return x
 
 
-def cast_optional_exactly(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
-    """The same, fp64 as well."""
-    if x is not None:
-        if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype:
-            return x.to(dtype)
-    return x
-
-
-def cast_list_exactly(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
-    """Each of a list, fp64 as well."""
-    return [cast_exactly(x, on, device, dtype) for x in xs]
-
-
 def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
     """The same of each of a list."""
     return [cast(x, on, device, dtype) for x in xs]

@@ -134,9 +134,9 @@ class _Writer:
             return self._node("aten::_autocast_to_full_precision", [value, *self._flags(scope)], value.type())
         function: Callable[..., Any] = runtime.cast_exactly if exactly else runtime.cast
         if is_optional_tensor(value):
-            function = runtime.cast_optional_exactly if exactly else runtime.cast_optional
+            function = runtime.cast_optional
         elif is_tensor_list(value):
-            function = runtime.cast_list_exactly if exactly else runtime.cast_list
+            function = runtime.cast_list
         number = self._low(scope) if is_low else self._constant(number_of(dst))
         return self._call(function, [value, self._on(scope), self._constant(scope.device_type), number])
 
