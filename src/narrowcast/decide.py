@@ -97,6 +97,12 @@ class Plan:
     undecided: Kind | None = None
 
     @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules that decided something about the call."""
+        whole = (self.rule,) if self.rule is not None else ()
+        return (*(rule for _, rule in self.argument_rules), *whole)
+
+    @property
     def output(self) -> Format | None:
         """The format that all floating results are cast to; None if they are not cast alike."""
         return next((r.format for r in self.results if not r.part), None)

@@ -27,10 +27,7 @@ class Pinned(Protocol):
     policy: Policy
     region: autocast | None
     boundaries: dict[Any, Boundary | None]
-
-    @property
-    def number(self) -> int:
-        """Unlike any other pin's."""
+    tag: str
 
 
 def ruling_region() -> OpenRegion | None:
@@ -72,7 +69,7 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
             pin.boundaries[type(module)] = _made(module, pin, None, NOWHERE)
         return pin.boundaries[type(module)]
     place = _place(module, ruling, traced)
-    key = (type(module), pin.number if pin is not None else None, place.module_path, place.functions)
+    key = (type(module), pin.tag if pin is not None else None, place.module_path, place.functions)
     made: dict[Any, Boundary | None] = ruling.prepared.boundaries
     if key not in made:
         made[key] = _made(module, pin, ruling, place)

@@ -44,7 +44,8 @@ def custom_fwd(
         enabled = torch.is_autocast_enabled(device)
         ctx._dtype = torch.get_autocast_dtype(device)
         ctx._fwd_used_autocast = enabled and dtype is None
-        ctx._narrowcast_region = (device, traced_policy(device) if _tracing() else policy_on(device))
+        policy = traced_policy(device) if torch.compiler.is_dynamo_compiling() else policy_on(device)
+        ctx._narrowcast_region = (device, policy)
         if dtype is None or not enabled:
             return function(*args, **kwargs)
         new_args, new_kwargs = _cast(args, device, dtype), _cast(kwargs, device, dtype)
@@ -80,10 +81,6 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 class _NoContext:
     """What a forward with a `setup_context` beside it writes to."""
-
-
-def _tracing() -> bool:
-    return torch.compiler.is_dynamo_compiling()
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> str:

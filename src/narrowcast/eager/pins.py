@@ -33,13 +33,12 @@ class Pin:
     Immutable but for what is remembered of decisions; copied and pickled with the module.
     """
 
-    __slots__ = ("boundaries", "number", "policy", "region", "tag")
+    __slots__ = ("boundaries", "policy", "region", "tag")
 
     def __init__(self, policy: Policy, region: autocast | None) -> None:
         self.policy = policy
         self.region = region
-        self.number = next(_numbers)
-        self.tag = f"pin {self.number}"  # what Dynamo guards on
+        self.tag = f"pin {next(_numbers)}"  # no other pin's; what Dynamo guards on
         self.boundaries: dict[Any, Boundary | None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pin:

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         if not again:
             if current_autograd_node() is not None:
                 self.adviser.backward()
-            for rule in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
+            for rule in plan.rules:
                 label = self._labels.get(id(rule)) or self._labels.setdefault(id(rule), rule.label)
                 self.ledger.count_match(label, call.place.module_path)
             self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])

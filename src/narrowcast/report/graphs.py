@@ -155,7 +155,7 @@ class _Walker:
 
     def _call(self, known: Step, step: Step) -> None:
         plan, policy = self._plan(known)
-        for decided in [r for _, r in plan.argument_rules] + ([plan.rule] if plan.rule is not None else []):
+        for decided in plan.rules:
             self.ledger.count_match(decided.label, known.place.module_path)
         read = [self.after.values[o.value] for o in step.operands]
         came = [self.before.values[o.value] for o in known.operands]
