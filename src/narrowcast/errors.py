@@ -105,3 +105,15 @@ class PinError(NarrowcastError, ValueError):
 
 class CacheError(NarrowcastError, RuntimeError):
     """The weight cache was asked for what it cannot do, or a checksum found a weight that was changed unseen."""
+
+
+class EnergyError(NarrowcastError, ValueError):
+    """Formats cannot be placed: costs that make no sense, or a program in which every placement is forbidden."""
+
+
+class ProfileError(NarrowcastError, ValueError):
+    """A profile of costs cannot be read, written or used as asked."""
+
+
+class GoalError(NarrowcastError, ValueError):
+    """A goal, or what goes with it, is not one that there is."""

@@ -17,6 +17,7 @@ from narrowcast.program import (
     READ,
     TENSOR,
     CastResult,
+    CastReturn,
     CastTogether,
     Edit,
     Follow,
@@ -25,6 +26,7 @@ from narrowcast.program import (
     Move,
     Program,
     Remove,
+    Reread,
     Retarget,
     SetDtype,
     Share,
@@ -83,7 +85,8 @@ def run_passes(
 
 _KINDS: dict[type, str] = {
     InsertCast: "insert", CastResult: "insert", CastTogether: "insert", SetDtype: "set dtype", Follow: "follow",
-    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Move: "move",
+    Remove: "remove", Share: "share", Retarget: "fold", Hoist: "share", Move: "move", Reread: "remove",
+    CastReturn: "insert",
 }  # fmt: skip
 
 
@@ -125,6 +128,10 @@ def _subject(program: Program, step: Step, edit: Edit) -> tuple[Value | None, st
         return replace(step.value, type=src), RESULT, edit.dst.name if edit.dst is not None else TENSOR
     if isinstance(edit, SetDtype | Follow):
         return None, "", (edit.dst if isinstance(edit, SetDtype) else edit.format).name
+    if isinstance(edit, CastReturn):
+        return step.value, "returned", edit.dst.name
+    if isinstance(edit, Reread):
+        return program.values[edit.source], step.operands[edit.operand].name, ""
     if isinstance(edit, CastTogether):
         return None, ", ".join(dict.fromkeys(step.operands[p].name for p in edit.operands)), ""
     if step.is_cast:

@@ -3,6 +3,7 @@
 from narrowcast.program.aliases import Writes, reaching
 from narrowcast.program.edits import (
     CastResult,
+    CastReturn,
     CastTogether,
     Edit,
     Follow,
@@ -10,6 +11,7 @@ from narrowcast.program.edits import (
     InsertCast,
     Move,
     Remove,
+    Reread,
     Retarget,
     SetDtype,
     Share,
@@ -48,6 +50,7 @@ __all__ = [
     "WEIGHT",
     "Block",
     "CastResult",
+    "CastReturn",
     "CastTogether",
     "Edit",
     "Follow",
@@ -58,6 +61,7 @@ __all__ = [
     "Operand",
     "Program",
     "Remove",
+    "Reread",
     "Retarget",
     "SetDtype",
     "Share",

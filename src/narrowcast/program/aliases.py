@@ -56,6 +56,11 @@ class Writes:
         following = bisect_right(at, start)
         return following < len(at) and at[following] < end
 
+    def count_before(self, value: int, step: int) -> int:
+        """How many writes to what the value shows come before a step."""
+        at = self._at.get(self._find(value))
+        return bisect_right(at, self.position.get(step, self._last) - 1) if at else 0
+
     def is_written_after(self, value: int, step: int) -> bool:
         """Whether anything after a step may write to what the value shows."""
         return self.is_written(value, step, -1)

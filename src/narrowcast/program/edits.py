@@ -1,8 +1,8 @@
 """Edits: the only ways in which a pass may change a program. Each says why, and lands in the ledger.
 
 insert, remove, retarget, share and move a cast, or insert one cast of several values together; besides, a region's edge
-may be removed, a call may be given the dtype that a policy sets, and the format of a result may follow from that of an
-operand. Nothing else of a program can change.
+may be removed, a call may be given the dtype that a policy sets, the format of a result may follow from that of an operand,
+and an operand may read what the cast before it reads. Nothing else of a program can change.
 """
 
 from __future__ import annotations
@@ -136,7 +136,30 @@ class Move:
     why: Why
 
 
-Edit = InsertCast | CastTogether | CastResult | Follow | SetDtype | Remove | Share | Retarget | Hoist | Move
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """Let an operand of a step that read a cast read `source`, the value that the cast reads."""
+
+    step: int
+    operand: int
+    source: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class CastReturn:
+    """Cast to `dst` what the program returns at `position`; `step` makes it."""
+
+    step: int
+    position: int
+    dst: Format
+    why: Why
+
+
+Edit = (
+    InsertCast | CastTogether | CastResult | CastReturn | Follow | SetDtype | Remove | Share | Retarget | Reread
+    | Hoist | Move
+)  # fmt: skip
 
 
 def apply_edits(program: Program, edits: Sequence[Edit]) -> Program:
@@ -164,6 +187,8 @@ class _Editor:
         self.gone: set[int] = set()
         self.instead: dict[int, int] = {}
         self.moved: dict[int, list[int]] = {}
+        self.rereads: dict[tuple[int, int], int] = {}
+        self.returns: dict[int, CastReturn] = {}
         for edit in edits:
             self._file(edit)
         self.moving = {step for steps in self.moved.values() for step in steps}
@@ -180,6 +205,10 @@ class _Editor:
             self.results[edit.step] = edit
         elif isinstance(edit, Follow):
             self.follows[edit.step] = edit.format
+        elif isinstance(edit, Reread):
+            self.rereads[edit.step, edit.operand] = edit.source
+        elif isinstance(edit, CastReturn):
+            self.returns[edit.position] = edit
         elif isinstance(edit, SetDtype):
             self.dtypes[edit.step] = edit
         else:
@@ -221,8 +250,16 @@ class _Editor:
                 self._add(self.program.steps[moved], steps)
             if step.id not in self.moving:
                 self._add(step, steps)
-        returns = tuple(self._now(value) for value in block.returns)
-        return replace(block, steps=tuple(steps), returns=returns)
+        returns = [self._now(value) for value in block.returns]
+        if block is self.program.body:
+            self._cast_returns(returns, steps)
+        return replace(block, steps=tuple(steps), returns=tuple(returns))
+
+    def _cast_returns(self, returns: list[int], steps: list[Step]) -> None:
+        for position, edit in self.returns.items():
+            cast = self._cast(returns[position], edit.dst, self.program.steps[edit.step], False)
+            steps.append(replace(cast, region=None))
+            returns[position] = cast.id
 
     def _hoist(self, edit: Hoist, steps: list[Step]) -> None:
         cast = self.program.steps[edit.step]
@@ -245,7 +282,7 @@ class _Editor:
             self._hoist(hoist, steps)
         if step.id in self.gone:
             return
-        operands = [self._operand(o) for o in step.operands]
+        operands = [self._operand(step, n, o) for n, o in enumerate(step.operands)]
         if step.id in self.sources:
             operands[0] = replace(operands[0], value=self.sources[step.id])
         for edit in self.inserts.get(step.id, ()):
@@ -292,8 +329,8 @@ class _Editor:
             operands[position] = replace(operand, value=value.id)
         self.next_id += 1 + len(chosen)
 
-    def _operand(self, operand: Operand) -> Operand:
-        value = self._now(operand.value)
+    def _operand(self, step: Step, position: int, operand: Operand) -> Operand:
+        value = self._now(self.rereads.get((step.id, position), operand.value))
         return operand if value == operand.value else replace(operand, value=value)
 
     def _cast_back(self, step: Step, like: list[int]) -> Step:

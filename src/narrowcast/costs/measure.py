@@ -1,0 +1,247 @@
+"""Measuring: calls timed on the device, formats interleaved round by round, medians with their quartiles kept.
+
+A call is measured on tensors of the shapes, strides and devices that it is to have, filled with small random numbers.
+Weights come from memory and not from a cache: they are measured over copies that together are larger than any cache.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from narrowcast.costs.profile import Device, Profile, Sample
+from narrowcast.costs.signature import Signature
+from narrowcast.formats import FORMATS as BY_NAME
+from narrowcast.torch_bridge import DTYPES
+
+ROUNDS = 7
+LEAST_NS = 60_000
+"""A round repeats short calls for at least this long."""
+ENOUGH_NS = 250_000_000
+"""A call is not measured again once all its rounds together took this long."""
+STREAM_BYTES = 192 * 2**20
+LARGEST_BYTES = 2 * 2**30
+"""What needs more memory than this is not measured, but interpolated."""
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a call is measured with: sizes, strides, element type, device, and whether it takes a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    type: str
+    device: str
+    gradient: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory that it spans."""
+        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if self.shape else 1
+        return max(span, 1) * _dtype(self.type).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Measurable:
+    """A call that can be measured: its signature, the callable, and its arguments with `Operand` for tensors."""
+
+    signature: Signature
+    op: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+@cache
+def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
+    """The device of this machine on which models run. Call it again after changing the number of threads."""
+    if device_type == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return Device("cuda", torch.cuda.get_device_name(), (f"sm_{major}{minor}",), 1, torch.__version__)
+    if device_type not in ("cpu", "cuda"):
+        return Device(device_type, device_type, (), 1, torch.__version__)
+    count = threads if threads is not None else torch.get_num_threads()
+    name, units = _processor()
+    return Device("cpu", name, units, count, torch.__version__)
+
+
+_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
+
+
+def _processor() -> tuple[str, tuple[str, ...]]:
+    name, flags = platform.processor() or platform.machine(), set()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+    return name, tuple(unit for unit in _UNITS if unit in flags)
+
+
+def device_now(device_type: str = "cpu") -> Device:
+    """`this_device` with the number of threads that torch uses now."""
+    return this_device(device_type, torch.get_num_threads())
+
+
+def measure(
+    profile: Profile,
+    calls: Iterable[Sequence[Measurable]],
+    seconds: float = 20.0,
+    rounds: int = ROUNDS,
+    progress: Callable[[], object] = lambda: None,
+) -> int:
+    """Measure what the profile does not have yet, and add it; the number of calls that were measured.
+
+    calls: groups whose members are measured side by side, in turn. seconds: when they are over the rest is left to
+    interpolation. A call that raises, or that needs too much memory, is left out.
+    """
+    start = time.perf_counter()
+    found = 0
+    for group in calls:
+        missing = [m for m in group if m.signature.text not in profile.samples]
+        if missing and time.perf_counter() - start < seconds:
+            found += _measure_group(profile, missing, rounds)
+        progress()
+    return found
+
+
+def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -> int:
+    prepared: list[tuple[Measurable, list[Call]]] = []
+    with torch.random.fork_rng(devices=[]), torch._C._DisableAutocast():
+        for call in group:
+            try:
+                runs = _prepare(call)
+                for run in runs[:2]:
+                    run()
+                prepared.append((call, runs))
+            except Exception:  # a call that the device does not know in this format has no time
+                continue
+        times = _alternate([runs for _, runs in prepared], rounds, group[0].signature)
+    for (call, _), measured in zip(prepared, times, strict=True):
+        profile.samples[call.signature.text] = as_sample(call.signature, measured)
+    return len(prepared)
+
+
+def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
+    """The median with quartiles."""
+    ordered = sorted(times_ns)
+    work = signature.work
+    return Sample(
+        signature.family or signature.op, signature.format.name, signature.backward, work.flops, work.moved_bytes,
+        work.elements, max(statistics.median(ordered), 1.0), ordered[len(ordered) // 4],
+        ordered[-1 - len(ordered) // 4], len(ordered),
+    )  # fmt: skip
+
+
+def _alternate(sides: Sequence[Sequence[Call]], rounds: int, signature: Signature) -> list[list[float]]:
+    """Nanoseconds per call of each side, one figure per round; every round runs every side."""
+    times: list[list[float]] = [[] for _ in sides]
+    spent = [0.0] * len(sides)
+    repeats = [1] * len(sides)
+    for number in range(rounds):
+        for side, runs in enumerate(sides):
+            if number >= 3 and spent[side] > ENOUGH_NS or number >= 1 and spent[side] > 4 * ENOUGH_NS:
+                continue
+            elapsed = _time(runs, repeats[side])
+            spent[side] += elapsed
+            if number == 0:
+                repeats[side] = max(1, min(int(LEAST_NS / max(elapsed, 1)), 200))
+                if repeats[side] > 1:
+                    elapsed = _time(runs, repeats[side])
+            times[side].append(elapsed / repeats[side])
+    return times
+
+
+def _time(runs: Sequence[Call], repeats: int) -> float:
+    synchronize()
+    start = time.perf_counter_ns()
+    for number in range(repeats):
+        runs[number % len(runs)]()
+    synchronize()
+    return float(time.perf_counter_ns() - start)
+
+
+def synchronize() -> None:
+    """Wait for an accelerator that is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _prepare(call: Measurable) -> list[Call]:
+    """The call on tensors of its own; several where operands are streamed."""
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
+    if sum(o.bytes for o in operands) > LARGEST_BYTES:
+        raise MemoryError
+    streamed = sum(o.bytes for n, o in enumerate(operands) if n in call.signature.streamed)
+    copies = max(1, min(STREAM_BYTES // streamed, 24)) if streamed > 2**17 else 1
+    shared: dict[int, torch.Tensor] = {}
+    return [_bind(call, leaves, spec, shared) for _ in range(copies)]
+
+
+def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torch.Tensor]) -> Call:
+    tensors: list[torch.Tensor] = []
+    filled = []
+    for leaf in leaves:
+        if isinstance(leaf, Operand):
+            number = len(tensors)
+            if number in call.signature.streamed or number not in shared:
+                shared[number] = _tensor(leaf)
+            tensors.append(shared[number])
+            filled.append(shared[number])
+        else:
+            filled.append(leaf)
+    args, kwargs = pytree.tree_unflatten(filled, spec)
+    op = call.op
+    if not call.signature.backward:
+
+        def forward() -> object:
+            with torch.no_grad():
+                return op(*args, **kwargs)
+
+        return forward
+    wanted = [t for t in tensors if t.requires_grad]
+
+    def both() -> object:
+        with torch.enable_grad():
+            made = op(*args, **kwargs)
+        outs = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad][:1]
+        return torch.autograd.grad(outs, wanted, [torch.ones_like(t) for t in outs], allow_unused=True)
+
+    return both
+
+
+def _tensor(operand: Operand) -> torch.Tensor:
+    dtype = _dtype(operand.type)
+    made = torch.empty_strided(operand.shape, operand.stride, dtype=dtype, device=operand.device)
+    if dtype.is_floating_point:
+        whole = torch.as_strided(made, (operand.bytes // dtype.itemsize,), (1,))
+        whole.copy_(torch.rand(whole.shape, device=operand.device) * 0.1 + 0.05)
+        return made.requires_grad_(operand.gradient)
+    return made.zero_()
+
+
+def _dtype(type: str) -> torch.dtype:
+    if type in BY_NAME:
+        return DTYPES[BY_NAME[type]]
+    found = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32}
+    return found.get(type, torch.int64)
+
+
+def machine_load() -> float:
+    """Processes that want to run, averaged over a minute; 0 where nobody knows."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

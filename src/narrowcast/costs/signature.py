@@ -1,0 +1,118 @@
+"""The signature of a call: what its time depends on, as text that is the same in every process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowcast.families import ATTENTION, CONV, COPY, GEMM, op_kind
+from narrowcast.formats import FORMATS, Format
+from narrowcast.program import CAST, Step, Value
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call does: floating operations, bytes that it reads and writes, elements of its largest tensor."""
+
+    flops: float
+    moved_bytes: float
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One call with the formats and shapes of its operands.
+
+    format:   the one that it computes in. backward: the time is that of forward and backward together.
+    streamed: operands that come from memory, not from a cache, each time: weights.
+    """
+
+    op: str
+    types: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    result: Shape
+    format: Format
+    constants: str = ""
+    backward: bool = False
+    streamed: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The family of its op; `copy` for casts; empty for an unknown op."""
+        return COPY if self.op == CAST else op_kind(self.op).family
+
+    @property
+    def text(self) -> str:
+        """`aten.mm.default(fp32[8, 4], fp32[4, 2])`, with what else matters."""
+        operands = ", ".join(f"{t}{list(s)}" for t, s in zip(self.types, self.shapes, strict=True))
+        notes = [self.constants] if self.constants else []
+        notes += [f"-> {self.format}"] if self.op == CAST else []
+        notes += ["streams " + ",".join(map(str, self.streamed))] if self.streamed else []
+        notes += ["with backward"] if self.backward else []
+        return f"{self.op}({operands})" + "".join(f" {note}" for note in notes)
+
+    @property
+    def work(self) -> Work:
+        """From shapes alone; products count two operations per multiplication."""
+        sizes = [math.prod(s) for s in self.shapes]
+        result = math.prod(self.result)
+        width = [_bytes(t) for t in self.types]
+        moved = sum(n * w for n, w in zip(sizes, width, strict=True)) + result * self.format.bits / 8
+        largest = max([result, *sizes], default=0)
+        return Work(self._flops(sizes, result, largest), moved, largest)
+
+    def _flops(self, sizes: Sequence[int], result: int, largest: int) -> float:
+        family = self.family
+        if family == GEMM and len(self.shapes) > 1:
+            first = self.shapes[1 if _has_bias_first(self.op) and len(self.shapes) > 2 else 0]
+            return 2.0 * result * (first[-1] if first else 1)
+        if family == CONV and len(self.shapes) > 1:
+            taps = math.prod(self.shapes[1][1:])
+            return 2.0 * (sizes[0] if "transpose" in self.op else result) * taps
+        if family == ATTENTION and len(self.shapes) > 2 and len(self.shapes[1]) > 1:
+            return 4.0 * sizes[0] * self.shapes[1][-2]
+        return float(largest)
+
+
+def signature_of(step: Step, operands: Sequence[Value], format: Format, weights: Sequence[int] = ()) -> Signature:
+    """The signature of a step that runs in `format`.
+
+    operands: as the policy has them; those in a low format are taken in `format`. weights: numbers of operands that
+    are.
+    """
+    floats = [n for n, v in enumerate(operands) if v.shape is not None]
+    types, shapes = [], []
+    for n in floats:
+        value = operands[n]
+        moves = value.format is not None and value.format.bits < 32 and not step.is_cast
+        types.append(format.name if moves else value.type)
+        shapes.append(_known(value.shape))
+    result = _known(step.value.shape) if step.value.shape is not None else (shapes[0] if shapes else ())
+    streamed = tuple(k for k, n in enumerate(floats) if n in weights)
+    backward = step.grad_mode and any(operands[n].gradient for n in floats)
+    return Signature(step.op, tuple(types), tuple(shapes), result, format, step.constants, backward, streamed)
+
+
+def cast_signature(shape: Sequence[int | str] | None, src: Format, dst: Format) -> Signature:
+    """The signature of a cast, a copy if the formats are the same."""
+    known = _known(shape)
+    return Signature(CAST, (src.name,), (known,), known, dst)
+
+
+def _known(shape: Sequence[int | str] | None) -> Shape:
+    """Symbolic sizes count as 64: whoever measures knows better and says so."""
+    return tuple(size if isinstance(size, int) else 64 for size in shape or ())
+
+
+def _bytes(type: str) -> float:
+    if type in FORMATS:
+        return FORMATS[type].bits / 8
+    digits = "".join(c for c in type if c.isdigit())
+    return int(digits) / 8 if digits else 1.0
+
+
+def _has_bias_first(op: str) -> bool:
+    return op.split(".")[1] in ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")

@@ -1,0 +1,143 @@
+"""The energy as data: choices, values that flow between them, and what a choice of formats costs.
+
+    E(x) = sum over choices c of cost_c(x_c)
+         + sum over values v of read_v(own format) + sum over the formats f in which v is needed of
+               cast_v(own, f) if f is not v's own            (once per format, however many readers)
+               store_v(f)     if one of those readers needs it in memory
+
+Costs are whole numbers, so that two ways to the same optimum agree exactly. A placement that is forbidden costs None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from narrowcast.formats import Format
+
+FIXED = -1
+"""The number of a choice that is none: a value or a reader whose format is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The formats that a call may have, and what it costs in each. The first one is the policy's."""
+
+    formats: tuple[Format, ...]
+    costs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads a value: a choice with the format that it needs for each of its own, or one need that is fixed.
+
+    needs: aligned with the choice's formats; None takes what comes. stores: it needs the value in memory.
+    keeps: it needs every bit that the policy keeps; what was rounded on the way must not be cast up for it.
+    """
+
+    choice: int
+    needs: tuple[Format | None, ...]
+    stores: bool = False
+    keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value: who makes it, who reads it, and what its casts cost.
+
+    maker:     number of the choice whose format it has; FIXED if `formats` has its one format.
+    formats:   its format for each of the maker's.
+    reads:     what reading it in its own format costs. casts: by source and target. stores: of having it in memory.
+    rounded:   the formats that have fewer bits than the policy gives the value.
+    """
+
+    maker: int
+    formats: tuple[Format, ...]
+    readers: tuple[Reader, ...]
+    casts: Mapping[tuple[Format, Format], int] = field(default_factory=dict)
+    reads: Mapping[Format, int] = field(default_factory=dict)
+    stores: Mapping[Format, int] = field(default_factory=dict)
+    rounded: frozenset[Format] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Energy:
+    """Choices and the values between them. unit: what a cost of 1 stands for (nanoseconds, bytes)."""
+
+    choices: tuple[Choice, ...]
+    flows: tuple[Flow, ...]
+    unit: float = 1.0
+
+    def evaluate(self, chosen: Sequence[Format]) -> int | None:
+        """The energy of a placement, one format per choice; None if it is forbidden."""
+        total = sum(c.costs[c.formats.index(f)] for c, f in zip(self.choices, chosen, strict=True))
+        for flow in self.flows:
+            cost = self.evaluate_flow(flow, chosen)
+            if cost is None:
+                return None
+            total += cost
+        return total
+
+    def evaluate_flow(self, flow: Flow, chosen: Sequence[Format]) -> int | None:
+        """What one value adds; None if it is forbidden."""
+        own = self.format_of(flow, chosen)
+        needed: dict[Format, bool] = {}
+        for reader in flow.readers:
+            need = self.need_of(reader, chosen)
+            if need is not None:
+                if reader.keeps and need is not own and own in flow.rounded:
+                    return None
+                needed[need] = needed.get(need, False) or reader.stores
+        total = flow.reads.get(own, 0)
+        for need, stores in needed.items():
+            total += flow.casts[own, need] if need is not own else 0
+            total += flow.stores.get(need, 0) if stores else 0
+        return total
+
+    def format_of(self, flow: Flow, chosen: Sequence[Format]) -> Format:
+        """The format that a value has under a placement."""
+        if flow.maker == FIXED:
+            return flow.formats[0]
+        return flow.formats[self.choices[flow.maker].formats.index(chosen[flow.maker])]
+
+    def need_of(self, reader: Reader, chosen: Sequence[Format]) -> Format | None:
+        """The format that a reader needs under a placement."""
+        if reader.choice == FIXED:
+            return reader.needs[0]
+        return reader.needs[self.choices[reader.choice].formats.index(chosen[reader.choice])]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """A placement and the proof that there is none better.
+
+    cost:  its energy. bound: what no placement can be below; equal for a minimum cut (the flow's value).
+    method: `minimum cut`, `integer program`, or `nothing to choose`.
+    """
+
+    chosen: tuple[Format, ...]
+    cost: int
+    bound: int
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: 0 is proven optimal."""
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
+
+def minimise(energy: Energy) -> Optimum:
+    """The placement of least energy: by minimum cut if two formats are all there are, else by integer program.
+
+    The same energy gives the same placement. EnergyError if every placement is forbidden.
+    """
+    from narrowcast.energy.integer_program import minimise_by_integer_program
+    from narrowcast.energy.min_cut import minimise_by_cut
+
+    if not energy.choices:
+        cost = energy.evaluate(()) or 0
+        return Optimum((), cost, cost, "nothing to choose")
+    formats = {f for c in energy.choices for f in c.formats}
+    formats |= {f for flow in energy.flows for f in flow.formats}
+    formats |= {n for flow in energy.flows for r in flow.readers for n in r.needs if n is not None}
+    return minimise_by_cut(energy) if len(formats) <= 2 else minimise_by_integer_program(energy)

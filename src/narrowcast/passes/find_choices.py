@@ -1,0 +1,303 @@
+"""Which calls of a program may choose their format, and what flows between them: the energy of its placement.
+
+A call may choose if it is on the allow list of families.py and nothing ties it. Under the policy a low call may also
+run in fp32. What only moves values (a view, cat, gather, relu) may have any format that keeps the bits its readers are
+to have. In-place calls have the format of what they write to. Values in which loops and branches meet keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from narrowcast.energy import FIXED, Choice, Energy, Flow, Reader
+from narrowcast.families import POINTWISE, op_kind
+from narrowcast.formats import Format, fp32, is_exact
+from narrowcast.passes.prices import Prices
+from narrowcast.program import CAST, Block, Program, Step, Value, Writes
+
+EXACT, FREE = "exact", "free"
+TRIPS = 10
+"""How often a loop's body is taken to run, where nothing says."""
+_UNITS = 2**28  # costs are scaled so that all together are at most this
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Who reads a value: the step (None: the program returns it), the operand, through which cast, in which format."""
+
+    step: Step | None
+    position: int
+    cast: Step | None
+    reader: Reader
+
+
+@dataclass(slots=True)
+class Question:
+    """A program's energy with what its numbers stand for.
+
+    variable: number of the choice of each step that has one. formats: the formats of each choice, the policy's first.
+    reads: by value. casts: those that are taken out and placed anew, by id.
+    """
+
+    program: Program
+    energy: Energy
+    variable: dict[int, int]
+    formats: list[tuple[Format, ...]]
+    reads: dict[int, list[Read]]
+    casts: dict[int, Step]
+    steps: dict[int, list[Step]] = field(default_factory=dict)
+
+
+def find_choices(
+    program: Program, prices: Prices, mode: str, ours: Set[int] | None = None, after_autograd: bool = False
+) -> Question:
+    """The energy of placing a program whose casts are explicit.
+
+    mode: `exact`, in which calls keep their formats and casts move where every bit is kept (before autograd only where
+    no gradient flows); `free`, in which calls may also run higher. ours: ids of the casts that may be placed anew; None
+    for all of them.
+    """
+    return _Finder(program, prices, mode, ours, after_autograd).run()
+
+
+class _Finder:
+    def __init__(
+        self, program: Program, prices: Prices, mode: str, ours: Set[int] | None, after_autograd: bool
+    ) -> None:
+        self.program, self.prices, self.mode = program, prices, mode
+        self.after_autograd = after_autograd
+        self.values, self.steps = program.values, program.steps
+        self.often: dict[int, int] = {}  # how often each step runs
+        self.home: dict[int, Block] = {}
+        self.writes: dict[int, Writes] = {}
+        self.pinned: set[int] = set()
+        self.readers: dict[int, list[tuple[Step, int]]] = {}
+        self.roots: dict[int, int] = {}
+        self._survey(program.body, 1)
+        self.written = {self._root(o.value) for s in self.steps.values() for o in s.operands if o.written}
+        self.casts = {s.id: s for s in program.casts() if (ours is None or s.id in ours) and self._is_free_cast(s)}
+        self.lows = sorted(
+            {f for s in self.casts.values() if (f := s.value.format) is not None and f.bits < fp32.bits},
+            key=lambda f: f.name,
+        )
+        self.variable: dict[int, int] = {}
+        self.formats: list[tuple[Format, ...]] = []
+        self.members: list[list[Step]] = []
+
+    # -- what there is
+
+    def _survey(self, block: Block, often: int) -> None:
+        self.writes[id(block)] = Writes(block)
+        if block is not self.program.body:
+            self.pinned.update(block.returns)
+        for step in block.steps:
+            self.often[step.id], self.home[step.id] = often, block
+            for position, operand in enumerate(step.operands):
+                self.readers.setdefault(operand.value, []).append((step, position))
+            for position in step.aliases:
+                self.roots[self._root(step.id)] = self._root(step.operands[position].value)
+            loops = "loop" in step.op.lower()
+            for inner in step.blocks:
+                self._survey(inner, often * TRIPS if loops else often)
+
+    def _root(self, value: int) -> int:
+        while self.roots.get(value, value) != value:
+            self.roots[value] = self.roots.get(self.roots[value], self.roots[value])
+            value = self.roots[value]
+        return value
+
+    def _is_free_cast(self, cast: Step) -> bool:
+        """Whether a cast may be taken out: it is no source of another one, and nothing writes to its copy."""
+        if self.program.open_region(cast) is not None or cast.id in self.pinned:
+            return False
+        source = self.values[cast.operands[0].value]
+        if source.format is None or self._root(cast.id) in self.written or self._root(source.id) in self.written:
+            return False
+        if any(step.op == CAST for step, _ in self.readers.get(cast.id, ())):
+            return False
+        return self.mode != EXACT or self.after_autograd or not (cast.value.gradient and cast.grad_mode)
+
+    # -- choices
+
+    def run(self) -> Question:
+        for step in self.steps.values():
+            formats = self._choice(step)
+            if formats:
+                self.variable[step.id] = len(self.formats)
+                self.formats.append(formats)
+                self.members.append([step])
+        self._join_written()
+        self._join_elements()
+        costs = [
+            [sum(self._cost(s, f) for s in members) for f in formats]
+            for formats, members in zip(self.formats, self.members, strict=True)
+        ]
+        reads: dict[int, list[Read]] = {}
+        flows: list[tuple[Flow, float]] = []
+        for value in self.values.values():
+            if value.id not in self.casts and value.format is not None:
+                reads[value.id] = self._reads(value)
+                flows += self._flows(value, reads[value.id])
+        energy = _in_units(self.formats, costs, flows)
+        steps = {n: members for n, members in enumerate(self.members) if members}
+        return Question(self.program, energy, self.variable, self.formats, reads, self.casts, steps)
+
+    def _choice(self, step: Step) -> tuple[Format, ...]:
+        """The formats that a step may have, the policy's first; none if it is tied."""
+        kind = op_kind(step.op)
+        tied = step.blocks or step.effects or step.given or step.id in self.pinned
+        if not kind.follows or tied or self.program.open_region(step) is not None:
+            return ()
+        inputs = [self.values[o.value] for o in step.operands]
+        came = [v.format for v in inputs if v.format is not None]
+        results = [v.format for v in self._results(step) if v.format is not None]
+        allowed = (fp32, *self.lows)
+        if not came or any(f not in allowed for f in (*came, *results)):
+            return ()
+        lows = {f for f in came if f is not fp32}
+        alike = len({*came, *results}) == 1
+        if self.mode == EXACT and (not self.after_autograd and any(v.gradient for v in (*inputs, step.value))):
+            return ()
+        if kind.commutes and alike and not kind.in_place and results:
+            own = came[0]
+            return (own, *(self.lows if own is fp32 else [fp32]))
+        if self.mode == EXACT or len(lows) != 1 or not lows.issuperset(results[:1]):
+            return ()
+        return (*lows, fp32)
+
+    def _results(self, step: Step) -> list[Value]:
+        """The step's value, or those taken from the tuple that it makes."""
+        if step.value.shape is not None:
+            return [step.value]
+        found = [s for s, _ in self.readers.get(step.id, ()) if s.op == "getitem"]
+        return [s.value for s in sorted(found, key=lambda s: s.constants)]
+
+    def _join_written(self) -> None:
+        """Whatever shares memory that is written to has one format: one choice for all, or none."""
+        groups: dict[int, list[int]] = {}
+        for number in self.values:
+            if self._root(number) in self.written:
+                groups.setdefault(self._root(number), []).append(number)
+        for group in groups.values():
+            choices = {self.formats[self.variable[n]] if n in self.variable else () for n in group}
+            if len(choices) != 1 or () in choices or any(len(f) != 2 for f in choices):
+                for number in group:
+                    self._drop(number)
+                continue
+            first = self.variable[group[0]]
+            for number in group[1:]:
+                self._move(number, first)
+
+    def _drop(self, number: int) -> None:
+        variable = self.variable.pop(number, None)
+        if variable is not None:
+            self.members[variable] = [s for s in self.members[variable] if s.id != number]
+
+    def _move(self, number: int, variable: int) -> None:
+        step = self.steps[number]
+        self._drop(number)
+        self.variable[number] = variable
+        self.members[variable].append(step)
+
+    def _join_elements(self) -> None:
+        """Elements of a tuple have the format of the call that makes it, if they have it under the policy."""
+        for step in self.steps.values():
+            if step.op == "getitem" and step.operands[0].value in self.variable:
+                variable = self.variable[step.operands[0].value]
+                if step.value.format is self.formats[variable][0]:
+                    self.variable[step.id] = variable
+                    self.members[variable].append(step)
+
+    def _cost(self, step: Step, format: Format) -> float:
+        if step.op == "getitem":
+            return 0.0
+        operands = [self.values[o.value] for o in step.operands]
+        return self.prices.call(step, operands, format) * self.often[step.id]
+
+    # -- values
+
+    def _reads(self, value: Value) -> list[Read]:
+        """The readers of a value, also through the casts that are taken out."""
+        found: list[Read] = []
+        through: list[tuple[int, Step | None]] = [(value.id, None)]
+        through += [(s.id, s) for s, _ in self.readers.get(value.id, ()) if s.id in self.casts]
+        for number, cast in through:
+            for step, position in self.readers.get(number, ()):
+                if step.id not in self.casts and step.op != "getitem":
+                    found.append(Read(step, position, cast, self._reader(value, step, position, cast)))
+            for position, returned in enumerate(self.program.body.returns):
+                if returned == number:
+                    found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
+        return found
+
+    def _flows(self, value: Value, reads: list[Read]) -> list[tuple[Flow, float]]:
+        """One flow for each time and block in which the value's casts can be shared, and how often it runs."""
+        variable = self.variable.get(value.id, FIXED)
+        formats = self.formats[variable] if variable != FIXED else (value.format,) if value.format else ()
+        wanted = dict.fromkeys([*formats, *(n for r in reads for n in r.reader.needs if n is not None)])
+        groups: dict[tuple[int, int], list[Read]] = {}
+        for read in reads:
+            groups.setdefault(self._when(value, read), []).append(read)
+        found = []
+        maker = self.steps.get(value.id)
+        rounded = frozenset(f for f in formats if value.format is not None and not is_exact(value.format, f))
+        for (_, home), group in groups.items():
+            price = self.prices.value(value, maker, [read.step for read in group], tuple(wanted))
+            often = max((self.often[r.step.id] for r in group if r.step is not None), default=1) if home else 1
+            readers = tuple(read.reader for read in group)
+            found.append((Flow(variable, formats, readers, price.casts, price.reads, price.stores, rounded), often))
+        return found
+
+    def _when(self, value: Value, read: Read) -> tuple[int, int]:
+        """Casts made in one block with no write in between are one."""
+        if read.step is None:
+            return (len(self.steps), 0) if self._root(value.id) in self.written else (0, 0)
+        block = self.home[read.step.id]
+        home = 0 if block is self.program.body else id(block)
+        return (self.writes[id(block)].count_before(value.id, read.step.id), home)
+
+    def _reader(self, value: Value, step: Step | None, position: int, cast: Step | None) -> Reader:
+        stores = self.prices.stores(step)
+        format = value.format if cast is None else cast.value.format
+        keeps = format is fp32 and value.format is fp32
+        if step is None or step.id not in self.variable:
+            if step is not None and step.op == CAST:  # the user's own, which stays
+                return Reader(FIXED, (step.value.format,), stores, step.value.format is fp32 is value.format)
+            takes_any = step is not None and cast is None and _promotes(step, position, format)
+            return Reader(FIXED, (None if takes_any else format,), stores, keeps)
+        variable = self.variable[step.id]
+        own, *others = self.formats[variable]
+        # under another format than the policy's it takes that one, but for what the policy leaves in fp32 beside it
+        needs = (format, *(fp32 if format is fp32 and own is not fp32 else f for f in others))
+        return Reader(variable, needs, stores, keeps)
+
+
+def _promotes(step: Step, position: int, format: Format | None) -> bool:
+    """Whether a call with operands of several formats promotes this low one itself, and so takes it in any."""
+    if format is fp32 or step.operands[position].written or step.given:
+        return False
+    return op_kind(step.op).family == POINTWISE and step.value.format is fp32
+
+
+def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows: list[tuple[Flow, float]]) -> Energy:
+    """Costs as whole numbers that fit the solver."""
+    total = sum(sum(c) for c in costs)
+    for flow, often in flows:
+        prices = (*flow.casts.values(), *flow.reads.values(), *flow.stores.values())
+        total += sum(prices) * often
+    unit = max(total / _UNITS, 1e-9) if total > _UNITS else 1.0
+
+    def whole(cost: float) -> int:
+        return round(cost / unit)
+
+    choices = [Choice(f, tuple(map(whole, c))) for f, c in zip(formats, costs, strict=True)]
+    made = [
+        Flow(
+            flow.maker, flow.formats, flow.readers,
+            {k: whole(v * often) for k, v in flow.casts.items()}, {k: whole(v * often) for k, v in flow.reads.items()},
+            {k: whole(v * often) for k, v in flow.stores.items()}, flow.rounded,
+        )  # fmt: skip
+        for flow, often in flows
+    ]
+    return Energy(tuple(choices), tuple(made), unit)
