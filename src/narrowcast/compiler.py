@@ -14,6 +14,7 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend
 from narrowcast.fx.backward import parse_backward
+from narrowcast.goals import as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import check_ops, tensors_in
 
@@ -34,6 +35,11 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     backward: str | Sequence[Mapping[str, Any]] = "as_eager",
+    goal: str = "exact",
+    verify: bool = True,
+    weights: str = "folded",
+    profile: str = "",
+    memory_limit_bytes: int | None = None,
 ) -> Any:
     """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
 
@@ -47,16 +53,27 @@ def compile(
         state than this is an error (BackwardError). Rules of the policy about the backward (`backward.aten.mm`,
         `dgrad.aten.mm`, `wgrad.aten.mm`) hold besides.
 
+    goal: `exact`: bit for bit eager. `fast`: the formats that take least time on this device; never less precise per op
+        than the policy: calls that it lowers may run in fp32 where that is cheaper. `memory`: those that keep fewest
+        bytes for the backward.
+    verify: with `fast`, candidates (placed by cost, as the policy says, all as high as may be) are compiled and timed
+        on the first call's inputs, the best is kept, and the choice is remembered on disk.
+    weights: `cast` at each call; `folded`: where no gradient flows they are cast once and kept, until they change;
+        `working_copies`: in training, too. What changes single elements of `weight.data` needs narrowcast.invalidate.
+    profile: file of a profile to plan with, instead of this device's own (another device's only with verify=False).
+    memory_limit_bytes: with `fast`, what may be kept for the backward and in cast copies, per graph.
+
     What Dynamo cannot capture runs as eager code in the same region. A graph that cannot be given explicit casts runs
     as eager autocast would run it, with a warning. Without `model` a decorator is returned.
 
-    Raises RegionError, PolicyError and UnknownOpError as `narrowcast.autocast` does.
+    Raises RegionError, PolicyError and UnknownOpError as `narrowcast.autocast` does; GoalError, ProfileError.
     """
     if model is None:
         return functools.partial(
             compile, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled,
             cache_enabled=cache_enabled, backend=backend, mode=mode, options=options, dynamic=dynamic,
-            fullgraph=fullgraph, backward=backward,
+            fullgraph=fullgraph, backward=backward, goal=goal, verify=verify, weights=weights, profile=profile,
+            memory_limit_bytes=memory_limit_bytes,
         )  # fmt: skip
     if not callable(model):
         raise RegionError(
@@ -65,7 +82,8 @@ def compile(
     chosen = as_policy(policy)
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
-    graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules)
+    wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes)
+    graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted)
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
     if policy is None and dtype is None and device_type is None:
         around = _Around(None)

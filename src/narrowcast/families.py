@@ -32,7 +32,7 @@ _OPS = {
     "reciprocal sin cos tan tanh sigmoid erf erfc relu relu6 leaky_relu prelu elu selu celu gelu silu mish hardswish "
     "hardsigmoid hardtanh softplus softsign threshold clamp clamp_min clamp_max maximum minimum where masked_fill "
     "eq ne lt le gt ge isnan isinf isfinite logical_not sign floor ceil round trunc lerp addcmul addcdiv "
-    "log_sigmoid logit glu tril triu fmod remainder atan2 sgn",
+    "log_sigmoid logit glu tril triu fmod remainder atan2 sgn native_dropout dropout",
     MOVEMENT: "cat stack concat concatenate index_select gather take_along_dim embedding index roll flip repeat "
     "repeat_interleave tile constant_pad_nd pad reflection_pad1d reflection_pad2d replicate_pad1d replicate_pad2d "
     "pixel_shuffle pixel_unshuffle clone contiguous upsample_nearest2d max_pool1d max_pool2d max_pool3d "

@@ -9,12 +9,13 @@ from narrowcast.torch_bridge import OpOverload, op_facts
 
 _MAKES_NEW = frozenset(
     """
-    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh batch_norm cdist concatenate cosine_similarity
+    _batch_norm_impl_index _fused_rms_norm absolute adaptive_avg_pool2d arccos arccosh arcsin arcsinh arctan arctan2
+    arctanh avg_pool1d batch_norm cdist concatenate cosine_similarity
     cov cumulative_trapezoid diff div divide eq floor_divide gradient greater greater_equal group_norm inner
-    instance_norm isclose layer_norm less less_equal log_sigmoid log_softmax logical_xor logsumexp max_pool1d max_pool2d
-    max_pool3d mul multiply ne negative norm not_equal outer pairwise_distance pow remainder rms_norm rsub selu silu
-    softmax special_softmax square std std_mean sub subtract tensordot trapezoid true_divide var var_mean
-    vander where xlogy
+    instance_norm isclose layer_norm less less_equal log_sigmoid log_softmax logical_xor logsumexp max max_pool1d
+    max_pool2d max_pool3d min mul multiply native_batch_norm ne negative norm not_equal outer pairwise_distance pow
+    relu6 remainder rms_norm rsub selu silu softmax special_log_softmax special_softmax square std std_mean sub subtract
+    tensordot trapezoid true_divide upsample_nearest2d var var_mean vander where xlogy
     """.split()  # noqa: SIM905
 )
 """Ops that torch composes of others, whose result is surely new memory."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowcast.costs.profile import Device, Profile, Sample
 from narrowcast.costs.signature import Signature
@@ -121,7 +122,8 @@ def measure(
 
 def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -> int:
     prepared: list[tuple[Measurable, list[Call]]] = []
-    with torch.random.fork_rng(devices=[]), torch._C._DisableAutocast():
+    # whoever asks may be tracing, on fake tensors
+    with _disable_current_modes(), torch.random.fork_rng(devices=_accelerators()), torch._C._DisableAutocast():
         for call in group:
             try:
                 runs = _prepare(call)
@@ -130,10 +132,14 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
                 prepared.append((call, runs))
             except Exception:  # a call that the device does not know in this format has no time
                 continue
-        times = _alternate([runs for _, runs in prepared], rounds, group[0].signature)
+        times = _alternate([runs for _, runs in prepared], rounds)
     for (call, _), measured in zip(prepared, times, strict=True):
         profile.samples[call.signature.text] = as_sample(call.signature, measured)
     return len(prepared)
+
+
+def _accelerators() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
 def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
@@ -147,7 +153,7 @@ def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
     )  # fmt: skip
 
 
-def _alternate(sides: Sequence[Sequence[Call]], rounds: int, signature: Signature) -> list[list[float]]:
+def _alternate(sides: Sequence[Sequence[Call]], rounds: int) -> list[list[float]]:
     """Nanoseconds per call of each side, one figure per round; every round runs every side."""
     times: list[list[float]] = [[] for _ in sides]
     spent = [0.0] * len(sides)

@@ -8,10 +8,11 @@ call, or the caller, made is a loop of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import math
+from collections.abc import Mapping, Sequence, Set
 
 from narrowcast.costs.model import CostModel, Estimate
-from narrowcast.costs.signature import Signature, cast_signature, signature_of
+from narrowcast.costs.signature import Signature, cast_signature, known_shape, signature_of
 from narrowcast.families import VIEW, op_kind
 from narrowcast.formats import Format, fp32
 from narrowcast.passes.prices import Reads, ValuePrice
@@ -24,42 +25,59 @@ CONVERSION_NS = 0.02
 class TimePrices:
     """Nanoseconds under a cost model.
 
-    fused:   a compiler fuses. weights: ids of values that come from memory each time. at_rest: ids of weights whose
-    casts are made once and kept.
+    fused:    a compiler fuses. streamed: ids of values that come from memory each time, and not from a cache.
+    at_rest:  ids of weights whose casts are made once and kept; with `trains` also where gradients flow through them.
+    sizes:    what symbolic sizes are taken for.
     """
 
     unit = "ns"
 
-    def __init__(self, model: CostModel, fused: bool, weights: Set[int] = frozenset(), at_rest: bool = False) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        fused: bool,
+        streamed: Set[int] = frozenset(),
+        at_rest: Set[int] = frozenset(),
+        trains: bool = False,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
         self.model = model
         self.fused = fused
-        self.weights = weights
+        self.streamed = streamed
         self.at_rest = at_rest
+        self.trains = trains
+        self.sizes = sizes or {}
         self.seen: dict[tuple[int, str], Estimate] = {}
 
     # -- calls
 
-    def signature(self, step: Step, operands: Sequence[Value], format: Format, weights: Sequence[int] = ()) -> Signature:
+    def signature(self, step: Step, operands: Sequence[Value], format: Format) -> Signature:
         """The signature under which a call is measured and looked up."""
-        return signature_of(step, operands, format, weights)
+        streamed = [n for n, o in enumerate(step.operands) if o.value in self.streamed]
+        return signature_of(step, operands, format, streamed, self.sizes)
 
     def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
         """The call's own time; for a fused one what is left of it without its way through memory."""
-        if step.is_cast or op_kind(step.op).family == VIEW or step.op.startswith(("region.", "getitem", "attribute")):
+        if not costs_time(step):
             return 0.0
-        weights = [n for n, o in enumerate(step.operands) if o.value in self.weights]
         if not self.is_fused(step):
-            return self._time(step, operands, format, weights).ns
-        found = self._time(step, operands, fp32 if format.bits < 32 else format, weights)
-        work = signature_of(step, operands, format).work
+            return self.estimate(step, operands, format).ns
+        alone = fp32 if format.bits < 32 else format
+        work = self.signature(step, operands, alone).work
         traffic = self._copy_ns(work.moved_bytes) * (2 if step.value.gradient else 1)
-        return max(found.ns - self._overhead() - traffic, 0.0)
+        return max(self.estimate(step, operands, alone).ns - self._overhead() - traffic, 0.0)
 
-    def _time(self, step: Step, operands: Sequence[Value], format: Format, weights: Sequence[int]) -> Estimate:
+    def estimate(self, step: Step, operands: Sequence[Value], format: Format) -> Estimate:
+        """What the model says of the call by itself, its way through memory included."""
         key = (step.id, format.name)
         if key not in self.seen:
-            self.seen[key] = self.model.estimate(self.signature(step, operands, format, weights))
+            self.seen[key] = self.model.estimate(self.signature(step, operands, format))
         return self.seen[key]
+
+    def sure(self) -> float:
+        """The part of all estimated time that was measured."""
+        whole = sum(e.ns for e in self.seen.values())
+        return sum(e.ns for e in self.seen.values() if e.source == "measured") / whole if whole else 0.0
 
     def is_fused(self, step: Step) -> bool:
         """Whether a compiler makes it part of a loop."""
@@ -74,9 +92,10 @@ class TimePrices:
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
         """See the module's docstring."""
         pairs = [(a, b) for a in formats for b in formats if a is not b]
-        if maker is None and self.at_rest and value.id in self.weights:
+        follows = value.gradient and any(r is None or r.grad_mode for r in readers)
+        if maker is None and value.id in self.at_rest and (self.trains or not follows):
             return ValuePrice(dict.fromkeys(pairs, 0.0))
-        back = 2 if value.gradient else 1
+        back = 2 if follows else 1
         if not self.fused:
             return ValuePrice({(a, b): back * self._cast_ns(value, a, b) for a, b in pairs})
         loops = [r for r in readers if not self.stores(r)]
@@ -84,16 +103,19 @@ class TimePrices:
         # the conversion alone, where the value is made or read inside a loop; else a loop of its own
         alone = not in_loop and not loops
         casts = {(a, b): back * (self._cast_ns(value, a, b) if alone else self._convert_ns(value)) for a, b in pairs}
-        sizes = {f: value.elements * f.bits / 8 for f in formats}
+        sizes = {f: self._elements(value) * f.bits / 8 for f in formats}
         reads = {} if in_loop or not loops else {f: back * self._copy_ns(sizes[f]) / 2 for f in formats}
         stores = {f: back * self._copy_ns(sizes[f]) / 2 for f in formats} if in_loop else {}
         return ValuePrice(casts, reads, stores)
 
     def _cast_ns(self, value: Value, src: Format, dst: Format) -> float:
-        return self.model.estimate(cast_signature(value.shape, src, dst)).ns
+        return self.model.estimate(cast_signature(value.shape, src, dst, self.sizes)).ns
 
     def _convert_ns(self, value: Value) -> float:
-        return value.elements * CONVERSION_NS
+        return self._elements(value) * CONVERSION_NS
+
+    def _elements(self, value: Value) -> int:
+        return math.prod(known_shape(value.shape, self.sizes))
 
     def _copy_ns(self, moved_bytes: float) -> float:
         """The way of so many bytes through memory, read and written together."""
@@ -104,3 +126,10 @@ class TimePrices:
     def _overhead(self) -> float:
         """What calling anything costs."""
         return self.model.estimate(cast_signature((16,), fp32, fp32)).ns
+
+
+def costs_time(step: Step) -> bool:
+    """Whether a step is a call that takes time by itself: no cast, no view, nothing of a region."""
+    if step.is_cast or step.blocks or op_kind(step.op).family == VIEW:
+        return False
+    return "." in step.op and not step.op.startswith(("region.", "cast.", "prim."))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from narrowcast.families import ATTENTION, CONV, COPY, GEMM, op_kind
 from narrowcast.formats import FORMATS, Format
@@ -77,11 +78,17 @@ class Signature:
         return float(largest)
 
 
-def signature_of(step: Step, operands: Sequence[Value], format: Format, weights: Sequence[int] = ()) -> Signature:
+def signature_of(
+    step: Step,
+    operands: Sequence[Value],
+    format: Format,
+    weights: Sequence[int] = (),
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Signature:
     """The signature of a step that runs in `format`.
 
     operands: as the policy has them; those in a low format are taken in `format`. weights: numbers of operands that
-    are.
+    are streamed. sizes: what symbolic sizes stand for.
     """
     floats = [n for n, v in enumerate(operands) if v.shape is not None]
     types, shapes = [], []
@@ -89,22 +96,24 @@ def signature_of(step: Step, operands: Sequence[Value], format: Format, weights:
         value = operands[n]
         moves = value.format is not None and value.format.bits < 32 and not step.is_cast
         types.append(format.name if moves else value.type)
-        shapes.append(_known(value.shape))
-    result = _known(step.value.shape) if step.value.shape is not None else (shapes[0] if shapes else ())
+        shapes.append(known_shape(value.shape, sizes))
+    result = known_shape(step.value.shape, sizes) if step.value.shape is not None else (shapes[0] if shapes else ())
     streamed = tuple(k for k, n in enumerate(floats) if n in weights)
     backward = step.grad_mode and any(operands[n].gradient for n in floats)
     return Signature(step.op, tuple(types), tuple(shapes), result, format, step.constants, backward, streamed)
 
 
-def cast_signature(shape: Sequence[int | str] | None, src: Format, dst: Format) -> Signature:
+def cast_signature(
+    shape: Sequence[int | str] | None, src: Format, dst: Format, sizes: Mapping[str, int] = MappingProxyType({})
+) -> Signature:
     """The signature of a cast, a copy if the formats are the same."""
-    known = _known(shape)
+    known = known_shape(shape, sizes)
     return Signature(CAST, (src.name,), (known,), known, dst)
 
 
-def _known(shape: Sequence[int | str] | None) -> Shape:
-    """Symbolic sizes count as 64: whoever measures knows better and says so."""
-    return tuple(size if isinstance(size, int) else 64 for size in shape or ())
+def known_shape(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> Shape:
+    """The shape with numbers for symbolic sizes; 64 for one that nobody knows."""
+    return tuple(size if isinstance(size, int) else sizes.get(size, 64) for size in shape or ())
 
 
 def _bytes(type: str) -> float:

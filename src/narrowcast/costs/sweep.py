@@ -10,7 +10,6 @@ import torch
 from narrowcast.costs.measure import Measurable, Operand
 from narrowcast.costs.signature import Signature, cast_signature
 from narrowcast.formats import Format, bf16, fp16, fp32
-from narrowcast.program import CAST
 from narrowcast.torch_bridge import DTYPES, op_id
 
 aten = torch.ops.aten
@@ -40,6 +39,11 @@ def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Me
     return sorted(groups, key=lambda group: group[0].signature.work.flops)
 
 
+def basics(device_type: str) -> list[list[Measurable]]:
+    """What a cost model cannot do without: copies and casts."""
+    return list(_copies(device_type, FORMATS[:2]))
+
+
 def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]]:
     for size in _SIZES:
         calls = []
@@ -51,12 +55,6 @@ def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]
                     kwargs = {} if src is dst else {"dtype": DTYPES[dst]}
                     calls.append(Measurable(cast_signature((size,), src, dst), op, (operand,), kwargs))
         yield calls
-
-
-def cast_call(shape: Shape, src: Format, dst: Format, device: str) -> Measurable:
-    """One cast that can be measured."""
-    operand = Operand(shape, _strides(shape), src.name, device)
-    return Measurable(cast_signature(shape, src, dst), aten._to_copy.default, (operand,), {"dtype": DTYPES[dst]})
 
 
 def _call(op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str, kwargs: Any = None) -> Any:
@@ -112,6 +110,3 @@ def _strides(shape: Shape) -> Shape:
         found.append(step)
         step *= size
     return tuple(reversed(found))
-
-
-__all__ = ["CAST", "FORMATS", "cast_call", "sweep"]

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowcast.eager.native_cache import native_cache_size
 from narrowcast.eager.watch import watchers
 from narrowcast.errors import CacheError
+from narrowcast.regions.at_rest import at_rest
 from narrowcast.regions.state import innermost, open_anywhere
 from narrowcast.regions.weight_cache import CacheInfo, mutations
 
@@ -38,10 +39,12 @@ def invalidate(*changed: torch.Tensor | Module | Iterable[torch.Tensor]) -> None
     """Say that weights were changed behind their version counters (`weight.data.copy_(...)`): cast them anew.
 
     changed: tensors, modules (all their parameters), or iterables of tensors; everything, if nothing is given. torch's
-    own cache can be cleared only as a whole, and is. Outside of regions nothing is cached, and nothing happens.
-    Raises CacheError for anything else.
+    own cache can be cleared only as a whole, and is. Weights at rest (what `narrowcast.compile` keeps from call to call)
+    are cast anew, too; besides these nothing is cached outside of regions. Raises CacheError for anything else.
     """
     weights = [w for item in changed for w in _weights_of(item)]
+    if weights or not changed:
+        at_rest.forget(*weights)
     region = innermost()
     if region is None:
         return
@@ -80,7 +83,7 @@ def follow_mutators() -> None:
     averaged models, vectors written into parameters, swapped tensors.
     """
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _forget())
+    register_optimizer_step_post_hook(_after_step)
     vectors = torch.nn.utils.convert_parameters
     for owner, name in (
         (Module, "load_state_dict"), (Module, "_apply"),
@@ -106,6 +109,13 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return None
 
 
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Fused optimizers do not count what they write."""
+    _forget()
+    if len(at_rest):
+        at_rest.forget(*(weight for group in optimizer.param_groups for weight in group["params"]))
+
+
 def _letting_go(swap: Callable[..., Any]) -> Callable[..., Any]:
     """Tensors that anybody refers to weakly cannot be swapped: recordings forget them."""
 
@@ -113,6 +123,7 @@ def _letting_go(swap: Callable[..., Any]) -> Callable[..., Any]:
     def let_go_and_swap(*tensors: Any) -> Any:
         for watcher in watchers():
             watcher.let_go(tensors)
+        at_rest.forget()
         return swap(*tensors)
 
     return let_go_and_swap

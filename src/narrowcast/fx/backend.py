@@ -33,6 +33,9 @@ from narrowcast.fx.compiled import first_place, report_graph
 from narrowcast.fx.elsewhere import find_elsewhere
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.joint import edit_joint
+from narrowcast.fx.placing import Placed, compile_placed, place_graph, with_weights
+from narrowcast.fx.resting import Resting, rest_weights, weight_positions, with_stand_ins
+from narrowcast.goals import CAST, WORKING, Goal, as_goal
 from narrowcast.policy import Policy
 from narrowcast.regions.marks import MARKS
 from narrowcast.report import CompiledGraph
@@ -46,12 +49,14 @@ class GraphBackend:
     """A backend for torch.compile. Equal backends share compiled code.
 
     inner:    the compiler that gets the explicit graphs, as torch.compile makes it from its arguments.
-    backward: under which autocast backwards run. rules: a policy's rules about the backward.
+    backward: under which autocast backwards run. rules: a policy's rules about the backward. goal: what is asked of
+    the formats, and of weights.
     """
 
     inner: Compiled
     backward: Backward = field(default_factory=lambda: parse_backward("as_eager"))
     rules: Policy | None = None
+    goal: Goal = field(default_factory=Goal)
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
@@ -60,8 +65,14 @@ class GraphBackend:
         report = report_graph(first_place(graph))
         _note_break(report, graph)
         start = time.perf_counter()
+        placed: Placed | None = None
+        resting = Resting(())
         try:
-            explicit = self._explicit(graph, report)
+            if self.goal.places:
+                placed = self._place(graph, report)
+                explicit = placed.explicit
+            else:
+                explicit, resting = self._explicit(graph, report)
         except NarrowcastError as error:
             if not _is_internal(error):
                 raise
@@ -70,8 +81,12 @@ class GraphBackend:
             return self._fall_back(graph, inputs, report, error)
         report.seconds = time.perf_counter() - start
         try:
-            with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
-                compiled = self.inner(explicit.graph, inputs)
+            if placed is not None:
+                compiled, expected = self._compile_placed(placed, inputs, report)
+            else:
+                with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+                    compiled = self.inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
+                compiled = with_weights(compiled, resting)
         except NarrowcastError:
             raise
         except Exception as error:
@@ -96,17 +111,48 @@ class GraphBackend:
             compiled = self.inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
-    def _explicit(self, graph: GraphModule, report: CompiledGraph) -> Explicit:
+    def _place(self, graph: GraphModule, report: CompiledGraph) -> Placed:
+        """The candidates of the graph."""
         values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+        fused = isinstance(self.inner, torch._TorchCompileInductorWrapper)
+        with _fake_mode(graph):
+            placed = place_graph(graph, values, self.goal, fused, repr(self.inner.__dict__))
+        report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
+        report.boundaries = placed.explicit.reading.boundaries
+        report.capture_seconds = placed.explicit.capture_seconds
+        return placed
+
+    def _compile_placed(
+        self, placed: Placed, inputs: Sequence[Any], report: CompiledGraph
+    ) -> tuple[Compiled, State]:
+        states: list[State] = []
+
+        @contextmanager
+        def around(explicit: Explicit, own: CompiledGraph) -> Any:
+            with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, own):
+                states.append(expected)
+                yield
+
+        return compile_placed(placed, inputs, self.inner, around, report), states[0]
+
+    def _explicit(self, graph: GraphModule, report: CompiledGraph) -> tuple[Explicit, Resting]:
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        values = [_example(node) for node in placeholders]
+        resting = Resting(())
         with _fake_mode(graph):
             explicit = make_explicit(graph, values)
+            if self.goal.weights != CAST:
+                resting = rest_weights(
+                    explicit.graph, explicit.outcome.program, explicit.nodes, weight_positions(graph),
+                    self.goal.weights == WORKING,
+                )  # fmt: skip
             start = time.perf_counter()
-            check_formats(explicit.graph, values)
+            check_formats(explicit.graph, with_stand_ins(explicit.graph, values))
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
         report.before, report.after = explicit.reading.program, explicit.outcome.program
         report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
         report.boundaries = explicit.reading.boundaries
-        return explicit
+        return explicit, resting
 
     def _fall_back(
         self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph, error: Exception
@@ -160,7 +206,8 @@ class GraphBackend:
 def compile_graph(
     graph: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Compiled:
-    """The backend `narrowcast` of torch.compile. Options: `backend` (inductor), `backward` (as_eager), `options`.
+    """The backend `narrowcast` of torch.compile. Options: `backend` (inductor), `backward` (as_eager), `goal` (exact),
+    `weights` (folded), `options`.
 
     Regions around the call and inside the model are honoured; a policy comes with them, or with `narrowcast.compile`.
     Raises PolicyError for an option that is not one of these.
@@ -168,14 +215,15 @@ def compile_graph(
     given = dict(options or {})
     inner = inner_compiler(given.pop("backend", "inductor"), mode, given.pop("options", None), None)
     backward = parse_backward(given.pop("backward", "as_eager"))
+    goal = as_goal(given.pop("goal", "exact"), weights=given.pop("weights", "folded"))
     if given:
         raise PolicyError(
             asked=f"option {next(iter(given))!r} of the backend narrowcast",
             found="no such option",
-            advice="Give backend, backward or options (those of the backend inside); a policy goes to nc.autocast or "
+            advice="Give backend, backward, goal, weights or options (those of the backend inside); a policy goes to nc.autocast or "
             "nc.compile.",
         )
-    return GraphBackend(inner, backward)(graph, inputs)
+    return GraphBackend(inner, backward, goal=goal)(graph, inputs)
 
 
 def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:

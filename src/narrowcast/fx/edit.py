@@ -31,12 +31,20 @@ def edit_graph(
     """
     with _collector_paused():
         reading = read_graph(graph, name, ambient, flags, grad_mode, joint)
-        outcome = run_passes(reading.program, passes, reading.policies if assigns else None, _with_dtype)
-        write_graph(reading, outcome.program, lowered)
+        outcome, _ = write_passes(reading, passes, assigns, lowered)
     return reading, outcome
 
 
-def _with_dtype(identity: str) -> str:
+def write_passes(
+    reading: Reading, passes: tuple[Pass, ...], assigns: bool = True, lowered: bool = False
+) -> tuple[Outcome, dict[int, Node]]:
+    """Run passes on what was read and write the outcome into its graph; with the nodes of its steps."""
+    with _collector_paused():
+        outcome = run_passes(reading.program, passes, reading.policies if assigns else None, with_dtype)
+        return outcome, write_graph(reading, outcome.program, lowered)
+
+
+def with_dtype(identity: str) -> str:
     """The id of the overload that takes a dtype besides."""
     op = find_op(identity)
     other = overload_with_dtype(op) if op is not None else None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from narrowcast.fx.capture import capture
-from narrowcast.fx.edit import edit_graph
-from narrowcast.fx.read import Ambient, Reading
+from narrowcast.fx.edit import write_passes
+from narrowcast.fx.read import Ambient, Reading, read_graph
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome
 
 
@@ -20,13 +20,24 @@ from narrowcast.passes import BEFORE_AUTOGRAD, Outcome
 class Explicit:
     """A graph without regions, the program that was read, and what the passes made of it.
 
-    capture_seconds: how long the capture took, before reading, passes and writing.
+    capture_seconds: how long the capture took, before passes and writing. nodes: of the outcome's steps.
     """
 
     graph: GraphModule
     reading: Reading
     outcome: Outcome
     capture_seconds: float
+    nodes: Mapping[int, Node] = field(default_factory=dict)
+
+
+def read_explicit(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Reading, float]:
+    """The captured graph as a program, nothing decided, and the seconds of the capture; as `make_explicit` asks."""
+    devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
+    ambient, grad_mode = Ambient.now(devices), torch.is_grad_enabled()
+    start = time.perf_counter()
+    captured = capture(graph, inputs, ambient.outside)
+    seconds = time.perf_counter() - start
+    return read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode), seconds
 
 
 def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
@@ -34,16 +45,9 @@ def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
 
     Must be called with the regions open that the graph is to run in.
     """
-    devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
-    ambient = Ambient.now(devices)
-    grad_mode = torch.is_grad_enabled()
-    start = time.perf_counter()
-    captured = capture(graph, inputs, ambient.outside)
-    capture_seconds = time.perf_counter() - start
-    reading, outcome = edit_graph(
-        captured.graph, BEFORE_AUTOGRAD, ambient=ambient, flags=captured.flags, grad_mode=grad_mode
-    )
-    return Explicit(captured.graph, reading, outcome, capture_seconds)
+    reading, capture_seconds = read_explicit(graph, inputs)
+    outcome, nodes = write_passes(reading, BEFORE_AUTOGRAD)
+    return Explicit(reading.modules[0], reading, outcome, capture_seconds, nodes)
 
 
 def _values(graph: GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:

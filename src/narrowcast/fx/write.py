@@ -15,8 +15,8 @@ CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.d
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
 
 
-def write_graph(reading: Reading, program: Program, lowered: bool = False) -> None:
-    """Change the graph modules that `reading` was read from into what `program` says.
+def write_graph(reading: Reading, program: Program, lowered: bool = False) -> dict[int, Node]:
+    """Change the graph modules that `reading` was read from into what `program` says; the nodes of its steps.
 
     program: made from `reading.program` by edits alone. lowered: the graph is below the compiler's decompositions,
     where a cast is prims.convert_element_type.
@@ -29,6 +29,7 @@ def write_graph(reading: Reading, program: Program, lowered: bool = False) -> No
             _write_block(module.graph, old, new, nodes, lowered)
             module.graph.lint()
             module.recompile()
+    return nodes
 
 
 def _in_reading_order(body: Block) -> list[Block]:

@@ -37,7 +37,8 @@ class Question:
     """A program's energy with what its numbers stand for.
 
     variable: number of the choice of each step that has one. formats: the formats of each choice, the policy's first.
-    reads: by value. casts: those that are taken out and placed anew, by id.
+    reads: by value. casts: those that are taken out and placed anew, by id. steps: of each choice. fixed: what the
+    calls without a choice cost, in the prices' unit.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Question:
     reads: dict[int, list[Read]]
     casts: dict[int, Step]
     steps: dict[int, list[Step]] = field(default_factory=dict)
+    fixed: float = 0.0
 
 
 def find_choices(
@@ -141,12 +143,14 @@ class _Finder:
                 flows += self._flows(value, reads[value.id])
         energy = _in_units(self.formats, costs, flows)
         steps = {n: members for n, members in enumerate(self.members) if members}
-        return Question(self.program, energy, self.variable, self.formats, reads, self.casts, steps)
+        left = (s for s in self.steps.values() if s.id not in self.variable and s.id not in self.casts)
+        fixed = sum(self._cost(s, s.value.format or fp32) for s in left if not s.blocks)
+        return Question(self.program, energy, self.variable, self.formats, reads, self.casts, steps, fixed)
 
     def _choice(self, step: Step) -> tuple[Format, ...]:
         """The formats that a step may have, the policy's first; none if it is tied."""
         kind = op_kind(step.op)
-        tied = step.blocks or step.effects or step.given or step.id in self.pinned
+        tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
         if not kind.follows or tied or self.program.open_region(step) is not None:
             return ()
         inputs = [self.values[o.value] for o in step.operands]

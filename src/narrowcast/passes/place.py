@@ -25,7 +25,7 @@ from narrowcast.policy import Place
 from narrowcast.program import CastReturn, Edit, Follow, InsertCast, Program, Reread, Why
 
 NAME = "place"
-Chooser = Callable[[Energy], Optimum]
+Chooser = Callable[[Question], Optimum]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Placement:
     """What was chosen, the proof, and the totals in `unit` (`ns` or `bytes`).
 
     cost, policy_cost: of the placement and of the policy's own. bound: what no placement can be below. method: how that
-    was proven; `gap` is 0 for a minimum cut.
+    was proven; `gap` is 0 for a minimum cut. fixed: of the calls that had no choice, which is in all three.
     """
 
     calls: tuple[PlacedCall, ...]
@@ -63,6 +63,7 @@ class Placement:
     policy_cost: float
     bound: float
     method: str
+    fixed: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -80,7 +81,7 @@ def place_formats(
     prices: Prices,
     mode: str = FREE,
     ours: Set[int] | None = None,
-    choose: Chooser = minimise,
+    choose: Chooser = lambda question: minimise(question.energy),
     after_autograd: bool = False,
 ) -> tuple[list[Edit], Placement]:
     """The edits that place a program whose casts are explicit, and the placement.
@@ -90,18 +91,20 @@ def place_formats(
     """
     question = find_choices(program, prices, mode, ours, after_autograd)
     energy = question.energy
-    optimum = choose(energy)
+    optimum = choose(question)
     policy = tuple(c.formats[0] for c in energy.choices)
     policy_cost = energy.evaluate(policy)
     if policy_cost is not None and mode == EXACT and optimum.cost >= policy_cost:
         optimum = Optimum(policy, policy_cost, optimum.bound, optimum.method)  # nothing to gain: nothing moves
+    fixed = question.fixed
     placement = Placement(
         _calls(question, optimum, prices),
         prices.unit,
-        optimum.cost * energy.unit,
-        (policy_cost if policy_cost is not None else optimum.cost) * energy.unit,
-        optimum.bound * energy.unit,
+        optimum.cost * energy.unit + fixed,
+        (policy_cost if policy_cost is not None else optimum.cost) * energy.unit + fixed,
+        optimum.bound * energy.unit + fixed,
         optimum.method,
+        fixed,
     )
     return _edits(question, optimum.chosen), placement
 
@@ -111,14 +114,14 @@ def move_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
     return place_formats(program, CastBytes(), EXACT, after_autograd=after_autograd)[0]
 
 
-def as_the_policy(energy: Energy) -> Optimum:
+def as_the_policy(question: Question) -> Optimum:
     """Every call in the policy's format."""
-    return _given(energy, tuple(c.formats[0] for c in energy.choices))
+    return _given(question.energy, tuple(c.formats[0] for c in question.energy.choices))
 
 
-def as_high(energy: Energy) -> Optimum:
+def as_high(question: Question) -> Optimum:
     """Every call in the highest format that it may have."""
-    return _given(energy, tuple(max(c.formats, key=lambda f: f.bits) for c in energy.choices))
+    return _given(question.energy, tuple(max(c.formats, key=lambda f: f.bits) for c in question.energy.choices))
 
 
 def _given(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:

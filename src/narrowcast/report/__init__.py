@@ -2,6 +2,7 @@
 
 from narrowcast.report.explanation import Comparison, Explanation, ModuleRow, OpRow, OutputError, RepeatRow
 from narrowcast.report.graphs import (
+    CandidateTime,
     CompiledGraph,
     DecisionDifference,
     GraphRow,
@@ -11,6 +12,6 @@ from narrowcast.report.graphs import (
 )
 
 __all__ = [
-    "Comparison", "CompiledGraph", "DecisionDifference", "Explanation", "GraphRow", "ModuleRow", "OpRow", "OutputError",
+    "CandidateTime", "Comparison", "CompiledGraph", "DecisionDifference", "Explanation", "GraphRow", "ModuleRow", "OpRow", "OutputError",
     "RepeatRow", "decision_differences", "graph_ledger", "graph_row",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, Ledger
 from narrowcast.passes import call_of
+from narrowcast.passes.place import Placement
 from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy
 from narrowcast.program import Program, Step, Value
 
@@ -26,6 +27,9 @@ class CompiledGraph:
     policies: of its regions, by digest. boundaries: what is known of casts that were captured at the boundaries of
     modules' calls, by step, as JSON. fallback: why it runs as eager would run it; empty if it does not.
     place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
+    goal: what was asked of the formats. placement: which formats were chosen and what they cost, if any were. candidates:
+    what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them took, compiling
+    included; from_disk: the choice was made earlier.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
     the written graph; the rest went into reading, passes and writing.
     """
@@ -43,8 +47,29 @@ class CompiledGraph:
     fallback: str = ""
     broken_by: str = ""
     broken_at: str = ""
+    goal: str = "exact"
+    placement: Placement | None = None
+    candidates: tuple[CandidateTime, ...] = ()
+    chosen: str = ""
+    candidates_seconds: float = 0.0
+    from_disk: bool = False
     seconds: float = 0.0
     capture_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTime:
+    """One way to run a graph: nanoseconds as predicted and, if it was timed, as measured with their spread.
+
+    sure: the part of the predicted time that was measured, call by call, rather than interpolated.
+    """
+
+    name: str
+    casts: int
+    predicted_ns: float
+    sure: float = 0.0
+    measured_ns: float | None = None
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

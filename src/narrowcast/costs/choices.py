@@ -1,0 +1,73 @@
+"""Choices: which candidate was fastest, kept on disk per program, inputs and device, as autotuning keeps its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from narrowcast.costs.profile import Device, cache_folder, set_aside
+from narrowcast.files import replace_text
+
+SCHEMA = "narrowcast.choice/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was found when candidates were timed: medians in nanoseconds by name, the spread of each, what it cost.
+
+    seconds: that timing took, compiling the candidates apart. from_disk: it was found earlier.
+    """
+
+    chosen: str
+    times_ns: dict[str, float]
+    spreads: dict[str, float]
+    rounds: int
+    seconds: float
+    from_disk: bool = False
+
+
+def choice_key(device: Device, *facts: str) -> str:
+    """A name for what a choice was made about: the device, and texts that say the rest."""
+    text = json.dumps([asdict(device), *facts])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load_choice(key: str, names: Sequence[str]) -> Choice | None:
+    """The choice that was made earlier; None if there is none among candidates of these names.
+
+    A file that cannot be read is set aside, with a warning.
+    """
+    path = _path(key)
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        found = Choice(**{**data, "from_disk": True})
+        return found if found.chosen in names and set(found.times_ns) == set(names) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        moved = set_aside(path)
+        warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it is now {moved}", stacklevel=2)
+        return None
+
+
+def save_choice(key: str, choice: Choice) -> bool:
+    """Keep a choice; whether that was possible. Nothing depends on it but the next process's time."""
+    data = {"schema": SCHEMA, **asdict(choice)}
+    del data["from_disk"]
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(data, indent=1) + "\n")
+    except OSError:
+        return False
+    return True
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "choices" / f"{key}.json"

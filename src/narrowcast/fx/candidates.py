@@ -1,0 +1,194 @@
+"""Candidates: one captured graph with its formats placed in several ways, to be timed against each other.
+
+`placed` is what costs least under the cost model; `policy` what the policy says, call by call; `high` runs every call
+that may choose in the highest format that it may have. Candidates that are the same program are one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from narrowcast.costs import CostModel, Profile
+from narrowcast.costs.measure import Measurable, Operand, measure
+from narrowcast.costs.prices import TimePrices, costs_time
+from narrowcast.energy import minimise
+from narrowcast.formats import Format, fp32
+from narrowcast.fx.edit import with_dtype
+from narrowcast.fx.operands import operands_of
+from narrowcast.fx.read import Reading
+from narrowcast.fx.resting import Resting, rest_weights
+from narrowcast.fx.write import write_graph
+from narrowcast.goals import CAST, MEMORY, WORKING, Goal
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.passes.find_choices import FREE, find_choices
+from narrowcast.passes.memory import KeptBytes, place_within, smallest
+from narrowcast.passes.place import Chooser, Placement, as_high, as_the_policy, place_formats
+from narrowcast.program import Edit, Program, Step
+from narrowcast.torch_bridge import OpOverload
+
+PLACED, POLICY, HIGH = "placed", "policy", "high"
+STREAMED_BYTES = 24 * 2**20
+"""Weights that together take more than this do not stay in a cache from call to call."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One way to run a graph: explicit, with the placement that it came from, and what it is predicted to take.
+
+    sure: the part of the predicted time of its calls that was measured.
+    """
+
+    name: str
+    graph: GraphModule
+    outcome: Outcome
+    placement: Placement
+    sure: float = 0.0
+    resting: Resting = field(default_factory=lambda: Resting(()))
+
+    @property
+    def predicted_ns(self) -> float:
+        """Nanoseconds of one call under the cost model, with the backward where there is one."""
+        return self.placement.cost
+
+
+def make_candidates(
+    reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], measures: bool = True
+) -> list[Candidate]:
+    """The candidates of a graph that was read and not changed since; the placed one first.
+
+    weights: positions of inputs that are weights. measures: calls that the profile lacks are measured (not where it is
+    another device's).
+    """
+    before = frozenset(reading.program.steps)
+    prices = _prices(reading, goal, profile, fused, weights)
+    streamed = prices.streamed
+    found: dict[str, Candidate] = {}
+    for name, choose in ((PLACED, None), (POLICY, as_the_policy), (HIGH, as_high)):
+        placements: list[Placement] = []
+
+        def place(program: Program, choose: Chooser | None = choose, into: list[Placement] = placements) -> list[Edit]:
+            ours = frozenset(program.steps) - before
+            prices.streamed = streamed | {c.id for c in program.casts() if c.operands[0].value in streamed}
+            if measures and not into:
+                measure_calls(reading, program, prices)
+            chooser = choose or _chooser(goal, program, ours, fused)
+            edits, placement = place_formats(program, prices, ours=ours, choose=chooser)
+            into.append(placement)
+            return edits
+
+        outcome = run_passes(reading.program, (place, *BEFORE_AUTOGRAD), reading.policies, with_dtype)
+        text = str(outcome.program)
+        if text not in found:
+            graph, own = copy_reading(reading)
+            nodes = write_graph(own, outcome.program)
+            resting = Resting(())
+            if goal.weights != CAST:
+                resting = rest_weights(graph, outcome.program, nodes, weights, goal.weights == WORKING)
+            sure = prices.sure()
+            found[text] = Candidate(name, graph, outcome, placements[0], sure, resting)
+    return list(found.values())
+
+
+def _prices(
+    reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int]
+) -> TimePrices:
+    parameters = [v for n, v in enumerate(reading.program.body.parameters) if n in weights]
+    ids = frozenset(v.id for v in parameters)
+    streamed = ids if sum(v.bytes for v in parameters) > STREAMED_BYTES else frozenset[int]()
+    at_rest = frozenset[int]() if goal.weights == CAST else ids
+    return TimePrices(CostModel(profile), fused, streamed, at_rest, goal.weights == WORKING, symbol_sizes(reading))
+
+
+def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) -> Chooser:
+    """What chooses the placed candidate."""
+    if goal.kind != MEMORY and goal.memory_limit_bytes is None:
+        return lambda question: minimise(question.energy)
+    kept = find_choices(program, KeptBytes(fused), FREE, ours).energy
+    return smallest(kept) if goal.memory_limit_bytes is None else place_within(kept, goal.memory_limit_bytes)
+
+
+# -- the calls of a graph, to be measured ------------------------------------------------------------------------------
+
+
+def measure_calls(reading: Reading, program: Program, prices: TimePrices) -> int:
+    """Measure the calls and casts of a program that the profile lacks, in every format that they may have."""
+    question = find_choices(program, prices, FREE, frozenset(program.steps) - frozenset(reading.program.steps))
+    prices.seen.clear()
+    groups: dict[str, list[Measurable]] = {}
+    for step in program.steps.values():
+        formats = question.formats[question.variable[step.id]] if step.id in question.variable else (step.value.format,)
+        calls = [_measurable(reading, program, step, f or fp32, prices) for f in formats]
+        known = [call for call in calls if call is not None]
+        if known:
+            groups.setdefault(known[0].signature.text, known)
+    return measure(prices.model.profile, groups.values())
+
+
+def _measurable(
+    reading: Reading, program: Program, step: Step, format: Format, prices: TimePrices
+) -> Measurable | None:
+    node = reading.nodes.get(step.id)
+    if node is None or not isinstance(node.target, OpOverload) or not costs_time(step) or "order" in step.effects:
+        return None
+    operands = [program.values[o.value] for o in step.operands]
+    if any(v.shape is None and v.type not in ("int", "symint") for v in operands):
+        return None
+    signature = prices.signature(step, operands, format)
+    tensors = {}
+    for value, (_, source) in zip(operands, operands_of(node), strict=True):
+        found = source.meta.get("val", source.meta.get("example_value"))
+        if isinstance(found, torch.Tensor):
+            low = value.format is not None and value.format.bits < 32
+            stride = tuple(_size(s) for s in found.stride()) if found.layout is torch.strided else ()
+            shape = tuple(_size(s) for s in found.shape)
+            kind = format.name if low else value.type
+            tensors.setdefault(source, []).append(Operand(shape, stride, kind, value.device, value.gradient))
+        else:
+            tensors.setdefault(source, []).append(_size(found))
+
+    def filled(source: Node) -> Any:
+        waiting = tensors[source]
+        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), filled)
+    return Measurable(signature, node.target, args, kwargs)
+
+
+def symbol_sizes(reading: Reading) -> dict[str, int]:
+    """What the symbolic sizes of a graph's values are for the inputs that it was captured with."""
+    found: dict[str, int] = {}
+    for node in reading.nodes.values():
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, torch.Tensor):
+            found.update((str(size), _size(size)) for size in value.shape if not isinstance(size, int))
+    return found
+
+
+def _size(size: Any) -> int:
+    if isinstance(size, int):
+        return int(size)
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if hint is not None else 64
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def copy_reading(reading: Reading) -> tuple[GraphModule, Reading]:
+    """A copy of the graph, bodies of higher-order ops included, and the reading as if it had been read from that."""
+    root = reading.modules[0]
+    made = copy.deepcopy(root)
+    names = {id(module): name for name, module in root.named_modules()}
+    modules = [made.get_submodule(names[id(module)]) for module in reading.modules]
+    twin: dict[Node, Node] = {}
+    for old, new in zip(reading.modules, modules, strict=True):
+        twin.update(zip(old.graph.nodes, new.graph.nodes, strict=True))  # type: ignore[union-attr, arg-type]
+    nodes = {number: twin[node] for number, node in reading.nodes.items()}
+    ids = {twin[node]: number for node, number in reading.ids.items()}
+    return made, replace(reading, nodes=nodes, ids=ids, modules=modules)

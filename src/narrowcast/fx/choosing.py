@@ -1,0 +1,118 @@
+"""Choosing: the candidates of a graph are timed on the real inputs of its first call, and the best one is kept.
+
+Timing leaves no trace: what a candidate writes to is a copy, random state is restored, gradients are computed without
+reaching anybody's `.grad`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.costs.choices import Choice
+from narrowcast.costs.measure import synchronize
+
+Compiled = Callable[..., Any]
+ROUNDS, SECONDS = 15, 3.0
+LEAST_ROUNDS = 3
+
+
+@dataclass(slots=True)
+class Side:
+    """A compiled candidate: its name, what runs it, and what it is predicted to take."""
+
+    name: str
+    run: Compiled
+    predicted_ns: float
+
+
+class Choosing:
+    """Runs the best of several compiled candidates; times them when it is first called.
+
+    sides: the one that is predicted best first. written: positions of inputs that calls write to. found: told what was
+    chosen.
+    """
+
+    def __init__(self, sides: Sequence[Side], written: frozenset[int], found: Callable[[Choice], None]) -> None:
+        self.sides = list(sides)
+        self.written = written
+        self.found = found
+        self.chosen: Compiled | None = self.sides[0].run if len(self.sides) == 1 else None
+        self.lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        """The graph's results."""
+        if self.chosen is None:
+            with self.lock:
+                if self.chosen is None:
+                    choice = time_sides(self.sides, args, self.written)
+                    self.chosen = next(side.run for side in self.sides if side.name == choice.chosen)
+                    self.found(choice)
+                    self.sides = []
+        return self.chosen(*args)
+
+
+def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[int]) -> Choice:
+    """Times of all sides in alternating rounds, and which to keep: the least median, the first of equal ones."""
+    start = time.perf_counter()
+    trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    devices = sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        own = {side.name: [_own(a, n in written, trains) for n, a in enumerate(args)] for side in sides}
+        for side in sides:
+            for _ in range(2):  # compiles the backward, and warms up
+                _run(side.run, own[side.name], trains)
+        began = time.perf_counter()
+        for number in range(ROUNDS):
+            if number >= LEAST_ROUNDS and time.perf_counter() - began > SECONDS:
+                break
+            order = list(sides) if number % 2 == 0 else list(reversed(sides))
+            for side in order:
+                times[side.name].append(_run(side.run, own[side.name], trains))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    best = min(medians.values())
+    chosen = next(side.name for side in sides if medians[side.name] <= best * 1.005)
+    return Choice(
+        chosen, medians, {name: _spread(found) for name, found in times.items()},
+        len(times[chosen]), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _run(run: Compiled, args: Sequence[Any], trains: bool) -> float:
+    """Nanoseconds of one call, with its backward if there is one."""
+    synchronize()
+    start = time.perf_counter_ns()
+    results = run(*args)
+    if trains:
+        outs = [r for r in _flat(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+        wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        if outs and wanted:
+            torch.autograd.grad(outs, wanted, [torch.ones_like(r) for r in outs], allow_unused=True)
+    synchronize()
+    return float(time.perf_counter_ns() - start)
+
+
+def _own(value: Any, copied: bool, trains: bool) -> Any:
+    """A tensor without anybody's hooks, where gradients are taken; a copy if it is written to."""
+    if not isinstance(value, torch.Tensor) or not (copied or (trains and value.requires_grad)):
+        return value
+    with torch.no_grad():
+        made = value.detach().clone() if copied else value.detach()
+    return made.requires_grad_(value.requires_grad)
+
+
+def _flat(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _spread(times: Sequence[float]) -> float:
+    ordered = sorted(times)
+    middle = statistics.median(ordered)
+    return (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / 2 / middle if middle else 0.0

@@ -1,0 +1,94 @@
+"""Weights at rest in a compiled graph: casts of weights become inputs of it, made once outside.
+
+Before, and after:
+
+    %4: bf16[4, 8] cpu = cast(self=%0)                   %3: bf16[2, 8] cpu = aten.mm.default(%1, %10)
+    %3: bf16[2, 8] cpu = aten.mm.default(%1, %4)         # %10, a new input, is %0 in bf16
+
+By value and by need: a weight that is read in two formats has both, one that is read as it is stays. Exact: the cast
+that is kept has the bits of the one in the graph. Only parameters and buffers are weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from narrowcast.formats import parse_format
+from narrowcast.program import Program, Writes
+from narrowcast.regions.at_rest import at_rest, working_copy
+from narrowcast.torch_bridge import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype."""
+
+    casts: tuple[tuple[int, torch.dtype], ...]
+    trains: bool = False
+
+    def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The weights in their compute formats, in the order of the graph's new inputs."""
+        make = working_copy if self.trains else at_rest.low
+        return [make(args[position], dtype) for position, dtype in self.casts]
+
+
+def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs to compile with: fake tensors for the new ones, which have the sizes of weights and no others."""
+    more = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
+    return [*inputs, *(node.meta["val"] for node in more)]
+
+
+def weight_positions(graph: GraphModule) -> frozenset[int]:
+    """Which inputs of a Dynamo graph are parameters, or buffers, of modules."""
+    return frozenset(
+        n
+        for n, node in enumerate(graph.graph.find_nodes(op="placeholder"))
+        if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+        or isinstance(node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter)
+    )
+
+
+def rest_weights(
+    graph: GraphModule, program: Program, nodes: Mapping[int, Node], weights: frozenset[int], trains: bool
+) -> Resting:
+    """Change a graph with explicit casts so that it takes the casts of weights as inputs.
+
+    program: what the graph says. nodes: of its steps. weights: positions of inputs. trains: also where gradients flow.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    position = {v.id: n for n, v in enumerate(program.body.parameters)}
+    writes = Writes(program.body)
+    kept_out = {writes.memory(value) for value in program.body.returns}
+    made: dict[tuple[int, torch.dtype], Node] = {}
+    for step in program.body.steps:
+        source = position.get(step.operands[0].value, -1) if step.is_cast else -1
+        if source not in weights or (step.value.gradient and not trains) or writes.memory(step.id) in kept_out:
+            continue
+        if writes.is_written_after(step.operands[0].value, -1) or writes.is_written_after(step.id, -1):
+            continue
+        node, weight = nodes[step.id], inputs[source]
+        key = (source, DTYPES[parse_format(step.value.type)])
+        if key not in made:
+            made[key] = _input(graph, [*inputs, *made.values()][-1], weight, key[1], step.value.gradient)
+        node.replace_all_uses_with(made[key])
+        graph.graph.erase_node(node)
+    if made:
+        graph.graph.lint()
+        graph.recompile()
+    return Resting(tuple(made), trains)
+
+
+def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gradient: bool) -> Node:
+    with graph.graph.inserting_after(after):
+        node = graph.graph.placeholder(f"{weight.name}_{str(dtype).removeprefix('torch.')}")
+    source = weight.meta.get("val")
+    if isinstance(source, torch.Tensor):
+        with torch.no_grad():
+            node.meta["val"] = source.detach().to(dtype).requires_grad_(gradient)
+    node.meta["tensor_dict"] = weight.meta.get("tensor_dict", {})
+    return node

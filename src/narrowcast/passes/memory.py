@@ -1,0 +1,143 @@
+"""Memory as an objective of placement, or as a limit: what is kept for the backward, and copies that casts make.
+
+A call that autograd follows keeps what it reads, in the format in which it reads it: once per value and format. Without
+gradients nothing is kept, and what counts is the bytes that are made. Under a limit the least time is looked for with
+a price per byte that is raised until the limit holds (Everett 1963): each price is one cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from narrowcast.energy import Choice, Energy, Flow, Optimum, minimise
+from narrowcast.errors import EnergyError
+from narrowcast.families import ATTENTION, CONV, GEMM, NORM, POINTWISE, SOFTMAX, op_kind
+from narrowcast.formats import Format
+from narrowcast.passes.find_choices import Question
+from narrowcast.passes.prices import Reads, ValuePrice
+from narrowcast.program import Step, Value
+
+_STEPS = 24
+_KEEPS = (GEMM, CONV, ATTENTION, NORM, SOFTMAX)
+_LINEAR = frozenset("add sub rsub neg eq ne lt le gt ge where clone".split())
+
+
+class KeptBytes:
+    """Bytes that a placement keeps, or makes where no gradient flows. fused: a compiler makes pointwise calls again."""
+
+    unit = "bytes"
+
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
+
+    def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
+        """Nothing: its result is a value."""
+        return 0.0
+
+    def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
+        """One copy per format that somebody keeps; what the caller gave is there anyway."""
+        sizes = {f: value.elements * f.bits / 8 for f in formats}
+        pairs = [(a, b) for a in formats for b in formats if a is not b]
+        if any(r is not None and self._follows(r) for r in readers):
+            kept = {f: 0.0 if maker is None and f is value.format else size for f, size in sizes.items()}
+            return ValuePrice(dict.fromkeys(pairs, 0.0), {}, kept)
+        return ValuePrice({(a, b): sizes[b] for a, b in pairs}, sizes if maker is not None else {})
+
+    def _follows(self, step: Step) -> bool:
+        return step.grad_mode and step.value.gradient
+
+    def stores(self, reader: Step | None) -> bool:
+        """Whether a call keeps what it reads for its backward."""
+        if reader is None or not self._follows(reader):
+            return False
+        family = op_kind(reader.op).family
+        if family == POINTWISE and not self.fused:
+            return reader.op.split(".")[1].rstrip("_") not in _LINEAR
+        return family in _KEEPS
+
+
+def smallest(kept: Energy) -> Callable[[Question], Optimum]:
+    """A chooser: fewest bytes kept, and among these the least time."""
+
+    def choose(question: Question) -> Optimum:
+        energy = question.energy
+        heavy = max(energy_total(energy), 1)
+        return _as_time(energy, minimise(_in_range(combine(energy, kept, heavy))).chosen)
+
+    return choose
+
+
+def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum]:
+    """A chooser: least time among placements that keep at most so many bytes.
+
+    EnergyError if even the smallest keeps more.
+    """
+
+    def choose(question: Question) -> Optimum:
+        energy = question.energy
+        def kept_bytes(chosen: Sequence[Format]) -> float:
+            return (kept.evaluate(chosen) or 0) * kept.unit
+
+        free = minimise(energy)
+        if kept_bytes(free.chosen) <= limit_bytes:
+            return free
+        best = smallest(kept)(question)
+        if kept_bytes(best.chosen) > limit_bytes:
+            raise EnergyError(
+                asked=f"formats that keep at most {limit_bytes} bytes",
+                found=f"the smallest placement keeps {kept_bytes(best.chosen):.0f}",
+                advice="Raise memory_limit_bytes, or recompute activations (torch.utils.checkpoint).",
+            )
+        low, high, reached = 0.0, 1.0, False  # prices of a byte; whether the high one is high enough
+        for _ in range(_STEPS):
+            price = (low + high) / 2 if reached else high
+            found = minimise(_in_range(combine(energy, kept, price * kept.unit)))
+            if kept_bytes(found.chosen) > limit_bytes:
+                low, high = price, high if reached else 8 * high
+                continue
+            high, reached = price, True
+            timed = _as_time(energy, found.chosen)
+            best = timed if timed.cost < best.cost else best
+        return replace(best, bound=free.bound, method="minimum cuts under a price per byte")
+
+    return choose
+
+
+def _as_time(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:
+    return Optimum(chosen, energy.evaluate(chosen) or 0, 0, "minimum cut for memory")
+
+
+def energy_total(energy: Energy) -> int:
+    """More than any placement can cost."""
+    total = sum(max(c.costs, default=0) for c in energy.choices)
+    for flow in energy.flows:
+        total += sum((*flow.casts.values(), *flow.reads.values(), *flow.stores.values()))
+    return total
+
+
+def combine(time: Energy, kept: Energy, price: float) -> Energy:
+    """E_time + price E_kept of two energies of one program: the values of both, side by side."""
+    choices = tuple(
+        Choice(a.formats, tuple(m + round(price * n) for m, n in zip(a.costs, b.costs, strict=True)))
+        for a, b in zip(time.choices, kept.choices, strict=True)
+    )
+    return Energy(choices, (*time.flows, *(_scaled(flow, price) for flow in kept.flows)), time.unit)
+
+
+def _scaled(flow: Flow, by: float) -> Flow:
+    parts = {
+        name: {key: round(cost * by) for key, cost in getattr(flow, name).items()}
+        for name in ("casts", "reads", "stores")
+    }
+    return replace(flow, **parts)
+
+
+def _in_range(energy: Energy) -> Energy:
+    """The energy scaled so that the solver takes it."""
+    scale = max(energy_total(energy) / 2**28, 1.0)
+    if scale == 1.0:
+        return energy
+
+    choices = tuple(Choice(c.formats, tuple(round(n / scale) for n in c.costs)) for c in energy.choices)
+    return Energy(choices, tuple(_scaled(f, 1 / scale) for f in energy.flows), energy.unit * scale)
