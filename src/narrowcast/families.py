@@ -44,8 +44,10 @@ _OPS = {
 
 # Monotone or sign-symmetric, or a choice among values that come: rounding before and after gives the same bits. Of
 # those with a constant (a padding, a bound) only where the constant is 0.
-_COMMUTES = frozenset("relu neg abs".split())
-_CONSTANT = frozenset("constant_pad_nd pad masked_fill".split())
+_COMMUTES = frozenset(["relu", "neg", "abs"])
+_CONSTANT = frozenset(["constant_pad_nd", "pad", "masked_fill"])
+# Rounded values tie more often, and then another index is given.
+_INDEXED = frozenset(["max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,5 +90,5 @@ def op_kind(op: str) -> OpKind:
     family = _FAMILY.get(base)
     if family is None:
         return _UNKNOWN
-    moves = family in (MOVEMENT, VIEW) and base not in _CONSTANT
+    moves = family in (MOVEMENT, VIEW) and base not in _CONSTANT | _INDEXED
     return OpKind(family, moves or base in _COMMUTES, in_place)

@@ -44,7 +44,9 @@ def as_goal(
     if kind not in GOALS:
         raise GoalError(f"goal={kind!r}", "no such goal", advice=f"Give one of: {', '.join(map(repr, GOALS))}.")
     if weights not in WEIGHTS:
-        raise GoalError(f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}.")
+        raise GoalError(
+            f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}."
+        )
     if memory_limit_bytes is not None and (kind != FAST or memory_limit_bytes <= 0):
         raise GoalError(
             asked=f"memory_limit_bytes={memory_limit_bytes} with goal={kind!r}",

@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from narrowcast.energy import FIXED, Choice, Energy, Flow, Reader, minimise, minimise_by_cut, minimise_by_integer_program
+from narrowcast.energy import (
+    FIXED,
+    Choice,
+    Energy,
+    Flow,
+    Reader,
+    minimise,
+    minimise_by_cut,
+    minimise_by_integer_program,
+)
 from narrowcast.errors import EnergyError
 from narrowcast.formats import bf16, fp16, fp32
 

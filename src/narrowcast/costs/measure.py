@@ -160,7 +160,7 @@ def _alternate(sides: Sequence[Sequence[Call]], rounds: int) -> list[list[float]
     repeats = [1] * len(sides)
     for number in range(rounds):
         for side, runs in enumerate(sides):
-            if number >= 3 and spent[side] > ENOUGH_NS or number >= 1 and spent[side] > 4 * ENOUGH_NS:
+            if (number >= 3 and spent[side] > ENOUGH_NS) or (number >= 1 and spent[side] > 4 * ENOUGH_NS):
                 continue
             elapsed = _time(runs, repeats[side])
             spent[side] += elapsed

@@ -57,7 +57,9 @@ def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]
         yield calls
 
 
-def _call(op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str, kwargs: Any = None) -> Any:
+def _call(
+    op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str, kwargs: Any = None
+) -> Any:
     """A function of format and direction that gives the call."""
     constants = ", ".join(map(str, more))
 
@@ -65,7 +67,7 @@ def _call(op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape
         operands = tuple(Operand(s, _strides(s), format.name, device, backward) for s in shapes)
         types = (format.name,) * len(shapes)
         signature = Signature(op_id(op), types, tuple(shapes), result, format, constants, backward)
-        return Measurable(signature, op, (*operands, *more), kwargs or {})
+        return Measurable(signature, op, (*operands, *more), {})
 
     return make
 

@@ -19,7 +19,9 @@ from torch.fx import GraphModule
 from narrowcast.dynamo_bridge import inner_compiler
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.fx.backward import (
+    AS_EAGER,
     LISTED,
+    OFF,
     SAME,
     Backward,
     State,
@@ -115,16 +117,15 @@ class GraphBackend:
         """The candidates of the graph."""
         values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
         fused = isinstance(self.inner, torch._TorchCompileInductorWrapper)
+        uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
         with _fake_mode(graph):
-            placed = place_graph(graph, values, self.goal, fused, repr(self.inner.__dict__))
+            placed = place_graph(graph, values, self.goal, fused, repr(self.inner.__dict__), uncompiled)
         report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
         report.boundaries = placed.explicit.reading.boundaries
         report.capture_seconds = placed.explicit.capture_seconds
         return placed
 
-    def _compile_placed(
-        self, placed: Placed, inputs: Sequence[Any], report: CompiledGraph
-    ) -> tuple[Compiled, State]:
+    def _compile_placed(self, placed: Placed, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Compiled, State]:
         states: list[State] = []
 
         @contextmanager
@@ -133,7 +134,8 @@ class GraphBackend:
                 states.append(expected)
                 yield
 
-        return compile_placed(placed, inputs, self.inner, around, report), states[0]
+        compiled = compile_placed(placed, inputs, self.inner, around, report)
+        return compiled, states[0] if states else ()
 
     def _explicit(self, graph: GraphModule, report: CompiledGraph) -> tuple[Explicit, Resting]:
         placeholders = graph.graph.find_nodes(op="placeholder")
@@ -220,8 +222,8 @@ def compile_graph(
         raise PolicyError(
             asked=f"option {next(iter(given))!r} of the backend narrowcast",
             found="no such option",
-            advice="Give backend, backward, goal, weights or options (those of the backend inside); a policy goes to nc.autocast or "
-            "nc.compile.",
+            advice="Give backend, backward, goal, weights or options (those of the backend inside); a policy goes to "
+            "nc.autocast or nc.compile.",
         )
     return GraphBackend(inner, backward, goal=goal)(graph, inputs)
 

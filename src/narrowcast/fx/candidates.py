@@ -1,7 +1,8 @@
 """Candidates: one captured graph with its formats placed in several ways, to be timed against each other.
 
 `placed` is what costs least under the cost model; `policy` what the policy says, call by call; `high` runs every call
-that may choose in the highest format that it may have. Candidates that are the same program are one.
+that may choose in the highest format that it may have; `op by op` is what costs least if nothing is fused, and is not
+compiled. Candidates that are the same program are one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from narrowcast.fx.read import Reading
 from narrowcast.fx.resting import Resting, rest_weights
 from narrowcast.fx.write import write_graph
 from narrowcast.goals import CAST, MEMORY, WORKING, Goal
-from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.passes import CLEAN_UP, Outcome, run_passes
 from narrowcast.passes.find_choices import FREE, find_choices
 from narrowcast.passes.memory import KeptBytes, place_within, smallest
 from narrowcast.passes.place import Chooser, Placement, as_high, as_the_policy, place_formats
 from narrowcast.program import Edit, Program, Step
 from narrowcast.torch_bridge import OpOverload
 
-PLACED, POLICY, HIGH = "placed", "policy", "high"
+PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
 STREAMED_BYTES = 24 * 2**20
 """Weights that together take more than this do not stay in a cache from call to call."""
 
@@ -52,57 +53,81 @@ class Candidate:
     resting: Resting = field(default_factory=lambda: Resting(()))
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler gets it; the graph runs as it is otherwise."""
+        return self.name != OP_BY_OP
+
+    @property
     def predicted_ns(self) -> float:
         """Nanoseconds of one call under the cost model, with the backward where there is one."""
         return self.placement.cost
 
 
 def make_candidates(
-    reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], measures: bool = True
+    reading: Reading,
+    goal: Goal,
+    profile: Profile,
+    fused: bool,
+    weights: frozenset[int],
+    measures: bool = True,
+    uncompiled: bool = False,
 ) -> list[Candidate]:
     """The candidates of a graph that was read and not changed since; the placed one first.
 
     weights: positions of inputs that are weights. measures: calls that the profile lacks are measured (not where it is
-    another device's).
+    another device's). uncompiled: the graph may also run as it is.
     """
-    before = frozenset(reading.program.steps)
-    prices = _prices(reading, goal, profile, fused, weights)
-    streamed = prices.streamed
+    ways: list[tuple[str, Chooser | None]] = [(PLACED, None), (POLICY, as_the_policy), (HIGH, as_high)]
+    if fused and uncompiled:
+        ways.append((OP_BY_OP, None))
     found: dict[str, Candidate] = {}
-    for name, choose in ((PLACED, None), (POLICY, as_the_policy), (HIGH, as_high)):
-        placements: list[Placement] = []
-
-        def place(program: Program, choose: Chooser | None = choose, into: list[Placement] = placements) -> list[Edit]:
-            ours = frozenset(program.steps) - before
-            prices.streamed = streamed | {c.id for c in program.casts() if c.operands[0].value in streamed}
-            if measures and not into:
-                measure_calls(reading, program, prices)
-            chooser = choose or _chooser(goal, program, ours, fused)
-            edits, placement = place_formats(program, prices, ours=ours, choose=chooser)
-            into.append(placement)
-            return edits
-
-        outcome = run_passes(reading.program, (place, *BEFORE_AUTOGRAD), reading.policies, with_dtype)
-        text = str(outcome.program)
+    for name, choose in ways:
+        maker = _Maker(reading, goal, profile, fused and name != OP_BY_OP, weights, measures and not found, choose)
+        outcome = run_passes(reading.program, (maker.place, *CLEAN_UP), reading.policies, with_dtype)
+        text = str(outcome.program) + (name if name == OP_BY_OP else "")
         if text not in found:
-            graph, own = copy_reading(reading)
-            nodes = write_graph(own, outcome.program)
-            resting = Resting(())
-            if goal.weights != CAST:
-                resting = rest_weights(graph, outcome.program, nodes, weights, goal.weights == WORKING)
-            sure = prices.sure()
-            found[text] = Candidate(name, graph, outcome, placements[0], sure, resting)
+            found[text] = maker.candidate(name, outcome)
     return list(found.values())
 
 
-def _prices(
-    reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int]
-) -> TimePrices:
-    parameters = [v for n, v in enumerate(reading.program.body.parameters) if n in weights]
-    ids = frozenset(v.id for v in parameters)
-    streamed = ids if sum(v.bytes for v in parameters) > STREAMED_BYTES else frozenset[int]()
-    at_rest = frozenset[int]() if goal.weights == CAST else ids
-    return TimePrices(CostModel(profile), fused, streamed, at_rest, goal.weights == WORKING, symbol_sizes(reading))
+class _Maker:
+    """Makes one candidate: `place` is one of the passes, and what it found is kept for the rest."""
+
+    def __init__(
+        self, reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], measures: bool,
+        choose: Chooser | None,
+    ) -> None:  # fmt: skip
+        self.reading, self.goal, self.weights = reading, goal, weights
+        self.measures, self.choose = measures, choose
+        parameters = [v for n, v in enumerate(reading.program.body.parameters) if n in weights]
+        ids = frozenset(v.id for v in parameters)
+        self.streamed = ids if sum(v.bytes for v in parameters) > STREAMED_BYTES else frozenset[int]()
+        at_rest = frozenset[int]() if goal.weights == CAST else ids
+        self.prices = TimePrices(
+            CostModel(profile), fused, frozenset(), at_rest, goal.weights == WORKING, symbol_sizes(reading)
+        )
+        self.placement: Placement | None = None
+
+    def place(self, program: Program) -> list[Edit]:
+        """The edits that place the program that `assign` left."""
+        ours = frozenset(program.steps) - frozenset(self.reading.program.steps)
+        from_weights = {c.id for c in program.casts() if c.operands[0].value in self.streamed}
+        self.prices.streamed = self.streamed | from_weights
+        if self.measures:
+            measure_calls(self.reading, program, self.prices)
+        chooser = self.choose or _chooser(self.goal, program, ours, self.prices.fused)
+        edits, self.placement = place_formats(program, self.prices, ours=ours, choose=chooser)
+        return edits
+
+    def candidate(self, name: str, outcome: Outcome) -> Candidate:
+        """The candidate, written into a graph of its own."""
+        assert self.placement is not None
+        graph, own = copy_reading(self.reading)
+        nodes = write_graph(own, outcome.program)
+        resting = Resting(())
+        if self.goal.weights != CAST:
+            resting = rest_weights(graph, outcome.program, nodes, self.weights, self.goal.weights == WORKING)
+        return Candidate(name, graph, outcome, self.placement, self.prices.sure(), resting)
 
 
 def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) -> Chooser:

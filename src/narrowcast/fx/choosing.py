@@ -6,6 +6,7 @@ reaching anybody's `.grad`.
 
 from __future__ import annotations
 
+import random
 import statistics
 import threading
 import time
@@ -19,8 +20,10 @@ from narrowcast.costs.choices import Choice
 from narrowcast.costs.measure import synchronize
 
 Compiled = Callable[..., Any]
-ROUNDS, SECONDS = 15, 3.0
+ROUNDS, SECONDS = 60, 2.0
 LEAST_ROUNDS = 3
+NOISE = 0.985
+"""A side takes the place of one that was predicted to be faster if its rounds take so much of that one's time."""
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class Choosing:
 
 
 def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[int]) -> Choice:
-    """Times of all sides in alternating rounds, and which to keep: the least median, the first of equal ones."""
+    """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt."""
     start = time.perf_counter()
     trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     times: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -70,15 +73,18 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
             for _ in range(2):  # compiles the backward, and warms up
                 _run(side.run, own[side.name], trains)
         began = time.perf_counter()
+        shuffled = random.Random(0)
         for number in range(ROUNDS):
             if number >= LEAST_ROUNDS and time.perf_counter() - began > SECONDS:
                 break
-            order = list(sides) if number % 2 == 0 else list(reversed(sides))
-            for side in order:
+            for side in shuffled.sample(list(sides), len(sides)):
                 times[side.name].append(_run(side.run, own[side.name], trains))
     medians = {name: statistics.median(found) for name, found in times.items()}
-    best = min(medians.values())
-    chosen = next(side.name for side in sides if medians[side.name] <= best * 1.005)
+    chosen = sides[0].name
+    for side in sides[1:]:
+        rounds = zip(times[side.name], times[chosen], strict=True)
+        if statistics.median(a / b for a, b in rounds) < NOISE:
+            chosen = side.name
     return Choice(
         chosen, medians, {name: _spread(found) for name, found in times.items()},
         len(times[chosen]), time.perf_counter() - start,

@@ -43,10 +43,12 @@ class Placed:
     key: str
 
 
-def place_graph(graph: GraphModule, values: Sequence[Any], goal: Goal, fused: bool, backend: str) -> Placed:
+def place_graph(
+    graph: GraphModule, values: Sequence[Any], goal: Goal, fused: bool, backend: str, uncompiled: bool = False
+) -> Placed:
     """The candidates of a graph whose formats are right; those whose are not are left out, with a warning.
 
-    values: the fake inputs. Must be called with the regions open that the graph is to run in.
+    values: the fake inputs. uncompiled: the graph may also run as it is, call by call. Must be called with the regions open that the graph is to run in.
     """
     reading, seconds = read_explicit(graph, values)
     device_type = next((r.facts.device_type for r in reading.program.regions), "cpu")
@@ -56,7 +58,9 @@ def place_graph(graph: GraphModule, values: Sequence[Any], goal: Goal, fused: bo
         profile = known_profile(device_type)
     known = len(profile.samples)
     weights = weight_positions(graph)
-    candidates = make_candidates(reading, goal, profile, fused, weights, measures=profile.device == device_now(device_type))
+    is_here = profile.device == device_now(device_type)
+    uncompiled = uncompiled and len(reading.modules) == 1 and goal.verify
+    candidates = make_candidates(reading, goal, profile, fused, weights, is_here, uncompiled)
     if len(profile.samples) != known and not goal.profile:
         keep(profile)
     right = [c for c in candidates if _is_right(c, values)]
@@ -92,7 +96,7 @@ def compile_placed(
     around: what must be open while one of them is compiled. report: told what was chosen.
     """
     start = time.perf_counter()
-    candidates = sorted(placed.candidates, key=lambda c: c.predicted_ns)
+    candidates = sorted(placed.candidates, key=lambda c: (c.predicted_ns, -c.placement.raised))
     names = [c.name for c in candidates]
     choice = load_choice(placed.key, names) if placed.goal.verify and len(names) > 1 else None
     if choice is not None:
@@ -102,10 +106,13 @@ def compile_placed(
     else:
         left = [c for c in candidates if c.predicted_ns <= HOPELESS * candidates[0].predicted_ns]
     reports: dict[str, CompiledGraph] = {}
-    sides = []
+    sides: list[Side] = []
     for candidate in left:
         own = reports[candidate.name] = CompiledGraph(report.number, report.place)
         explicit = Explicit(candidate.graph, placed.explicit.reading, candidate.outcome, 0.0)
+        if not candidate.is_compiled:
+            sides.append(Side(candidate.name, _as_it_is(candidate), candidate.predicted_ns))
+            continue
         with around(explicit, own):
             compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
         sides.append(Side(candidate.name, with_weights(compiled, candidate.resting), candidate.predicted_ns))
@@ -135,9 +142,13 @@ def tell(
     report.from_disk = choice is not None and choice.from_disk
     report.candidates = tuple(
         CandidateTime(
-            c.name, len(c.outcome.program.casts()), c.predicted_ns, c.sure, times.get(c.name),
+            c.name,
+            len(c.outcome.program.casts()),
+            c.predicted_ns,
+            c.sure,
+            times.get(c.name),
             choice.spreads.get(c.name, 0.0) if choice is not None else 0.0,
-        )  # fmt: skip
+        )
         for c in placed.candidates
     )
     report.after, report.edits = candidate.outcome.program, candidate.outcome.edits
@@ -152,16 +163,19 @@ def with_weights(compiled: Compiled, resting: Resting) -> Compiled:
     return lambda *args: compiled(*args, *resting.inputs(args))
 
 
+def _as_it_is(candidate: Candidate) -> Compiled:
+    """The graph, run by Python."""
+    return with_weights(candidate.graph.forward, candidate.resting)
+
+
 def _written(program: Program) -> frozenset[int]:
     """Positions of inputs that a call writes to."""
     writes = Writes(program.body)
-    return frozenset(
-        n for n, v in enumerate(program.body.parameters) if writes.is_written_after(v.id, -1)
-    )
+    return frozenset(n for n, v in enumerate(program.body.parameters) if writes.is_written_after(v.id, -1))
 
 
 def _input_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{[str(s) for s in value.shape]}{[str(s) for s in value.stride()]}{value.device}{value.requires_grad}"
+        sizes = [[str(s) for s in value.shape], [str(s) for s in value.stride()]]
+        return f"{value.dtype}{sizes}{value.device}{value.requires_grad}"
     return str(value)
-

@@ -4,11 +4,12 @@ from narrowcast.passes.assign import assign_casts, call_of
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
 from narrowcast.passes.hoist import COMPOSITE, hoist_casts
-from narrowcast.passes.pipeline import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, Outcome, Pass, run_passes
+from narrowcast.passes.pipeline import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, CLEAN_UP, Outcome, Pass, run_passes
+from narrowcast.passes.place import move_casts, place_formats
 from narrowcast.passes.share import share_casts
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "COMPOSITE", "Outcome", "Pass", "assign_casts", "call_of", "drop_casts",
-    "fold_casts", "hoist_casts",
+    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "CLEAN_UP", "COMPOSITE", "Outcome", "Pass", "assign_casts", "call_of", "drop_casts",
+    "fold_casts", "hoist_casts", "move_casts", "place_formats",
     "run_passes", "share_casts",
 ]  # fmt: skip

@@ -298,10 +298,14 @@ def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows
     choices = [Choice(f, tuple(map(whole, c))) for f, c in zip(formats, costs, strict=True)]
     made = [
         Flow(
-            flow.maker, flow.formats, flow.readers,
-            {k: whole(v * often) for k, v in flow.casts.items()}, {k: whole(v * often) for k, v in flow.reads.items()},
-            {k: whole(v * often) for k, v in flow.stores.items()}, flow.rounded,
-        )  # fmt: skip
+            flow.maker,
+            flow.formats,
+            flow.readers,
+            {k: whole(v * often) for k, v in flow.casts.items()},
+            {k: whole(v * often) for k, v in flow.reads.items()},
+            {k: whole(v * often) for k, v in flow.stores.items()},
+            flow.rounded,
+        )
         for flow, often in flows
     ]
     return Energy(tuple(choices), tuple(made), unit)

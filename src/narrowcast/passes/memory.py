@@ -20,7 +20,7 @@ from narrowcast.program import Step, Value
 
 _STEPS = 24
 _KEEPS = (GEMM, CONV, ATTENTION, NORM, SOFTMAX)
-_LINEAR = frozenset("add sub rsub neg eq ne lt le gt ge where clone".split())
+_LINEAR = frozenset(["add", "sub", "rsub", "neg", "eq", "ne", "lt", "le", "gt", "ge", "where", "clone"])
 
 
 class KeptBytes:
@@ -76,6 +76,7 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
 
     def choose(question: Question) -> Optimum:
         energy = question.energy
+
         def kept_bytes(chosen: Sequence[Format]) -> float:
             return (kept.evaluate(chosen) or 0) * kept.unit
 

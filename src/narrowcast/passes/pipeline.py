@@ -10,6 +10,7 @@ from narrowcast.ledger import EditRecord
 from narrowcast.passes.assign import Overload, assign_casts
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
+from narrowcast.passes.place import move_casts
 from narrowcast.passes.share import share_casts
 from narrowcast.policy import RESULT, Policy
 from narrowcast.program import (
@@ -39,7 +40,10 @@ from narrowcast.program import (
 
 Pass = Callable[[Program], list[Edit]]
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (share_casts, fold_casts, drop_casts)
+CLEAN_UP: tuple[Pass, ...] = (share_casts, fold_casts, drop_casts)
+"""What any placement of casts leaves to do, while gradients are still to be derived from the program."""
+
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (*CLEAN_UP, move_casts, share_casts, drop_casts)
 """While gradients are still to be derived from the program: nothing that changes how they add up."""
 
 AFTER_AUTOGRAD: tuple[Pass, ...] = (
@@ -47,8 +51,11 @@ AFTER_AUTOGRAD: tuple[Pass, ...] = (
     lambda program: fold_casts(program, after_autograd=True),
     lambda program: drop_casts(program, after_autograd=True),
     lambda program: share_casts(program, after_autograd=True),
+    lambda program: move_casts(program, after_autograd=True),
+    lambda program: share_casts(program, after_autograd=True),
+    lambda program: drop_casts(program, after_autograd=True),
 )
-"""Forward and backward are both there: whatever keeps every value. Folding makes casts equal: so share twice."""
+"""Forward and backward are both there: whatever keeps every value. Folding and moving make casts equal."""
 
 
 @dataclass(frozen=True, slots=True)

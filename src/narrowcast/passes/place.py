@@ -7,8 +7,8 @@ Before, and after, where casting the product's two inputs costs more than it sav
     %3: bf16[2, 8] cpu = aten.mm.default(%4, %5)             return %6
     return %3
 
-In the mode `exact` every value keeps its bits: calls stay as they are, and casts move through what only moves values, to
-the side with fewer elements. In the mode `free` a low call may also run in fp32: never less precise than the policy.
+In the mode `exact` every value keeps its bits: calls stay as they are, and casts move through what only moves values,
+to the side with fewer elements. In the mode `free` a low call may also run in fp32: never less precise than the policy.
 What the program returns keeps its format. Refuses: what find_choices.py leaves tied. Recurses into all blocks.
 """
 
@@ -167,6 +167,8 @@ def _for_reader(value: int, own: Format, read: Read, need: Format, why: Why) -> 
         if read.cast is not None or need is own:
             return []  # a cast that is returned stays, idle perhaps
         return [CastReturn(value, read.position, need, why)]
+    if read.step.is_cast:
+        return []  # it casts by itself
     if read.cast is not None and need is read.cast.value.format and need is not own:
         return []
     edits: list[Edit] = [Reread(read.step.id, read.position, value, why)] if read.cast is not None else []

@@ -1,8 +1,8 @@
 """Edits: the only ways in which a pass may change a program. Each says why, and lands in the ledger.
 
 insert, remove, retarget, share and move a cast, or insert one cast of several values together; besides, a region's edge
-may be removed, a call may be given the dtype that a policy sets, the format of a result may follow from that of an operand,
-and an operand may read what the cast before it reads. Nothing else of a program can change.
+may be removed, a call may be given the dtype that a policy sets, the format of a result may follow from that of an
+operand, and an operand may read what the cast before it reads. Nothing else of a program can change.
 """
 
 from __future__ import annotations

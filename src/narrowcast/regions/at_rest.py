@@ -1,4 +1,4 @@
-"""Weights at rest: casts of weights that are made once and kept from call to call, for all compiled graphs of a process.
+"""Weights at rest: casts of weights that are made once and kept from call to call, for all graphs of a process.
 
 A copy holds as long as its weight is the same object with the same memory, shape, strides and version counter, and as
 long as a sample of its elements has the bits that it had (host memory only). So writes that torch counts are seen, and

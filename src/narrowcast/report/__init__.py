@@ -12,6 +12,6 @@ from narrowcast.report.graphs import (
 )
 
 __all__ = [
-    "CandidateTime", "Comparison", "CompiledGraph", "DecisionDifference", "Explanation", "GraphRow", "ModuleRow", "OpRow", "OutputError",
-    "RepeatRow", "decision_differences", "graph_ledger", "graph_row",
+    "CandidateTime", "Comparison", "CompiledGraph", "DecisionDifference", "Explanation", "GraphRow", "ModuleRow",
+    "OpRow", "OutputError", "RepeatRow", "decision_differences", "graph_ledger", "graph_row",
 ]  # fmt: skip

@@ -27,8 +27,8 @@ class CompiledGraph:
     policies: of its regions, by digest. boundaries: what is known of casts that were captured at the boundaries of
     modules' calls, by step, as JSON. fallback: why it runs as eager would run it; empty if it does not.
     place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
-    goal: what was asked of the formats. placement: which formats were chosen and what they cost, if any were. candidates:
-    what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them took, compiling
+    goal: what was asked of the formats. placement: which formats were chosen and what they cost, if any were.
+    candidates: what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them took, compiling
     included; from_disk: the choice was made earlier.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
     the written graph; the rest went into reading, passes and writing.
