@@ -74,10 +74,17 @@ class _Finder:
         self.home: dict[int, Block] = {}
         self.writes: dict[int, Writes] = {}
         self.pinned: set[int] = set()
+        self.returned = frozenset(program.body.returns)
         self.readers: dict[int, list[tuple[Step, int]]] = {}
         self.roots: dict[int, int] = {}
         self._survey(program.body, 1)
         self.written = {self._root(o.value) for s in self.steps.values() for o in s.operands if o.written}
+        outside = {self._root(v.id) for v in program.body.parameters}
+        outside |= {self._root(v) for v in self.returned if v not in self.steps or not self.steps[v].is_cast}
+        for cast in program.casts():  # a copy that must be one in any case: idle, it would be one for nothing
+            source = cast.operands[0].value
+            if self._root(cast.id) in self.written or (cast.id in self.returned and self._root(source) in outside):
+                self.pinned.add(source)
         self.casts = {s.id: s for s in program.casts() if (ours is None or s.id in ours) and self._is_free_cast(s)}
         self.lows = sorted(
             {f for s in self.casts.values() if (f := s.value.format) is not None and f.bits < fp32.bits},
@@ -109,14 +116,21 @@ class _Finder:
             value = self.roots[value]
         return value
 
+    def _has_own_memory(self, cast: Step) -> bool:
+        """Whether a cast is returned, or written to."""
+        return cast.id in self.returned or self._root(cast.id) in self.written
+
     def _is_free_cast(self, cast: Step) -> bool:
-        """Whether a cast may be taken out: it is no source of another one, and nothing writes to its copy."""
+        """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whoever
+        reads it is in its block.
+        """
         if self.program.open_region(cast) is not None or cast.id in self.pinned:
             return False
         source = self.values[cast.operands[0].value]
         if source.format is None or self._root(cast.id) in self.written or self._root(source.id) in self.written:
             return False
-        if any(step.op == CAST for step, _ in self.readers.get(cast.id, ())):
+        home = self.home[cast.id]
+        if any(s.op == CAST or self.home[s.id] is not home for s, _ in self.readers.get(cast.id, ())):
             return False
         return self.mode != EXACT or self.after_autograd or not (cast.value.gradient and cast.grad_mode)
 
@@ -230,7 +244,7 @@ class _Finder:
             for step, position in self.readers.get(number, ()):
                 if step.id not in self.casts and step.op != "getitem":
                     found.append(Read(step, position, cast, self._reader(value, step, position, cast)))
-            for position, returned in enumerate(self.program.body.returns):
+            for position, returned in enumerate(self.program.body.returns if number in self.returned else ()):
                 if returned == number:
                     found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
         return found
@@ -254,9 +268,11 @@ class _Finder:
         return found
 
     def _when(self, value: Value, read: Read) -> tuple[int, int]:
-        """Casts made in one block with no write in between are one."""
+        """Casts made in one block with no write in between are one; what is returned or written to is its own."""
         if read.step is None:
-            return (len(self.steps), 0) if self._root(value.id) in self.written else (0, 0)
+            return (-1 - read.position, 0)
+        if read.step.is_cast and self._has_own_memory(read.step):
+            return (read.step.id, -1)
         block = self.home[read.step.id]
         home = 0 if block is self.program.body else id(block)
         return (self.writes[id(block)].count_before(value.id, read.step.id), home)

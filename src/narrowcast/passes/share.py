@@ -47,7 +47,9 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         fits = first is not None and (first.grad_mode or not step.grad_mode or not step.value.gradient)
         if first is None or not fits or writes.is_written(source, first.id, step.id):
             kept[key] = step
-        elif not _is_written_itself(writes, first, step):
+        elif _is_written_itself(writes, first, step):
+            kept[key] = step
+        else:
             if writes.memory(step.id) in leaving:
                 if writes.memory(first.id) in leaving:
                     continue  # two results that share memory would be one

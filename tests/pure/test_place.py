@@ -1,0 +1,452 @@
+"""Placement on random programs: brute force, an independent count of what the placed program costs, and its bits."""
+
+import itertools
+import random
+import struct
+import time
+
+import pytest
+
+import narrowcast as nc
+from narrowcast.energy import Optimum, minimise
+from narrowcast.families import op_kind
+from narrowcast.formats import FORMATS, bf16, fp32
+from narrowcast.passes import AFTER_AUTOGRAD, CLEAN_UP, assign_casts, drop_casts, move_casts, share_casts
+from narrowcast.passes.find_choices import EXACT, FREE, TRIPS, find_choices
+from narrowcast.passes.memory import KeptBytes, place_within, smallest
+from narrowcast.passes.place import as_high, as_the_policy, place_formats
+from narrowcast.passes.prices import CastBytes, ValuePrice
+from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, parse_program, verify
+
+NATIVE = nc.Policy.native("cpu")
+REGION = parse_program(
+    "program p\nregion 0: cpu bf16 enabled cached session 0 policy native\nblock main() {\n  return\n}\n"
+).regions
+
+
+class RandomPrices:
+    """Whole numbers that depend on the call, the value and the formats."""
+
+    unit = "ns"
+
+    def __init__(self, seed, program=None):
+        self.seed = seed
+        self.steps = program.steps if program is not None else {}
+
+    def draw(self, *key):
+        return random.Random(f"{self.seed} {key}").randint(0, 50)
+
+    def call(self, step, operands, format):
+        return self.draw("call", step.id, format.name)
+
+    def value(self, value, maker, readers, formats):
+        return ValuePrice({(a, b): self.cast(value.id, a, b) for a in formats for b in formats if a is not b})
+
+    def cast(self, number, src, dst):
+        while number in self.steps and self.steps[number].is_cast:  # equal casts are one, whatever their number
+            number = self.steps[number].operands[0].value
+        return self.draw("cast", number, src.name, dst.name)
+
+    def stores(self, reader):
+        return False
+
+
+def random_program(seed, length):
+    """mm (lowered by the policy), calls that follow, views, cat, additions that promote, ops that nobody knows, the
+    user's own casts, and sometimes a loop that reads what is outside."""
+    rng = random.Random(seed)
+    parameters = tuple(Value(n, rng.choice(["fp32", "fp32", "bf16"]), (4, 4), "cpu") for n in range(3))
+    ids = itertools.count(3)
+
+    def steps_of(values, count, depth):
+        steps = []
+        for _ in range(count):
+            what = rng.choice(["mm", "mm", "exp", "relu", "t", "cat", "add", "pin", "cast", "write", "loop"])
+            a, b = rng.choice(values), rng.choice(values)
+            number = next(ids)
+            if what == "loop":
+                if depth:
+                    continue
+                inner = steps_of(list(values), rng.randint(1, 3), 1)
+                blocks = (Block("body", (), tuple(inner), ()),)
+                steps.append(Step(Value(number, "none"), "prim.Loop", (), blocks=blocks))
+                continue
+            one, two = (Operand("self", a.id),), (Operand("self", a.id), Operand("other", b.id))
+            wide = "fp32" if "fp32" in (a.type, b.type) else "bf16"
+            op, operands, kind, more = {
+                "mm": ("aten.mm.default", (two[0], Operand("mat2", b.id)), "bf16", {"computes": True}),
+                "exp": ("aten.exp.default", one, a.type, {"computes": True}),
+                "relu": ("aten.relu.default", one, a.type, {"computes": True}),
+                "t": ("aten.t.default", one, a.type, {"aliases": (0,)}),
+                "cat": ("aten.cat.default", (Operand("tensors", a.id), Operand("tensors", b.id)), wide, {}),
+                "add": ("aten.add.Tensor", two, wide, {"computes": True}),
+                "pin": ("lib.pin.default", one, "fp32", {"computes": True}),
+                "cast": ("cast", one, "fp32" if a.type == "bf16" else "bf16", {}),
+                "write": ("aten.relu_.default", (Operand("self", a.id, True),), a.type, {"aliases": (0,)}),
+            }[what]
+            if what == "write" and (a.id < 3 or depth):
+                continue
+            if what == "cat" and a.type != b.type:
+                continue
+            region = None if what == "cast" else 0
+            made = Value(number, kind, (4, 4), "cpu")
+            steps.append(Step(made, op, operands, region=region, **more))
+            values.append(made)
+        return steps
+
+    values = list(parameters)
+    steps = steps_of(values, length, 0)
+    made = {s.id for s in steps if s.op == "cast"}  # a cast that is returned has memory of its own
+    values = [v for v in values if v.id not in made]
+    returns = tuple(v.id for v in rng.sample(values, min(2, len(values))))
+    program = Program("p", Block("main", parameters, tuple(steps), returns), REGION)
+    assigned = apply_edits(program, assign_casts(program, {"native": NATIVE}))
+    for _ in range(length):
+        assigned = apply_edits(assigned, drop_casts(assigned, after_autograd=True))
+    verify(assigned)
+    return assigned, frozenset(assigned.steps) - frozenset(program.steps)
+
+
+def finished(program, edits):
+    """The program with these edits, its casts shared and cleaned up."""
+    made = apply_edits(program, edits)
+    verify(made)
+    for _ in range(3):
+        made = apply_edits(made, share_casts(made, after_autograd=True))
+        made = apply_edits(made, drop_casts(made, after_autograd=True))
+    verify(made)
+    return made
+
+
+def count_cost(before, placed, prices, question):
+    """What a placed program costs, read off its steps alone."""
+    total = 0
+
+    def walk(block, often):
+        nonlocal total
+        for step in block.steps:
+            for inner in step.blocks:
+                walk(inner, often * TRIPS)
+            if step.is_cast:
+                source = placed.values[step.operands[0].value]
+                maker = source.id
+                while maker in placed.steps and placed.steps[maker].is_cast:
+                    maker = placed.steps[maker].operands[0].value
+                total += often * prices.cast(maker, source.format, step.value.format)
+            elif step.id in question.variable:
+                total += often * prices.call(step, (), step.value.format)
+
+    walk(placed.body, 1)
+    return total
+
+
+def users_casts(program, prices):
+    """What the casts cost that were in the program before any policy, in the energy: nothing where they are idle."""
+    return [s for s in program.casts() if s.region is None]
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_no_placement_is_cheaper(block):
+    """Brute force over all placements of 1,200 random programs; and energy is what the placed program costs."""
+    sizes = 0
+    for seed in range(block * 200, block * 200 + 200):
+        program, ours = random_program(seed, 3 + seed % 9)
+        prices = RandomPrices(seed, program)
+        question = find_choices(program, prices, FREE, ours)
+        energy = question.energy
+        if len(energy.choices) > 12:
+            continue
+        sizes = max(sizes, len(energy.choices))
+        best, cheapest = None, None
+        for chosen in itertools.product(*(c.formats for c in energy.choices)):
+            cost = energy.evaluate(chosen)
+            if cost is not None and (best is None or cost < best):
+                best, cheapest = cost, chosen
+        found = minimise(energy)
+        assert found.cost == found.bound == best, seed
+        for chosen in (found.chosen, cheapest, tuple(c.formats[0] for c in energy.choices)):
+            given = Optimum(chosen, energy.evaluate(chosen), 0, "given")
+            edits, _ = place_formats(program, prices, ours=ours, choose=lambda _, given=given: given)
+            placed = finished(program, edits)
+            assert count_cost(program, placed, prices, question) == energy.evaluate(chosen), seed
+    assert sizes > 8
+
+
+def test_what_comes_out_keeps_its_formats():
+    """Under every goal the program returns the formats that the policy gives, and nothing pinned has moved."""
+    for seed in range(300):
+        program, ours = random_program(seed, 10)
+        for choose in (lambda q: minimise(q.energy), as_high, as_the_policy):
+            edits, _ = place_formats(program, RandomPrices(seed), ours=ours, choose=choose)
+            placed = finished(program, edits)
+            pairs = zip(program.body.returns, placed.body.returns, strict=True)
+            assert all(program.values[a].type == placed.values[b].type for a, b in pairs)
+            for step in program.steps.values():
+                if step.op == "lib.pin.default":
+                    assert placed.steps[step.id].value == step.value
+                    before, after = program.values[step.operands[0].value], placed.steps[step.id].operands[0].value
+                    assert placed.values[after].type == before.type
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+def rounded(number, name):
+    """A Python float in a format, ties to even."""
+    bits = struct.unpack("<I", struct.pack("<f", number))[0]
+    if name == "bf16":
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+    return struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0]
+
+
+def run(program, seed):
+    """The program on numbers: one number per value is enough; every call rounds to its result's format."""
+    rng = random.Random(seed)
+    memory = {v.id: [rounded(rng.uniform(-2, 2), v.type)] for v in program.body.parameters}
+
+    def walk(block):
+        for step in block.steps:
+            for inner in step.blocks:
+                walk(inner)
+            if not step.operands:
+                continue
+            read = [memory[o.value][0] for o in step.operands]
+            name = step.op.split(".")[1] if "." in step.op else step.op
+            if name == "t":
+                memory[step.id] = memory[step.operands[0].value]
+                continue
+            if name == "relu_":
+                memory[step.operands[0].value][0] = max(read[0], 0.0)
+                memory[step.id] = memory[step.operands[0].value]
+                continue
+            made = {
+                "mm": lambda r: r[0] * r[1] + 0.3, "exp": lambda r: r[0] * 1.7, "relu": lambda r: max(r[0], 0.0),
+                "cat": lambda r: r[0] if r[0] != 0 else r[1], "add": sum, "pin": lambda r: r[0] * 0.9,
+                "cast": lambda r: r[0],
+            }[name](read)  # fmt: skip
+            memory[step.id] = [rounded(made, step.value.type)]
+
+    walk(program.body)
+    return [memory[v][0] for v in program.body.returns]
+
+
+def test_moved_casts_keep_every_bit():
+    """Casts move through views, cat and relu on 1,500 random programs: equal numbers, and never more bytes."""
+    moved = 0
+    for seed in range(1500):
+        program, _ = random_program(seed, 4 + seed % 12)
+        before = finished(program, [])
+        after = finished(before, move_casts(before, after_autograd=True))
+        assert run(before, seed) == run(program, seed) == run(after, seed), seed
+        assert cast_bytes(after) <= cast_bytes(before), seed
+        moved += cast_bytes(after) < cast_bytes(before)
+    assert moved > 50
+
+
+def cast_bytes(program):
+    """Bytes that casts read and write, those in loops as often as these are taken to run."""
+    total = 0
+
+    def walk(block, often):
+        nonlocal total
+        for step in block.steps:
+            for inner in step.blocks:
+                walk(inner, often * TRIPS)
+            if step.is_cast:
+                source = program.values[step.operands[0].value]
+                total += often * (source.bytes + step.value.bytes)
+
+    walk(program.body, 1)
+    return total
+
+
+def test_higher_formats_never_lose_bits():
+    """Every read of a placed program gives at least the bits that the policy's gives: nothing is rounded on the way
+    that the policy does not round."""
+    for seed in range(400):
+        program, ours = random_program(seed, 10)
+        edits, _ = place_formats(program, RandomPrices(seed), ours=ours)
+        placed = finished(program, edits)
+        kept_before, kept_after = kept_bits(program), kept_bits(placed)
+        for step in program.steps.values():
+            if step.is_cast or step.op == "prim.Loop":
+                continue
+            pairs = zip(step.operands, placed.steps[step.id].operands, strict=True)
+            for old, new in pairs:
+                moves = op_kind(step.op).commutes  # may read what its own readers round anyway
+                assert moves or kept_after[new.value] >= kept_before[old.value], (seed, step.id)
+
+
+def kept_bits(program):
+    """For each value the bits of the narrowest format on its way since it was computed."""
+    found = {v.id: v.format.mantissa_bits for v in program.body.parameters}
+    for step in program.steps.values():
+        if step.value.format is None:
+            continue
+        own = step.value.format.mantissa_bits
+        passes_on = step.is_cast or op_kind(step.op).commutes
+        reads = [found[o.value] for o in step.operands if o.value in found]
+        found[step.id] = min([own, *reads]) if passes_on else own
+    return found
+
+
+# -- single cases ------------------------------------------------------------------------------------------------------
+
+
+def parse(body):
+    return parse_program(f"program p\nregion 0: cpu bf16 enabled cached session 0 policy native\n{body}")
+
+
+def test_a_cast_goes_to_the_side_with_fewer_elements():
+    """Behind a gather of few rows it stays; in front of an expansion it goes."""
+    expanded = parse(
+        """block main(%0: fp32[4, 1] cpu, %1: bf16[8, 4] cpu) {
+  %2: fp32[4, 8] cpu = aten.expand.default(self=%0) ~0
+  %3: bf16[4, 8] cpu = cast(self=%2)
+  %4: bf16[4, 4] cpu = aten.mm.default(self=%3, mat2=%1) computes
+  return %4
+}
+"""
+    )
+    made = finished(expanded, move_casts(expanded))
+    assert [(s.op, s.value.type, s.value.shape) for s in made.body.steps[:2]] == [
+        ("cast", "bf16", (4, 1)), ("aten.expand.default", "bf16", (4, 8)),
+    ]  # fmt: skip
+    gathered = parse(
+        """block main(%0: fp32[100, 8] cpu, %1: i64[2] cpu) {
+  %2: fp32[2, 8] cpu = aten.embedding.default(weight=%0, indices=%1)
+  %3: bf16[2, 8] cpu = cast(self=%2)
+  return %3
+}
+"""
+    )
+    assert move_casts(gathered) == []
+
+
+def test_nothing_moves_where_a_gradient_flows_before_autograd():
+    """Gradients would add up elsewhere; after autograd it moves."""
+    program = parse(
+        """block main(%0: fp32[4, 1] cpu grad, %1: bf16[8, 4] cpu) {
+  %2: fp32[4, 8] cpu grad = aten.expand.default(self=%0) ~0
+  %3: bf16[4, 8] cpu grad = cast(self=%2)
+  %4: bf16[4, 4] cpu grad = aten.mm.default(self=%3, mat2=%1) computes
+  return %4
+}
+"""
+    )
+    assert move_casts(program) == []
+    assert move_casts(program, after_autograd=True)
+
+
+def test_max_pooling_with_indices_does_not_commute():
+    """Rounded values tie, and then another index is given."""
+    program = parse(
+        """block main(%0: fp32[4, 8] cpu) {
+  %2: tuple = aten.max_pool2d_with_indices.default(self=%0) computes
+  %3: fp32[2, 4] cpu = getitem(a0=%2) with "0" ~0
+  %4: bf16[2, 4] cpu = cast(self=%3)
+  return %4
+}
+"""
+    )
+    assert move_casts(program, after_autograd=True) == []
+
+
+def chain(length):
+    """Products with a residual stream and normalisation between, as in a transformer."""
+    rng = random.Random(0)
+    parameters = (Value(0, "fp32", (64, 64), "cpu"), Value(1, "fp32", (64, 64), "cpu"))
+    steps, stream = [], 0
+    for number in range(2, length + 2, 5):
+        a = Step(Value(number, "bf16", (64, 64), "cpu"), "aten.mm.default",
+                 (Operand("self", stream), Operand("mat2", 1)), computes=True, region=0)  # fmt: skip
+        b = Step(Value(number + 1, "bf16", (64, 64), "cpu"), "aten.gelu.default", (Operand("self", number),),
+                 computes=True, region=0)  # fmt: skip
+        c = Step(Value(number + 2, "bf16", (64, 64), "cpu"), "aten.t.default", (Operand("self", number + 1),),
+                 aliases=(0,), region=0)  # fmt: skip
+        d = Step(Value(number + 3, "bf16", (64, 64), "cpu"), "aten.mm.default",
+                 (Operand("self", number + 2), Operand("mat2", 1)), computes=True, region=0)  # fmt: skip
+        e = Step(Value(number + 4, "fp32", (64, 64), "cpu"), "aten.add.Tensor",
+                 (Operand("self", stream), Operand("other", number + 3)), computes=True, region=0)  # fmt: skip
+        steps += [a, b, c, d, e]
+        stream = number + 4 if rng.random() < 0.9 else stream
+    program = Program("p", Block("main", parameters, tuple(steps), (stream,)), REGION)
+    assigned = apply_edits(program, assign_casts(program, {"native": NATIVE}))
+    return assigned, frozenset(assigned.steps) - frozenset(program.steps)
+
+
+def test_twenty_thousand_calls_are_placed_with_a_certificate():
+    """A graph of 20,000 calls in seconds, and proven: what is cut is what flows."""
+    program, ours = chain(20_000)
+    start = time.process_time()
+    edits, placement = place_formats(program, RandomPrices(1), ours=ours)
+    assert time.process_time() - start < 15  # the bound of 5 s is kept in benchmarks/placement.py
+    assert placement.method == "minimum cut"
+    assert placement.gap == 0
+    assert placement.cost <= placement.policy_cost
+    assert 0 < placement.raised < 20_000
+    verify(apply_edits(program, edits))
+
+
+def test_the_same_program_is_placed_alike():
+    """Twice the same edits, in the same order."""
+    program, ours = random_program(7, 12)
+    first, second = (place_formats(program, RandomPrices(7), ours=ours)[0] for _ in range(2))
+    assert first == second
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+TRAINED = """block main(%0: fp32[64, 64] cpu grad, %1: fp32[64, 64] cpu grad weight) {
+  %2: bf16[64, 64] cpu grad = aten.mm.default(self=%0, mat2=%1) computes in 0
+  %3: bf16[64, 64] cpu grad = aten.mm.default(self=%2, mat2=%1) computes in 0
+  %4: bf16[64, 64] cpu grad = aten.mm.default(self=%3, mat2=%1) computes in 0
+  return %4
+}
+"""
+
+
+class FastInFp32(CastBytes):
+    """fp32 takes no time, bf16 some."""
+
+    unit = "ns"
+
+    def call(self, step, operands, format):
+        return 100.0 if format is bf16 else 10.0
+
+    def value(self, value, maker, readers, formats):
+        return ValuePrice({(a, b): 1.0 for a in formats for b in formats if a is not b})
+
+
+def test_memory_is_an_objective_and_a_limit():
+    """Without a limit fp32 is fastest; the smallest keeps bf16 copies; a limit between takes a placement between."""
+    program = parse(TRAINED)
+    assigned = apply_edits(program, assign_casts(program, {"native": NATIVE}))
+    ours = frozenset(assigned.steps) - frozenset(program.steps)
+    kept = find_choices(assigned, KeptBytes(False), FREE, ours).energy
+
+    def kept_bytes(choose):
+        chosen = []
+        place_formats(assigned, FastInFp32(), ours=ours, choose=lambda q: chosen.append(choose(q)) or chosen[0])
+        return kept.evaluate(chosen[0].chosen) * kept.unit, chosen[0]
+
+    most, fastest = kept_bytes(lambda q: minimise(q.energy))
+    least, small = kept_bytes(smallest(kept))
+    assert set(fastest.chosen) == {fp32}
+    assert least < most
+    middle, between = kept_bytes(place_within(kept, int((least + most) / 2)))
+    assert least <= middle <= (least + most) / 2
+    assert fastest.cost <= between.cost <= small.cost
+    assert between.bound == fastest.cost
+    with pytest.raises(nc.errors.EnergyError, match="keeps"):
+        kept_bytes(place_within(kept, int(least) - 1))
+
+
+def test_pipelines_have_what_their_names_say():
+    """Cleaning up is the beginning of what runs before autograd; nothing in it places."""
+    assert share_casts in CLEAN_UP
+    assert move_casts not in CLEAN_UP
+    assert len(AFTER_AUTOGRAD) > len(CLEAN_UP)
+    assert {EXACT, FREE} == {"exact", "free"}
+    assert set(FORMATS) >= {"fp32", "bf16"}
