@@ -41,7 +41,8 @@ SIDES = (
     "eager fp32", "eager native bf16", "compile fp32", "compile native bf16", "compile native fp16", "to(bf16) compile",
     "ours exact", "ours fast",
 )  # fmt: skip
-OTHERS = ("eager fp32", "eager native bf16", "compile fp32", "compile native bf16", "to(bf16) compile")
+OTHERS = ("eager fp32", "eager native bf16", "compile fp32", "compile native bf16")
+"""What `fast` is held against: it may be no less precise than the policy, so to(bf16) is no candidate, but is shown."""
 SLOW_NS = 1.5e9
 """A side that takes longer than this per call is timed once."""
 
@@ -136,7 +137,7 @@ MODELS = {
         decode,
     )
 }
-TRAINS = ("mnist_cnn", "gpt_small", "vit_small", "resnet", "unet", "minilm")
+TRAINS = ("mnist_cnn", "gpt_small", "resnet", "unet")
 ONE_ONLY = ("decode", "attacut")
 
 
@@ -238,7 +239,7 @@ def measure(name: str, mode: str, rounds: int) -> dict[str, object]:
                     rows[kind]["graphs"] = [told(g) for g in graphs]
             except Exception as error:
                 failed[kind] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        once = {kind: clock(call, 1) for kind, call in calls.items()}
+        once = {kind: min(clock(call, 1) for _ in range(2)) for kind, call in calls.items()}
         repeats = {kind: max(1, min(50, int(10 / max(ms, 1e-3)))) for kind, ms in once.items()}
         times: dict[str, list[float]] = {kind: [] for kind in calls}
         began = time.perf_counter()
@@ -248,7 +249,7 @@ def measure(name: str, mode: str, rounds: int) -> dict[str, object]:
                 slow = once[kind] * 1e6 > SLOW_NS
                 if not (slow and number):
                     times[kind].append(clock(calls[kind], repeats[kind]))
-            if time.perf_counter() - began > 40 and number >= 6:
+            if time.perf_counter() - began > 20 and number >= 6:
                 break
     for kind, found in times.items():
         ordered = sorted(found)
@@ -281,6 +282,7 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
     pairs = {"fast over best other": ("ours fast", best)}
     pairs |= {"native compiled over fast": ("compile native bf16", "ours fast"),
               "eager native over fast": ("eager native bf16", "ours fast"),
+              "fast over to(bf16)": ("ours fast", "to(bf16) compile"),
               "exact over native compiled": ("ours exact", "compile native bf16")}  # fmt: skip
     fp32 = min((k for k in ("eager fp32", "compile fp32") if k in medians), key=medians.get, default=None)
     if fp32:
@@ -295,33 +297,38 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def chain() -> dict[str, object]:
-    """layer_norm, softmax, gelu on 16 M elements, fp32 in and out: in eager code low pays, fused it does not."""
+    """layer_norm, softmax, gelu on 16 M elements, with fp32 out and with what the policy gives: in eager code low pays,
+    fused it does not.
+    """
     policy = str(Path(__file__).parent / "chain.toml")
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.gelu(torch.softmax(nn.functional.layer_norm(x, x.shape[-1:]), -1)).float()
+    def low_out(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(torch.softmax(nn.functional.layer_norm(x, x.shape[-1:]), -1))
+
+    def fp32_out(x: torch.Tensor) -> torch.Tensor:
+        return low_out(x).float()
 
     x = torch.randn(16384, 1024, device=DEVICE)
     found: dict[str, object] = {}
     with torch.no_grad():
-        for backend in ("eager", "inductor"):
-            torch._dynamo.reset()
-            plain = run if backend == "eager" else torch.compile(run)
-            ours = nc.compile(run, policy=policy, dtype=torch.bfloat16, goal="fast", backend=backend)
-            with watch_graphs() as graphs:
-                ours(x)
-            sides = {"fp32": lambda f=plain: f(x), "ours fast": lambda f=ours: f(x)}
-            times = {kind: [] for kind in sides}
-            for _ in range(9):
-                for kind, call in sides.items():
-                    times[kind].append(clock(call, 1))
-            found[backend] = {
-                "ms": {k: round(statistics.median(v), 2) for k, v in times.items()},
-                "fp32 over fast": round(
-                    statistics.median(a / b for a, b in zip(times["fp32"], times["ours fast"], strict=True)), 3
-                ),
-                "graphs": [told(g) for g in graphs],
-            }
+        for run in (low_out, fp32_out):
+            for backend in ("eager", "inductor"):
+                torch._dynamo.reset()
+                plain = run if backend == "eager" else torch.compile(run)
+                ours = nc.compile(run, policy=policy, dtype=torch.bfloat16, goal="fast", backend=backend)
+                with watch_graphs() as graphs:
+                    ours(x)
+                sides = {"fp32": lambda f=plain: f(x), "ours fast": lambda f=ours: f(x)}
+                times = {kind: [] for kind in sides}
+                for _ in range(15):
+                    for kind, call in sides.items():
+                        times[kind].append(clock(call, 1))
+                pairs = zip(times["fp32"], times["ours fast"], strict=True)
+                found[f"{backend}, {run.__name__}"] = {
+                    "ms": {k: round(statistics.median(v), 2) for k, v in times.items()},
+                    "fp32 over fast": round(statistics.median(a / b for a, b in pairs), 3),
+                    "graphs": [told(g) for g in graphs],
+                }
     return found
 
 
@@ -354,7 +361,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", default=[*MODELS, "chain"])
     parser.add_argument("--mode", nargs="*", default=["one", "many", "train"])
-    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--into", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.into:

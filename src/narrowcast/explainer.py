@@ -14,8 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from narrowcast.eager import autocast, record
-from narrowcast.errors import NarrowcastError, RegionError
+from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
+from narrowcast.goals import as_goal
 from narrowcast.graph_explainer import check_front_end, graphs_of, script_graphs_of
 from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
@@ -88,6 +89,10 @@ def explain(
     run: bool = False,
     real: bool = False,
     front_end: str = "eager",
+    goal: str = "exact",
+    backend: str = "inductor",
+    verify: bool = True,
+    profile: str = "",
     **kwargs: Any,
 ) -> Explanation:
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
@@ -103,6 +108,10 @@ def explain(
             folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
             model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
 
+    goal, verify, profile: with the front ends compile and export, as for `narrowcast.compile`: which formats each call
+            may have, what they cost, which was chosen, predicted against measured (`graphs[n].placement`).
+    backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
+
     Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
     it runs for real, its buffers and the random state restored after. Raises what the model itself raises.
     """
@@ -116,6 +125,12 @@ def explain(
     device_type = device or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run, stands_in)
+    wanted = as_goal(goal, verify, profile=profile)
+    if wanted.places and front_end not in ("compile", "export"):
+        raise GoalError(
+            asked=f"explain with goal={goal!r} and front_end={front_end!r}", found="formats are placed in graphs",
+            advice="Give front_end='compile' or 'export'.",
+        )  # fmt: skip
     chosen = as_policy(policy)
     resolved = chosen.resolve(device_type)
     fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
@@ -129,9 +144,9 @@ def explain(
     else:
         ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
     if front_end in ("compile", "export"):
-        graphs = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region)
+        graphs = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
         found = graph_ledger(graphs)
-        if not any(g.fallback or g.broken_by for g in graphs):
+        if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
         ledger, ran_on = found, f"eager beside it ran on {ran_on}"
     if front_end != "script" and _has_script(subject):

@@ -10,9 +10,10 @@ import torch
 from torch.export import ExportedProgram
 
 from narrowcast.eager import autocast
-from narrowcast.errors import CaptureError, NarrowcastError, RegionError
+from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.fx.exported import explicit_program
+from narrowcast.fx.exported import explicit_program, placed_program
+from narrowcast.goals import as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import tensors_in
 
@@ -30,6 +31,10 @@ def export(
     cache_enabled: bool | None = None,
     strict: bool = False,
     fold_weights: bool = False,
+    goal: str = "exact",
+    verify: bool = True,
+    profile: str = "",
+    runs_in: str = "eager",
 ) -> ExportedProgram:
     """Export a module with plain casts, those of eager autocast, and no region; it needs no Narrowcast to run.
 
@@ -40,14 +45,20 @@ def export(
     fold_weights: store each weight once, in the format in which it is used, where all its uses agree. The program then
         has no casts of these weights, and its state_dict their low format.
 
+    goal, verify, profile: as for `narrowcast.compile`; candidates are timed on args and kwargs, without gradients.
+    runs_in: `eager`, or `inductor` if the program is going to be compiled (AOTInductor): what a cast costs differs.
+
     Rules of the policy about the backward are refused (RegionError): an exported program has none. CaptureError if the
-    program cannot be made explicit; besides what torch.export.export raises.
+    program cannot be made explicit; GoalError, ProfileError; besides what torch.export.export raises.
     """
     if not isinstance(model, torch.nn.Module):
         raise RegionError(
             asked=f"export({type(model).__name__})", found="not a Module",
             advice="torch.export takes modules: write a Module whose forward calls the function.",
         )  # fmt: skip
+    wanted = as_goal(goal, verify, profile=profile)
+    if runs_in not in ("eager", "inductor"):
+        raise GoalError(f"runs_in={runs_in!r}", "no such way to run it", advice="Give 'eager' or 'inductor'.")
     chosen = as_policy(policy)
     around: Callable[[], Any] = nullcontext
     if not (policy is None and dtype is None and device_type is None):
@@ -60,6 +71,8 @@ def export(
         with torch.fx.traceback.preserve_node_meta():  # regions of ours inside the model leave notes there
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
+            if wanted.places:
+                return placed_program(exported, args, kwargs or {}, wanted, fold_weights, runs_in == "inductor")
             return explicit_program(exported, fold_weights)[0]
         except NarrowcastError:
             raise

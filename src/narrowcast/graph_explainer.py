@@ -12,7 +12,8 @@ from narrowcast.compiler import compile
 from narrowcast.dynamo_bridge import watch_frames
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
-from narrowcast.fx.exported import explicit_program
+from narrowcast.fx.exported import explicit_program, placed_program
+from narrowcast.goals import Goal
 from narrowcast.isolation import isolated
 from narrowcast.policy import Place
 from narrowcast.report import CompiledGraph
@@ -33,14 +34,24 @@ def check_front_end(front_end: str) -> None:
 
 
 def graphs_of(
-    front_end: str, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Any
+    front_end: str,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    region: Any,
+    goal: Goal,
+    backend: str = "inductor",
 ) -> tuple[CompiledGraph, ...]:
     """The graphs of a model in a region. A copy of the model is run, uncompiled code between graphs included.
 
     Functions that Dynamo leaves to Python are among them, with the reason as their fallback and no program.
-    The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; here none generates code.
+    The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; with the goal `exact` none
+    generates code here, with another goal `backend` does, because candidates are timed.
     """
-    with warnings.catch_warnings(), isolated(model, args, kwargs, fake=False, through=_through(front_end)) as run:
+    with (
+        warnings.catch_warnings(),
+        isolated(model, args, kwargs, fake=False, through=_through(front_end, goal, backend)) as run,
+    ):
         warnings.simplefilter("ignore")  # fallbacks are listed
         with watch_graphs() as graphs, watch_frames() as left, region:
             run()
@@ -57,13 +68,16 @@ def script_graphs_of(model: Callable[..., Any], around: Scopes) -> tuple[Compile
     return tuple(method.explained(n, around) for n, method in enumerate(methods_of(made).values()))
 
 
-def _through(front_end: str) -> Callable[..., Any]:
+def _through(front_end: str, goal: Goal, backend: str) -> Callable[..., Any]:
     """What runs a copy of the model."""
 
     def compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch._dynamo.reset()
         try:
-            return compile(model, backend="aot_eager")(*args, **kwargs)
+            if not goal.places:
+                return compile(model, backend="aot_eager")(*args, **kwargs)
+            made = compile(model, backend=backend, goal=goal.kind, verify=goal.verify, profile=goal.profile)
+            return made(*args, **kwargs)
         finally:
             torch._dynamo.reset()
 
@@ -75,6 +89,8 @@ def _through(front_end: str) -> Callable[..., Any]:
             )  # fmt: skip
         with torch.fx.traceback.preserve_node_meta():
             program = torch.export.export(model, args, kwargs)
+        if goal.places:
+            return placed_program(program, args, kwargs, goal, fold=True, fused=backend == "inductor")
         return explicit_program(program)
 
     return compiled if front_end == "compile" else exported

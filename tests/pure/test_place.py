@@ -53,7 +53,8 @@ class RandomPrices:
 
 def random_program(seed, length):
     """mm (lowered by the policy), calls that follow, views, cat, additions that promote, ops that nobody knows, the
-    user's own casts, and sometimes a loop that reads what is outside."""
+    user's own casts, and sometimes a loop that reads what is outside.
+    """
     rng = random.Random(seed)
     parameters = tuple(Value(n, rng.choice(["fp32", "fp32", "bf16"]), (4, 4), "cpu") for n in range(3))
     ids = itertools.count(3)
@@ -262,7 +263,8 @@ def cast_bytes(program):
 
 def test_higher_formats_never_lose_bits():
     """Every read of a placed program gives at least the bits that the policy's gives: nothing is rounded on the way
-    that the policy does not round."""
+    that the policy does not round.
+    """
     for seed in range(400):
         program, ours = random_program(seed, 10)
         edits, _ = place_formats(program, RandomPrices(seed), ours=ours)

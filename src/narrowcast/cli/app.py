@@ -9,6 +9,7 @@ import typer
 
 from narrowcast.cli.explain import explain_command
 from narrowcast.cli.policy import policy_app
+from narrowcast.cli.profile import profile_app
 from narrowcast.errors import NarrowcastError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command("explain")(explain_command)
 app.add_typer(policy_app, name="policy")
+app.add_typer(profile_app, name="profile")
 
 
 @app.callback()

@@ -25,6 +25,10 @@ def explain_command(
     run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
     real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,
     front_end: Annotated[str, typer.Option(help="eager, or explain the graphs: compile, export, script.")] = "eager",
+    goal: Annotated[str, typer.Option(help="exact, fast or memory: with compile and export.")] = "exact",
+    profile: Annotated[Path | None, typer.Option(help="Plan with this profile, not this device's own.")] = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not time the candidates.")] = False,
+    backend: Annotated[str, typer.Option(help="Compiler of a goal's candidates: inductor, eager.")] = "inductor",
     show: Annotated[str, typer.Option(help="'program': print the programs of the graphs, too.")] = "",
     every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,
@@ -39,8 +43,9 @@ def explain_command(
     subject = load_subject(target)
     with torch.no_grad():
         explanation = explain(
-            subject, policy=policy, dtype=dtype, device=device, run=run, real=real, front_end=front_end
-        )
+            subject, policy=policy, dtype=dtype, device=device, run=run, real=real, front_end=front_end, goal=goal,
+            backend=backend, verify=not no_verify, profile=str(profile) if profile is not None else "",
+        )  # fmt: skip
     if json_file is not None and str(json_file) == "-":
         typer.echo(explanation.to_json())
         return

@@ -49,7 +49,7 @@ def load_choice(key: str, names: Sequence[str]) -> Choice | None:
         if data.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         found = Choice(**{**data, "from_disk": True})
-        return found if found.chosen in names and set(found.times_ns) == set(names) else None
+        return found if found.chosen in names else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         moved = set_aside(path)
         warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it is now {moved}", stacklevel=2)

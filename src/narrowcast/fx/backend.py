@@ -119,7 +119,9 @@ class GraphBackend:
         fused = isinstance(self.inner, torch._TorchCompileInductorWrapper)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
         with _fake_mode(graph):
-            placed = place_graph(graph, values, self.goal, fused, repr(self.inner.__dict__), uncompiled)
+            placed = place_graph(
+                graph, values, self.goal, fused, repr(self.inner.__dict__), weight_positions(graph), uncompiled
+            )
         report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
         report.boundaries = placed.explicit.reading.boundaries
         report.capture_seconds = placed.explicit.capture_seconds

@@ -53,6 +53,11 @@ class Candidate:
     resting: Resting = field(default_factory=lambda: Resting(()))
 
     @property
+    def casts(self) -> int:
+        """How many casts one call makes."""
+        return len(self.outcome.program.casts()) - self.resting.removed
+
+    @property
     def is_compiled(self) -> bool:
         """Whether a compiler gets it; the graph runs as it is otherwise."""
         return self.name != OP_BY_OP
@@ -71,11 +76,13 @@ def make_candidates(
     weights: frozenset[int],
     measures: bool = True,
     uncompiled: bool = False,
+    rests: bool = True,
 ) -> list[Candidate]:
     """The candidates of a graph that was read and not changed since; the placed one first.
 
     weights: positions of inputs that are weights. measures: calls that the profile lacks are measured (not where it is
-    another device's). uncompiled: the graph may also run as it is.
+    another device's). uncompiled: the graph may also run as it is. rests: casts of
+    weights that are made once become inputs.
     """
     ways: list[tuple[str, Chooser | None]] = [(PLACED, None), (POLICY, as_the_policy), (HIGH, as_high)]
     if fused and uncompiled:
@@ -83,6 +90,7 @@ def make_candidates(
     found: dict[str, Candidate] = {}
     for name, choose in ways:
         maker = _Maker(reading, goal, profile, fused and name != OP_BY_OP, weights, measures and not found, choose)
+        maker.rests = rests
         outcome = run_passes(reading.program, (maker.place, *CLEAN_UP), reading.policies, with_dtype)
         text = str(outcome.program) + (name if name == OP_BY_OP else "")
         if text not in found:
@@ -107,6 +115,7 @@ class _Maker:
             CostModel(profile), fused, frozenset(), at_rest, goal.weights == WORKING, symbol_sizes(reading)
         )
         self.placement: Placement | None = None
+        self.rests = True
 
     def place(self, program: Program) -> list[Edit]:
         """The edits that place the program that `assign` left."""
@@ -125,7 +134,7 @@ class _Maker:
         graph, own = copy_reading(self.reading)
         nodes = write_graph(own, outcome.program)
         resting = Resting(())
-        if self.goal.weights != CAST:
+        if self.goal.weights != CAST and self.rests:
             resting = rest_weights(graph, outcome.program, nodes, self.weights, self.goal.weights == WORKING)
         return Candidate(name, graph, outcome, self.placement, self.prices.sure(), resting)
 

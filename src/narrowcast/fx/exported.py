@@ -13,10 +13,13 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError
+from narrowcast.fx.candidates import Candidate
 from narrowcast.fx.check import check_formats
 from narrowcast.fx.compiled import first_place, report_graph
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.folding import fold_weights
+from narrowcast.fx.placing import choose_now, place_graph, tell
+from narrowcast.goals import CAST, FOLDED, Goal
 
 _TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
 
@@ -27,7 +30,7 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     Must be called with the regions open in which it was exported. fold: see `fold_weights`.
     """
     graph = program.graph_module
-    inputs = [_input(program, node) for node in graph.graph.find_nodes(op="placeholder")]
+    inputs = _inputs(program)
     with _fake_mode(graph):
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
@@ -35,7 +38,12 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     report.before, report.after = explicit.reading.program, explicit.outcome.program
     report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
     report.boundaries = explicit.reading.boundaries
-    made = explicit.graph
+    return finish_program(program, explicit.graph, fold), explicit
+
+
+def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> ExportedProgram:
+    """An exported program around a graph that was made of this one's."""
+    graph = program.graph_module
     signature = _name_alike(program, made)
     _refuse_regions(made)
     state, constants = dict(program.state_dict), dict(program.constants)
@@ -47,7 +55,42 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     result = program._update(made, signature, state_dict=state, constants=constants)
     result.graph_module.meta.update(made.meta)
     result.validate()
-    return result, explicit
+    return result
+
+
+def placed_program(
+    program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], goal: Goal, fold: bool, fused: bool
+) -> ExportedProgram:
+    """The program in the formats that the goal asks for; `program` is left as it is.
+
+    fused: it is to be compiled: candidates are priced, and timed, as compiled code. Must be called with the regions
+    open in which it was exported.
+    """
+    graph = program.graph_module
+    inputs = _inputs(program)
+    weights = program.graph_signature.inputs_to_parameters.keys() | program.graph_signature.inputs_to_buffers.keys()
+    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    positions = frozenset(n for n, name in enumerate(names) if name in weights)
+    pricing = replace(goal, weights=FOLDED if fold else CAST)
+    with _fake_mode(graph), torch.no_grad():
+        placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
+    report = report_graph(first_place(graph))
+    report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
+    report.boundaries = placed.explicit.reading.boundaries
+    made = {c.name: finish_program(program, c.graph, fold) for c in placed.candidates}
+
+    def compiled(candidate: Candidate) -> Any:
+        module = made[candidate.name].module()
+        run = torch.compile(module) if fused else module
+        return lambda *_: run(*args, **kwargs)
+
+    with torch.no_grad():
+        choice = choose_now(placed, compiled)
+    return made[tell(report, placed, choice)]
+
+
+def _inputs(program: ExportedProgram) -> list[Any]:
+    return [_input(program, node) for node in program.graph_module.graph.find_nodes(op="placeholder")]
 
 
 def _input(program: ExportedProgram, node: Node) -> Any:

@@ -17,12 +17,12 @@ from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choic
 from narrowcast.costs.known import foreign_profile, keep, known_profile
 from narrowcast.costs.measure import device_now
 from narrowcast.errors import CaptureError
-from narrowcast.fx.candidates import Candidate, make_candidates
+from narrowcast.fx.candidates import PLACED, Candidate, make_candidates
 from narrowcast.fx.check import check_formats
-from narrowcast.fx.choosing import Choosing, Side
+from narrowcast.fx.choosing import Choosing, Side, time_sides
 from narrowcast.fx.explicit import Explicit, read_explicit
-from narrowcast.fx.resting import Resting, weight_positions, with_stand_ins
-from narrowcast.goals import Goal
+from narrowcast.fx.resting import Resting, with_stand_ins
+from narrowcast.goals import FAST, Goal
 from narrowcast.program import Program, Writes
 from narrowcast.report import CandidateTime, CompiledGraph
 
@@ -44,11 +44,20 @@ class Placed:
 
 
 def place_graph(
-    graph: GraphModule, values: Sequence[Any], goal: Goal, fused: bool, backend: str, uncompiled: bool = False
+    graph: GraphModule,
+    values: Sequence[Any],
+    goal: Goal,
+    fused: bool,
+    backend: str,
+    weights: frozenset[int],
+    uncompiled: bool = False,
+    rests: bool = True,
 ) -> Placed:
     """The candidates of a graph whose formats are right; those whose are not are left out, with a warning.
 
-    values: the fake inputs. uncompiled: the graph may also run as it is, call by call. Must be called with the regions open that the graph is to run in.
+    values: the fake inputs. weights: positions of those that are parameters or buffers. backend: what runs it, for the
+    choice's key. uncompiled: the graph may also run as it is, call by call. rests: casts of weights that are made once
+    become inputs. Must be called with the regions open that the graph is to run in.
     """
     reading, seconds = read_explicit(graph, values)
     device_type = next((r.facts.device_type for r in reading.program.regions), "cpu")
@@ -57,10 +66,9 @@ def place_graph(
     else:
         profile = known_profile(device_type)
     known = len(profile.samples)
-    weights = weight_positions(graph)
     is_here = profile.device == device_now(device_type)
     uncompiled = uncompiled and len(reading.modules) == 1 and goal.verify
-    candidates = make_candidates(reading, goal, profile, fused, weights, is_here, uncompiled)
+    candidates = make_candidates(reading, goal, profile, fused, weights, is_here, uncompiled, rests)
     if len(profile.samples) != known and not goal.profile:
         keep(profile)
     right = [c for c in candidates if _is_right(c, values)]
@@ -96,64 +104,71 @@ def compile_placed(
     around: what must be open while one of them is compiled. report: told what was chosen.
     """
     start = time.perf_counter()
-    candidates = sorted(placed.candidates, key=lambda c: (c.predicted_ns, -c.placement.raised))
-    names = [c.name for c in candidates]
-    choice = load_choice(placed.key, names) if placed.goal.verify and len(names) > 1 else None
-    if choice is not None:
-        left = [c for c in candidates if c.name == choice.chosen]
-    elif not placed.goal.verify or placed.goal.kind != "fast" or placed.goal.memory_limit_bytes is not None:
-        left = [c for c in placed.candidates if c.name == "placed"] or candidates[:1]
-    else:
-        left = [c for c in candidates if c.predicted_ns <= HOPELESS * candidates[0].predicted_ns]
+    choice, left = worth_timing(placed)
     reports: dict[str, CompiledGraph] = {}
     sides: list[Side] = []
     for candidate in left:
         own = reports[candidate.name] = CompiledGraph(report.number, report.place)
         explicit = Explicit(candidate.graph, placed.explicit.reading, candidate.outcome, 0.0)
-        if not candidate.is_compiled:
-            sides.append(Side(candidate.name, _as_it_is(candidate), candidate.predicted_ns))
-            continue
-        with around(explicit, own):
-            compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
+        compiled: Compiled = candidate.graph.forward
+        if candidate.is_compiled:
+            with around(explicit, own):
+                compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
         sides.append(Side(candidate.name, with_weights(compiled, candidate.resting), candidate.predicted_ns))
     report.candidates_seconds = time.perf_counter() - start
 
     def found(choice: Choice) -> None:
-        tell(report, placed, choice, reports.get(choice.chosen))
-        if not choice.from_disk:
-            report.candidates_seconds += choice.seconds
-            save_choice(placed.key, choice)
+        own = reports[tell(report, placed, choice)]
+        report.joint_before, report.joint_after, report.joint_edits = own.joint_before, own.joint_after, own.joint_edits
 
-    if choice is not None:
-        found(choice)
-    elif len(sides) == 1:
-        tell(report, placed, None, reports[sides[0].name], sides[0].name)
+    if len(sides) == 1:
+        found(choice or Choice(sides[0].name, {}, {}, 0, 0.0))
     return Choosing(sides, _written(placed.explicit.reading.program), found)
 
 
-def tell(
-    report: CompiledGraph, placed: Placed, choice: Choice | None, own: CompiledGraph | None, chosen: str = ""
-) -> None:
-    """Note what was chosen, and what every candidate took and was predicted to take."""
-    name = choice.chosen if choice is not None else chosen
-    times = choice.times_ns if choice is not None else {}
-    candidate = next(c for c in placed.candidates if c.name == name)
-    report.goal, report.chosen, report.placement = placed.goal.kind, name, candidate.placement
-    report.from_disk = choice is not None and choice.from_disk
+def choose_now(placed: Placed, compiled: Callable[[Candidate], Compiled]) -> Choice:
+    """The choice among candidates that run without inputs of their own."""
+    choice, left = worth_timing(placed)
+    if len(left) == 1:
+        return choice or Choice(left[0].name, {}, {}, 0, 0.0)
+    return time_sides([Side(c.name, compiled(c), c.predicted_ns) for c in left], (), frozenset())
+
+
+def worth_timing(placed: Placed) -> tuple[Choice | None, list[Candidate]]:
+    """What was chosen earlier, if that is known, and the candidates that are to be compiled: the first is predicted
+    best. Without verification, and where memory is what counts, that is the placed one alone.
+    """
+    ordered = sorted(placed.candidates, key=lambda c: (c.predicted_ns, -c.placement.raised))
+    goal = placed.goal
+    if not goal.verify or goal.kind != FAST or goal.memory_limit_bytes is not None:
+        return None, [c for c in ordered if c.name == PLACED] or ordered[:1]
+    choice = load_choice(placed.key, [c.name for c in ordered]) if len(ordered) > 1 else None
+    if choice is not None:
+        return choice, [c for c in ordered if c.name == choice.chosen]
+    return None, [c for c in ordered if c.predicted_ns <= HOPELESS * ordered[0].predicted_ns]
+
+
+def tell(report: CompiledGraph, placed: Placed, choice: Choice) -> str:
+    """Note what was chosen, and what every candidate took and was predicted to take; the chosen one's name."""
+    candidate = next(c for c in placed.candidates if c.name == choice.chosen)
+    report.goal, report.chosen, report.placement = placed.goal.kind, choice.chosen, candidate.placement
+    report.from_disk = choice.from_disk
     report.candidates = tuple(
         CandidateTime(
             c.name,
-            len(c.outcome.program.casts()),
+            c.casts,
             c.predicted_ns,
             c.sure,
-            times.get(c.name),
-            choice.spreads.get(c.name, 0.0) if choice is not None else 0.0,
+            choice.times_ns.get(c.name),
+            choice.spreads.get(c.name, 0.0),
         )
         for c in placed.candidates
     )
     report.after, report.edits = candidate.outcome.program, candidate.outcome.edits
-    if own is not None:
-        report.joint_before, report.joint_after, report.joint_edits = own.joint_before, own.joint_after, own.joint_edits
+    if choice.times_ns and not choice.from_disk:
+        report.candidates_seconds += choice.seconds
+        save_choice(placed.key, choice)
+    return choice.chosen
 
 
 def with_weights(compiled: Compiled, resting: Resting) -> Compiled:
@@ -161,11 +176,6 @@ def with_weights(compiled: Compiled, resting: Resting) -> Compiled:
     if not resting.casts:
         return compiled
     return lambda *args: compiled(*args, *resting.inputs(args))
-
-
-def _as_it_is(candidate: Candidate) -> Compiled:
-    """The graph, run by Python."""
-    return with_weights(candidate.graph.forward, candidate.resting)
 
 
 def _written(program: Program) -> frozenset[int]:

@@ -26,10 +26,14 @@ from narrowcast.torch_bridge import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype."""
+    """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype.
+
+    removed: how many casts of the graph they stand for.
+    """
 
     casts: tuple[tuple[int, torch.dtype], ...]
     trains: bool = False
+    removed: int = 0
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The weights in their compute formats, in the order of the graph's new inputs."""
@@ -65,6 +69,7 @@ def rest_weights(
     writes = Writes(program.body)
     kept_out = {writes.memory(value) for value in program.body.returns}
     made: dict[tuple[int, torch.dtype], Node] = {}
+    removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
         if source not in weights or (step.value.gradient and not trains) or writes.memory(step.id) in kept_out:
@@ -77,10 +82,11 @@ def rest_weights(
             made[key] = _input(graph, [*inputs, *made.values()][-1], weight, key[1], step.value.gradient)
         node.replace_all_uses_with(made[key])
         graph.graph.erase_node(node)
+        removed += 1
     if made:
         graph.graph.lint()
         graph.recompile()
-    return Resting(tuple(made), trains)
+    return Resting(tuple(made), trains, removed)
 
 
 def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gradient: bool) -> Node:

@@ -9,7 +9,6 @@ from narrowcast.passes.place import move_casts, place_formats
 from narrowcast.passes.share import share_casts
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "CLEAN_UP", "COMPOSITE", "Outcome", "Pass", "assign_casts", "call_of", "drop_casts",
-    "fold_casts", "hoist_casts", "move_casts", "place_formats",
-    "run_passes", "share_casts",
+    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "CLEAN_UP", "COMPOSITE", "Outcome", "Pass", "assign_casts", "call_of",
+    "drop_casts", "fold_casts", "hoist_casts", "move_casts", "place_formats", "run_passes", "share_casts",
 ]  # fmt: skip

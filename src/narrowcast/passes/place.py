@@ -25,6 +25,8 @@ from narrowcast.policy import Place
 from narrowcast.program import CastReturn, Edit, Follow, InsertCast, Program, Reread, Why
 
 NAME = "place"
+GIVEN = "given"
+"""The method of a placement that is no optimum: the policy's own, or all high."""
 Chooser = Callable[[Question], Optimum]
 
 
@@ -126,7 +128,7 @@ def as_high(question: Question) -> Optimum:
 
 def _given(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:
     cost = energy.evaluate(chosen) or 0
-    return Optimum(chosen, cost, 0, "given")
+    return Optimum(chosen, cost, 0, GIVEN)
 
 
 def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[PlacedCall, ...]:

@@ -48,7 +48,7 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         if first is None or not fits or writes.is_written(source, first.id, step.id):
             kept[key] = step
         elif _is_written_itself(writes, first, step):
-            kept[key] = step
+            kept[key] = step  # a later one may share with this
         else:
             if writes.memory(step.id) in leaving:
                 if writes.memory(first.id) in leaving:

@@ -13,6 +13,7 @@ from narrowcast.ledger import Cast
 from narrowcast.ledger.text import advice_parts, argument_text, cast_table, how_text, line_text, refusals, totals_line
 from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
 from narrowcast.report.graph_text import graph_parts
+from narrowcast.report.placement_text import placement_parts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
@@ -34,7 +35,7 @@ def explanation_parts(explanation: Explanation, every_cast: bool = False) -> lis
         title = f"all {len(casts)} casts" if every_cast else f"the {len(casts)} casts that move most bytes"
         parts += [cast_table(title, casts), _repeats(explanation), _files(explanation)]
     if explanation.front_end != "eager":
-        parts += graph_parts(explanation)
+        parts += [*graph_parts(explanation), *placement_parts(explanation.graphs, every_cast)]
     parts += refusals(explanation.ledger)
     parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.ledger import Cast, Ledger
 from narrowcast.policy import Rule
-from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row
+from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row, placement_data
 
 SCHEMA = "narrowcast.explanation/1"
 
@@ -195,6 +195,7 @@ class Explanation:
         data["rules"] = [asdict(row) for row in self.rule_rows()]
         data["repeated_casts"] = [asdict(row) for row in self.repeats()]
         data["graphs"] = [asdict(row) for row in self.graph_rows()]
+        data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
         data["differences"] = [asdict(row) for row in self.differences]
         data["comparison"] = asdict(self.comparison) if self.comparison else None
         data["ledger"] = json.loads(self.ledger.to_json())

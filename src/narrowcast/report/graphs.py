@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, Ledger
@@ -28,8 +28,8 @@ class CompiledGraph:
     modules' calls, by step, as JSON. fallback: why it runs as eager would run it; empty if it does not.
     place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
     goal: what was asked of the formats. placement: which formats were chosen and what they cost, if any were.
-    candidates: what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them took, compiling
-    included; from_disk: the choice was made earlier.
+    candidates: what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them
+    took, compiling included; from_disk: the choice was made earlier.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
     the written graph; the rest went into reading, passes and writing.
     """
@@ -127,6 +127,26 @@ def graph_row(graph: CompiledGraph) -> GraphRow:
         broken_by=graph.broken_by,
         broken_at=graph.broken_at,
     )
+
+
+def placement_data(graph: CompiledGraph) -> dict[str, object]:
+    """What was placed in a graph, for JSON: candidates, totals, and each call with its formats and costs."""
+    placement = graph.placement
+    if placement is None:
+        return {}
+    calls = [
+        {
+            "op": call.op, "module": call.place.module_path, "file": call.place.file, "line": call.place.line,
+            "shape": call.shape, "costs_ns": dict(zip((f.name for f in call.formats), call.costs, strict=True)),
+            "policy": call.formats[0].name, "chosen": call.chosen.name, "saved_ns": call.saved,
+        }
+        for call in placement.calls
+    ]  # fmt: skip
+    return {
+        "graph": graph.number, "goal": graph.goal, "chosen": graph.chosen, "unit": placement.unit,
+        "cost": placement.cost, "policy_cost": placement.policy_cost, "bound": placement.bound, "gap": placement.gap,
+        "method": placement.method, "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
+    }  # fmt: skip
 
 
 def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:

@@ -1,0 +1,102 @@
+"""`narrowcast profile ...`: measure what ops cost on a device, show it, compare it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from narrowcast.console import print_all, terminal
+from narrowcast.costs.measure import device_now, machine_load, measure
+from narrowcast.costs.profile import Profile, load_profile, profile_path
+from narrowcast.costs.show import comparison_parts, plot_profile, profile_parts
+from narrowcast.costs.sweep import sweep
+from narrowcast.errors import Origin, ProfileError
+
+profile_app = typer.Typer(help="Measure what ops cost on a device; show and compare profiles.")
+DeviceType = Annotated[str, typer.Option(help="Device type to measure: cpu or cuda.")]
+ProfileFile = Annotated[Path | None, typer.Argument(help="A profile's file. Default: this device's own.")]
+
+
+@profile_app.callback(invoke_without_command=True)
+def measure_command(
+    context: typer.Context,
+    device: DeviceType = "cpu",
+    seconds: Annotated[float, typer.Option(help="Stop measuring after so many seconds.")] = 50.0,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what the profile has.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the profile there, to be shipped.")] = None,
+) -> None:
+    """Measure this device: every family of ops in every format, over sizes, forward and backward."""
+    if context.invoked_subcommand is not None:
+        return
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ProfileError(
+            asked=f"measuring device type {device!r}", found="torch has no such device here",
+            advice="Measure on a machine that has it, and ship the file: narrowcast profile --output FILE.",
+        )  # fmt: skip
+    if seconds <= 0:
+        raise ProfileError(f"--seconds {seconds}", "that is no time to measure in", advice="Give 50, for example.")
+    here = device_now(device)
+    profile = Profile(here) if again else load_profile(here)
+    groups = sweep(device)
+    load = machine_load()
+    if load > here.threads:
+        typer.echo(f"The machine is busy (load {load:.1f}): times will be too long, and spread.", err=True)
+    start = time.perf_counter()
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
+        task = bar.add_task(f"measuring {here.name}", total=len(groups))
+        count = measure(profile, groups, seconds, progress=lambda: bar.advance(task))
+    path = profile.write(output or profile_path(here))
+    wanted = sum(len(group) for group in groups)
+    missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
+    typer.echo(f"{count} calls measured in {time.perf_counter() - start:.1f} s, of {wanted}; {path}")
+    if missing:
+        typer.echo(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
+
+
+@profile_app.command()
+def show(
+    file: ProfileFile = None,
+    device: DeviceType = "cpu",
+    every: Annotated[bool, typer.Option("--all", help="List every call.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also write a plot there (.png, .svg, .pdf).")] = None,
+) -> None:
+    """A profile as tables: which format wins, by how much, and how sure that is."""
+    profile = _profile(file, device)
+    print_all(terminal(), profile_parts(profile, every))
+    if plot is not None:
+        if not plot.parent.is_dir():
+            raise ProfileError(f"--plot {plot}", "its folder does not exist", advice="Make it, or name another.")
+        plot_profile(profile, plot)
+        typer.echo(f"plot written to {plot}")
+
+
+@profile_app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A profile's file.")], second: ProfileFile = None,
+    device: DeviceType = "cpu",
+) -> None:  # fmt: skip
+    """Two profiles side by side, on the calls that both have."""
+    print_all(terminal(), comparison_parts(Profile.read(first), _profile(second, device)))
+
+
+@profile_app.command()
+def path(device: DeviceType = "cpu") -> None:
+    """Where this device's profile is kept."""
+    typer.echo(profile_path(device_now(device)))
+
+
+def _profile(file: Path | None, device: str) -> Profile:
+    if file is not None:
+        return Profile.read(file)
+    found = load_profile(device_now(device))
+    if not found.samples:
+        raise ProfileError(
+            asked=f"the profile of {found.device}", found="nothing was measured yet",
+            where=(Origin(str(found.path)),), advice="Run: narrowcast profile",
+        )  # fmt: skip
+    return found
