@@ -12,6 +12,17 @@ settings.load_profile("narrowcast")
 ALLOWED_SKIPS = int(os.environ.get("NARROWCAST_ALLOWED_SKIPS", "0"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def profiles_and_choices_go_to_a_folder_of_their_own(tmp_path_factory):
+    """Tests neither read what a user has measured, nor write among it."""
+    given = os.environ.get("NARROWCAST_CACHE_DIR")
+    os.environ["NARROWCAST_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    del os.environ["NARROWCAST_CACHE_DIR"]
+    if given is not None:
+        os.environ["NARROWCAST_CACHE_DIR"] = given
+
+
 @pytest.fixture(autouse=True)
 def autocast_is_left_as_it_was():
     """No test may leave autocast, gradients or the dispatch modes otherwise than it found them.

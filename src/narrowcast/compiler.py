@@ -10,11 +10,12 @@ import torch
 
 from narrowcast.dynamo_bridge import inner_compiler
 from narrowcast.eager import autocast
+from narrowcast.eager.caching import follow_mutators
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend
 from narrowcast.fx.backward import parse_backward
-from narrowcast.goals import as_goal
+from narrowcast.goals import CAST, as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import check_ops, tensors_in
 
@@ -83,6 +84,8 @@ def compile(
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
     wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes)
+    if wanted.weights != CAST:
+        follow_mutators()  # fused optimizers and swapped tensors tell nobody
     graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted)
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
     if policy is None and dtype is None and device_type is None:

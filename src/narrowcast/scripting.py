@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from narrowcast.eager import autocast
-from narrowcast.errors import ScriptError, ScriptWarning
+from narrowcast.errors import GoalError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
+from narrowcast.goals import Goal, as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.regions.state import ruled_device_types
+from narrowcast.script_choice import choose_script, policies_for
 from narrowcast.torch_bridge import DTYPES, tensors_in
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
@@ -37,6 +39,10 @@ def script(
     device_type: str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    goal: str = "exact",
+    verify: bool = True,
+    profile: str = "",
+    example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
 
@@ -48,9 +54,17 @@ def script(
     and `dtype` that only the running script knows. Returns a torch.jit.ScriptFunction or a torch.jit.ScriptModule; what
     it saves runs in plain torch. Called inside a region, what the script leaves open follows that region.
 
-    Raises ScriptError, with file, line and column, for code in a region that cannot be cast; whatever TorchScript
-    raises for code that it cannot compile.
+    goal, verify, profile: as for `narrowcast.compile`, for a module and with the region given here. The formats are
+        placed, by op and module, for `example_inputs` (a tuple of the arguments), on which candidates are then timed
+        without gradients. The script says which one was kept in `narrowcast_chosen`.
+
+    Raises ScriptError, with file, line and column, for code in a region that cannot be cast; GoalError; whatever
+    TorchScript raises for code that it cannot compile.
     """
+    wanted = as_goal(goal, verify, profile=profile)
+    if wanted.places:
+        around_it = dict(dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled)
+        return _placed_script(target, wanted, example_inputs, policy, around_it)
     if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return convert(
             target, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled
@@ -63,6 +77,27 @@ def script(
             return explicit_module(compile_module(target), scopes, target)
         pin = getattr(target, "__narrowcast_pinned__", None)
         return explicit_function(compile_function(target), scopes, undecorated(target), pin)
+
+
+def _placed_script(
+    target: Any, goal: Goal, inputs: tuple[Any, ...] | None, policy: Policy | str | None, around_it: dict[str, Any]
+) -> Any:
+    """The fastest of the scripts that the goal allows."""
+    regionless = policy is None and around_it["dtype"] is None and around_it["device_type"] is None
+    is_module = isinstance(target, torch.nn.Module) and not isinstance(target, torch.jit.ScriptModule)
+    if goal.kind != "fast" or regionless or not is_module or not isinstance(inputs, tuple):
+        raise GoalError(
+            asked=f"script with goal={goal.kind!r}",
+            found="scripts know goal='fast', for a Module in a region that is given, and example_inputs as a tuple",
+            advice="Write nc.script(model, dtype=torch.bfloat16, goal='fast', example_inputs=(x,)).",
+        )
+    device_type = around_it["device_type"] or _device_of(target, inputs)
+    region = autocast(device_type, around_it["dtype"], around_it["enabled"], around_it["cache_enabled"], policy=policy)
+    policies = policies_for(target, inputs, as_policy(policy), region, device_type, goal)
+    made: Any
+    made, choice = choose_script(lambda p: script(target, policy=p, **around_it), policies, inputs, goal.verify)
+    made.narrowcast_chosen = choice.chosen
+    return made
 
 
 def convert(

@@ -174,7 +174,7 @@ def _measurable(
     if any(v.shape is None and v.type not in ("int", "symint") for v in operands):
         return None
     signature = prices.signature(step, operands, format)
-    tensors = {}
+    tensors: dict[Node, list[Any]] = {}
     for value, (_, source) in zip(operands, operands_of(node), strict=True):
         found = source.meta.get("val", source.meta.get("example_value"))
         if isinstance(found, torch.Tensor):
@@ -219,10 +219,10 @@ def copy_reading(reading: Reading) -> tuple[GraphModule, Reading]:
     root = reading.modules[0]
     made = copy.deepcopy(root)
     names = {id(module): name for name, module in root.named_modules()}
-    modules = [made.get_submodule(names[id(module)]) for module in reading.modules]
+    modules: list[Any] = [made.get_submodule(names[id(module)]) for module in reading.modules]
     twin: dict[Node, Node] = {}
     for old, new in zip(reading.modules, modules, strict=True):
-        twin.update(zip(old.graph.nodes, new.graph.nodes, strict=True))  # type: ignore[union-attr, arg-type]
+        twin.update(zip(old.graph.nodes, new.graph.nodes, strict=True))
     nodes = {number: twin[node] for number, node in reading.nodes.items()}
     ids = {twin[node]: number for node, number in reading.ids.items()}
     return made, replace(reading, nodes=nodes, ids=ids, modules=modules)

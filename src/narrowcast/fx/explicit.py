@@ -15,6 +15,8 @@ from narrowcast.fx.edit import write_passes
 from narrowcast.fx.read import Ambient, Reading, read_graph
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome
 
+_ASSERT = torch.ops.aten._assert_tensor_metadata.default
+
 
 @dataclass(frozen=True, slots=True)
 class Explicit:
@@ -30,13 +32,18 @@ class Explicit:
     nodes: Mapping[int, Node] = field(default_factory=dict)
 
 
-def read_explicit(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Reading, float]:
-    """The captured graph as a program, nothing decided, and the seconds of the capture; as `make_explicit` asks."""
+def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = True) -> tuple[Reading, float]:
+    """The captured graph as a program, nothing decided, and the seconds of the capture; as `make_explicit` asks.
+
+    asserts: keep torch.export's assertions about the formats of values.
+    """
     devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
     ambient, grad_mode = Ambient.now(devices), torch.is_grad_enabled()
     start = time.perf_counter()
     captured = capture(graph, inputs, ambient.outside)
     seconds = time.perf_counter() - start
+    for node in () if asserts else captured.graph.graph.find_nodes(op="call_function", target=_ASSERT):
+        captured.graph.graph.erase_node(node)
     return read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode), seconds
 
 

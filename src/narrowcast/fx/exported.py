@@ -67,12 +67,9 @@ def placed_program(
     open in which it was exported.
     """
     graph = program.graph_module
-    inputs = _inputs(program)
-    weights = program.graph_signature.inputs_to_parameters.keys() | program.graph_signature.inputs_to_buffers.keys()
-    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-    positions = frozenset(n for n, name in enumerate(names) if name in weights)
+    inputs, positions, mode = graph_inputs(program)
     pricing = replace(goal, weights=FOLDED if fold else CAST)
-    with _fake_mode(graph), torch.no_grad():
+    with mode, torch.no_grad():
         placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
     report = report_graph(first_place(graph))
     report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
@@ -87,6 +84,15 @@ def placed_program(
     with torch.no_grad():
         choice = choose_now(placed, compiled)
     return made[tell(report, placed, choice)]
+
+
+def graph_inputs(program: ExportedProgram) -> tuple[list[Any], frozenset[int], FakeTensorMode]:
+    """The fake inputs of a program's graph, which of them are weights, and the mode that made them."""
+    signature = program.graph_signature
+    weights = signature.inputs_to_parameters.keys() | signature.inputs_to_buffers.keys()
+    placeholders = program.graph_module.graph.find_nodes(op="placeholder")
+    positions = frozenset(n for n, node in enumerate(placeholders) if node.name in weights)
+    return _inputs(program), positions, _fake_mode(program.graph_module)
 
 
 def _inputs(program: ExportedProgram) -> list[Any]:

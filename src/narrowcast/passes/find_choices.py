@@ -8,18 +8,22 @@ to have. In-place calls have the format of what they write to. Values in which l
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from narrowcast.energy import FIXED, Choice, Energy, Flow, Reader
 from narrowcast.families import POINTWISE, op_kind
 from narrowcast.formats import Format, fp32, is_exact
-from narrowcast.passes.prices import Prices
+from narrowcast.passes.prices import Prices, ValuePrice
 from narrowcast.program import CAST, Block, Program, Step, Value, Writes
 
 EXACT, FREE = "exact", "free"
 TRIPS = 10
 """How often a loop's body is taken to run, where nothing says."""
 _UNITS = 2**28  # costs are scaled so that all together are at most this
+
+
+Priced = tuple[Flow, ValuePrice, float]
+"""A flow without its costs, these, and how often it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +108,17 @@ class _Finder:
             self.often[step.id], self.home[step.id] = often, block
             for position, operand in enumerate(step.operands):
                 self.readers.setdefault(operand.value, []).append((step, position))
-            for position in step.aliases:
+            makes_new = step.op == "getitem" and not self._aliases_of(step.operands[0].value)
+            for position in () if makes_new else step.aliases:
                 self.roots[self._root(step.id)] = self._root(step.operands[position].value)
             loops = "loop" in step.op.lower()
             for inner in step.blocks:
                 self._survey(inner, often * TRIPS if loops else often)
+
+    def _aliases_of(self, value: int) -> tuple[int, ...]:
+        """The operands that a tuple's elements may share memory with; a parameter's may share any."""
+        maker = self.steps.get(value)
+        return maker.aliases if maker is not None else (0,)
 
     def _root(self, value: int) -> int:
         while self.roots.get(value, value) != value:
@@ -143,14 +153,14 @@ class _Finder:
                 self.variable[step.id] = len(self.formats)
                 self.formats.append(formats)
                 self.members.append([step])
-        self._join_written()
         self._join_elements()
+        self._join_written()
         costs = [
             [sum(self._cost(s, f) for s in members) for f in formats]
             for formats, members in zip(self.formats, self.members, strict=True)
         ]
         reads: dict[int, list[Read]] = {}
-        flows: list[tuple[Flow, float]] = []
+        flows: list[Priced] = []
         for value in self.values.values():
             if value.id not in self.casts and value.format is not None:
                 reads[value.id] = self._reads(value)
@@ -191,33 +201,6 @@ class _Finder:
         found = [s for s, _ in self.readers.get(step.id, ()) if s.op == "getitem"]
         return [s.value for s in sorted(found, key=lambda s: s.constants)]
 
-    def _join_written(self) -> None:
-        """Whatever shares memory that is written to has one format: one choice for all, or none."""
-        groups: dict[int, list[int]] = {}
-        for number in self.values:
-            if self._root(number) in self.written:
-                groups.setdefault(self._root(number), []).append(number)
-        for group in groups.values():
-            choices = {self.formats[self.variable[n]] if n in self.variable else () for n in group}
-            if len(choices) != 1 or () in choices or any(len(f) != 2 for f in choices):
-                for number in group:
-                    self._drop(number)
-                continue
-            first = self.variable[group[0]]
-            for number in group[1:]:
-                self._move(number, first)
-
-    def _drop(self, number: int) -> None:
-        variable = self.variable.pop(number, None)
-        if variable is not None:
-            self.members[variable] = [s for s in self.members[variable] if s.id != number]
-
-    def _move(self, number: int, variable: int) -> None:
-        step = self.steps[number]
-        self._drop(number)
-        self.variable[number] = variable
-        self.members[variable].append(step)
-
     def _join_elements(self) -> None:
         """Elements of a tuple have the format of the call that makes it, if they have it under the policy."""
         for step in self.steps.values():
@@ -226,6 +209,33 @@ class _Finder:
                 if step.value.format is self.formats[variable][0]:
                     self.variable[step.id] = variable
                     self.members[variable].append(step)
+
+    def _join_written(self) -> None:
+        """Whatever shares memory that is written to has one format: one choice for all, or none."""
+        groups: dict[int, list[int]] = {}
+        for number in self.values:
+            if self._root(number) in self.written:
+                groups.setdefault(self._root(number), []).append(number)
+        for group in groups.values():
+            variables = [self.variable.get(number) for number in group]
+            known = list(dict.fromkeys(v for v in variables if v is not None))
+            formats = {self.formats[v] for v in known}
+            if None in variables or len(formats) != 1 or len(self.formats[known[0]]) != 2:
+                for variable in known:
+                    self._join(variable, None)
+                continue
+            for variable in known[1:]:
+                self._join(variable, known[0])
+
+    def _join(self, variable: int, into: int | None) -> None:
+        """Give all members of a choice to another one, or tie them."""
+        for step in self.members[variable]:
+            if into is None:
+                del self.variable[step.id]
+            else:
+                self.variable[step.id] = into
+                self.members[into].append(step)
+        self.members[variable] = []
 
     def _cost(self, step: Step, format: Format) -> float:
         if step.op == "getitem":
@@ -249,7 +259,7 @@ class _Finder:
                     found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
         return found
 
-    def _flows(self, value: Value, reads: list[Read]) -> list[tuple[Flow, float]]:
+    def _flows(self, value: Value, reads: list[Read]) -> list[Priced]:
         """One flow for each time and block in which the value's casts can be shared, and how often it runs."""
         variable = self.variable.get(value.id, FIXED)
         formats = self.formats[variable] if variable != FIXED else (value.format,) if value.format else ()
@@ -257,14 +267,14 @@ class _Finder:
         groups: dict[tuple[int, int], list[Read]] = {}
         for read in reads:
             groups.setdefault(self._when(value, read), []).append(read)
-        found = []
+        found: list[Priced] = []
         maker = self.steps.get(value.id)
         rounded = frozenset(f for f in formats if value.format is not None and not is_exact(value.format, f))
         for (_, home), group in groups.items():
             price = self.prices.value(value, maker, [read.step for read in group], tuple(wanted))
             often = max((self.often[r.step.id] for r in group if r.step is not None), default=1) if home else 1
             readers = tuple(read.reader for read in group)
-            found.append((Flow(variable, formats, readers, price.casts, price.reads, price.stores, rounded), often))
+            found.append((Flow(variable, formats, readers, rounded=rounded), price, often))
         return found
 
     def _when(self, value: Value, read: Read) -> tuple[int, int]:
@@ -300,28 +310,24 @@ def _promotes(step: Step, position: int, format: Format | None) -> bool:
     return op_kind(step.op).family == POINTWISE and step.value.format is fp32
 
 
-def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows: list[tuple[Flow, float]]) -> Energy:
+def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows: list[Priced]) -> Energy:
     """Costs as whole numbers that fit the solver."""
     total = sum(sum(c) for c in costs)
-    for flow, often in flows:
-        prices = (*flow.casts.values(), *flow.reads.values(), *flow.stores.values())
-        total += sum(prices) * often
-    unit = max(total / _UNITS, 1e-9) if total > _UNITS else 1.0
+    for _, price, often in flows:
+        total += sum((*price.casts.values(), *price.reads.values(), *price.stores.values())) * often
+    unit = total / _UNITS if total > _UNITS else 1.0
 
     def whole(cost: float) -> int:
         return round(cost / unit)
 
-    choices = [Choice(f, tuple(map(whole, c))) for f, c in zip(formats, costs, strict=True)]
-    made = [
-        Flow(
-            flow.maker,
-            flow.formats,
-            flow.readers,
-            {k: whole(v * often) for k, v in flow.casts.items()},
-            {k: whole(v * often) for k, v in flow.reads.items()},
-            {k: whole(v * often) for k, v in flow.stores.items()},
-            flow.rounded,
+    choices = tuple(Choice(f, tuple(map(whole, c))) for f, c in zip(formats, costs, strict=True))
+    made = tuple(
+        replace(
+            flow,
+            casts={pair: whole(cost * often) for pair, cost in price.casts.items()},
+            reads={format: whole(cost * often) for format, cost in price.reads.items()},
+            stores={format: whole(cost * often) for format, cost in price.stores.items()},
         )
-        for flow, often in flows
-    ]
-    return Energy(tuple(choices), tuple(made), unit)
+        for flow, price, often in flows
+    )
+    return Energy(choices, made, unit)

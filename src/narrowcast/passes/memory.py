@@ -127,11 +127,12 @@ def combine(time: Energy, kept: Energy, price: float) -> Energy:
 
 
 def _scaled(flow: Flow, by: float) -> Flow:
-    parts = {
-        name: {key: round(cost * by) for key, cost in getattr(flow, name).items()}
-        for name in ("casts", "reads", "stores")
-    }
-    return replace(flow, **parts)
+    return replace(
+        flow,
+        casts={pair: round(cost * by) for pair, cost in flow.casts.items()},
+        reads={format: round(cost * by) for format, cost in flow.reads.items()},
+        stores={format: round(cost * by) for format, cost in flow.stores.items()},
+    )
 
 
 def _in_range(energy: Energy) -> Energy:

@@ -96,14 +96,16 @@ def place_formats(
     optimum = choose(question)
     policy = tuple(c.formats[0] for c in energy.choices)
     policy_cost = energy.evaluate(policy)
-    if policy_cost is not None and mode == EXACT and optimum.cost >= policy_cost:
+    if policy_cost is None:  # it never forbids itself
+        policy_cost = optimum.cost
+    elif mode == EXACT and optimum.cost >= policy_cost:
         optimum = Optimum(policy, policy_cost, optimum.bound, optimum.method)  # nothing to gain: nothing moves
     fixed = question.fixed
     placement = Placement(
         _calls(question, optimum, prices),
         prices.unit,
         optimum.cost * energy.unit + fixed,
-        (policy_cost if policy_cost is not None else optimum.cost) * energy.unit + fixed,
+        policy_cost * energy.unit + fixed,
         optimum.bound * energy.unit + fixed,
         optimum.method,
         fixed,
@@ -154,8 +156,7 @@ def _edits(question: Question, chosen: tuple[Format, ...]) -> list[Edit]:
         if step.value.format is not None and step.value.format is not chosen[variable]:
             edits.append(Follow(number, chosen[variable], why))
     for value, reads in question.reads.items():
-        variable = question.variable.get(value)
-        own = chosen[variable] if variable is not None else program.values[value].format
+        own = chosen[question.variable[value]] if value in question.variable else program.values[value].format
         for read in reads:
             need = question.energy.need_of(read.reader, chosen)
             if own is not None and need is not None:

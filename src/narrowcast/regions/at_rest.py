@@ -103,12 +103,12 @@ class _Working(torch.autograd.Function):
     """A weight's low copy in the place of its cast: what the copy's readers add up flows back as one gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         ctx.dtype = weight.dtype
         return low.view_as(low)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient.to(ctx.dtype), None
 
 
@@ -117,5 +117,5 @@ def working_copy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     low = at_rest.low(weight, dtype)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return low
-    made: torch.Tensor = _Working.apply(weight, low)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Working.apply(weight, low)
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,14 +152,17 @@ def _relative(before: str, source: str) -> str:
     return source.partition("].")[2] if source[:2] in ("L[", "G[") else source
 
 
-_known_members: dict[int, tuple[Module, dict[str, Module]]] = {}
+_known_members: dict[int, tuple[weakref.ref[Module], weakref.WeakValueDictionary[str, Module]]] = {}
 
 
-def _members(module: Module) -> dict[str, Module]:
-    """The modules inside one, by their ids as Dynamo writes them. The last one asked about is remembered."""
+def _members(module: Module) -> Mapping[str, Module]:
+    """The modules inside one, by their ids as Dynamo writes them. The last one asked about is remembered, weakly."""
     known = _known_members.get(0)
-    if known is None or known[0] is not module:
-        known = _known_members[0] = (module, {str(id(m)): m for m in module.modules()})
+    if known is None or known[0]() is not module:
+        known = _known_members[0] = (
+            weakref.ref(module),
+            weakref.WeakValueDictionary({str(id(m)): m for m in module.modules()}),
+        )
     return known[1]
 
 

@@ -1,0 +1,117 @@
+"""Goals for scripts: a placement as a policy, and the policies between which a script's time decides.
+
+TorchScript does not know shapes before it runs, so the formats are placed in the exported graph of the same model and
+become rules about ops in modules; scripts are made under these, and timed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.costs.choices import Choice
+from narrowcast.errors import GoalError, NarrowcastError
+from narrowcast.formats import fp32
+from narrowcast.fx.candidates import HIGH, PLACED, POLICY
+from narrowcast.fx.choosing import Side, time_sides
+from narrowcast.fx.exported import graph_inputs
+from narrowcast.fx.placing import place_graph
+from narrowcast.goals import CAST, Goal
+from narrowcast.passes.place import Placement
+from narrowcast.policy import MODULE_CALL, RESULT, Action, Kind, Policy, Rule
+from narrowcast.torch_bridge import FORMATS, tensors_in
+
+Run = Callable[..., Any]
+_LIFTED = "placed: it costs less in fp32 here"
+
+
+def policies_for(
+    model: torch.nn.Module, inputs: tuple[Any, ...], policy: Policy, region: Any, device_type: str, goal: Goal
+) -> dict[str, Policy]:
+    """By candidate's name the policies to make scripts under; the placed one first, if it could be placed.
+
+    region: the region around the model, not open.
+    """
+    results = _result_rules(model, inputs, region)
+    found: dict[str, Policy] = {}
+    placement = _placed(model, inputs, region, goal)
+    if placement is not None and placement.raised:
+        found[PLACED] = policy.with_rules(_rules(placement), results, name=f"{policy.name}, placed")
+    found[POLICY] = policy
+    lowered = {rule.target for rule in policy.resolve(device_type).rules if rule.action.kind is Kind.LOWER}
+    lifted = [Rule(op, Action(Kind.FULL), reason=_LIFTED) for op in sorted(lowered)]
+    found[HIGH] = policy.with_rules(lifted, results, name=f"{policy.name}, all high")
+    return found
+
+
+def choose_script(
+    make: Callable[[Policy], Run], policies: dict[str, Policy], inputs: tuple[Any, ...], verify: bool
+) -> tuple[Run, Choice]:
+    """The fastest script, without gradients; without `verify` the first. Those that give other formats are left out."""
+    sides: list[Side] = []
+    wanted: list[Any] | None = None
+    made = {name: make(policy) for name, policy in policies.items()}
+    with torch.no_grad():
+        for name in (POLICY, *(n for n in made if n != POLICY)):
+            dtypes = [t.dtype for t in tensors_in(made[name](*inputs))]
+            wanted = dtypes if wanted is None else wanted
+            if dtypes == wanted:
+                sides.append(Side(name, made[name], 0.0))
+        ordered = sorted(sides, key=lambda side: list(policies).index(side.name))
+        if not verify or len(ordered) == 1:
+            return ordered[0].run, Choice(ordered[0].name, {}, {}, 0, 0.0)
+        choice = time_sides(ordered, inputs, frozenset())
+    return made[choice.chosen], choice
+
+
+def _placed(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any, goal: Goal) -> Placement | None:
+    """The placement of the exported model; None, with a warning, if it cannot be exported."""
+    try:
+        with region, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+            exported = torch.export.export(model, inputs, strict=False)
+            values, weights, mode = graph_inputs(exported)
+            plan = Goal(goal.kind, False, CAST, goal.profile)
+            with mode:
+                placed = place_graph(exported.graph_module, values, plan, False, "script", weights, rests=False)
+    except GoalError:
+        raise
+    except (NarrowcastError, RuntimeError, TypeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
+        first = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            "narrowcast: the script's formats are chosen as a whole, not call by call: torch.export does not take the "
+            f"model ({type(error).__name__}: {first[:120]})",
+            stacklevel=4,
+        )
+        return None
+    return next(c.placement for c in placed.candidates if c.name == PLACED)
+
+
+def _rules(placement: Placement) -> list[Rule]:
+    """Rules for the ops of modules whose calls, and those of the modules inside, all run higher than the policy asks."""
+    calls: dict[tuple[str, str], bool] = {}
+    for call in placement.calls:
+        op, path = ".".join(call.op.split(".")[:2]), call.place.module_path.split(".")
+        is_high = call.chosen is fp32 and call.formats[0] is not fp32
+        for around in range(len(path) + 1):
+            key = (op, ".".join(path[:around]))
+            calls[key] = calls.get(key, True) and is_high
+    wanted = dict.fromkeys((".".join(c.op.split(".")[:2]), c.place.module_path) for c in placement.calls)
+    return [Rule(op, Action(Kind.FULL), module=path, reason=_LIFTED) for op, path in wanted if calls[op, path]]
+
+
+def _result_rules(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any) -> list[Rule]:
+    """Rules that give the model's results the formats that they have under its policy."""
+    with region, torch.no_grad():
+        results = model(*inputs)
+    parts = {"": results} if isinstance(results, torch.Tensor) else {}
+    if isinstance(results, (tuple, list)):
+        parts = {f".{n}": part for n, part in enumerate(results) if isinstance(part, torch.Tensor)}
+    return [
+        Rule(MODULE_CALL, Action(Kind.TO, FORMATS[t.dtype]), module="", argument=f"{RESULT}{part}",
+             reason="placed: results keep their formats")
+        for part, t in parts.items()
+        if t.dtype in FORMATS and t.is_floating_point()
+    ]  # fmt: skip

@@ -1,0 +1,519 @@
+"""Goals: formats placed in real graphs, candidates timed without a trace, and what is said about it."""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.costs import Profile
+from narrowcast.costs.known import known_profile
+from narrowcast.costs.measure import device_now
+from narrowcast.costs.profile import Device
+from narrowcast.errors import EnergyError, GoalError, ProfileError
+from narrowcast.fx import placing
+from narrowcast.fx.compiled import watch_graphs
+from narrowcast.goals import as_goal
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
+
+import models
+
+BF16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    """Convolution, batch norm in place of which training and evaluation differ, dropout, two heads of other formats."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.act, self.drop = nn.ReLU(inplace=True), nn.Dropout(dropout)
+        self.one, self.two = nn.Linear(8 * 64, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        y = self.drop(self.act(self.norm(self.conv(x)))).flatten(1)
+        h = torch.tanh(self.one(y))
+        return self.two(h), torch.softmax(h, -1).float()
+
+
+def net(dropout=0.0):
+    torch.manual_seed(0)
+    return Net(dropout), torch.randn(4, 3, 8, 8)
+
+
+@pytest.fixture
+def prefer(monkeypatch):
+    """Costs under which one format is free, whatever the machine: what is placed is known."""
+
+    def choose(name):
+        from narrowcast.costs.prices import TimePrices
+
+        def call(self, step, operands, format):
+            return 0.0 if format.name == name else 1e6
+
+        monkeypatch.setattr(TimePrices, "call", call)
+
+    return choose
+
+
+def placed(model, *args, **options):
+    """The compiled model's results, and what became of its graphs."""
+    torch._dynamo.reset()
+    with watch_graphs() as graphs:
+        made = nc.compile(model, dtype=BF16, backend="aot_eager", **options)
+        results = made(*args)
+    return made, results, graphs
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_high_everywhere_is_fp32_with_the_policys_results(prefer, train):
+    """Where fp32 is free the graph computes what plain fp32 does, and gives it in the formats of the policy."""
+    prefer("fp32")
+    model, x = net()
+    model.train(train)
+    with torch.autocast("cpu", BF16):
+        dtypes = [t.dtype for t in model(x)]
+    reference = torch.nn.Module.state_dict(model)
+    expected = [t.to(d) for t, d in zip(model(x), dtypes, strict=True)]
+    model.load_state_dict(reference)
+    with torch.set_grad_enabled(train):
+        _, results, (graph,) = placed(model, x, goal="fast", verify=False)
+    assert [t.dtype for t in results] == dtypes
+    assert graph.placement.raised == len(graph.placement.calls) >= 5
+    for found, wanted in zip(results, expected, strict=True):
+        assert torch.allclose(found.float(), wanted.float(), rtol=1e-2, atol=1e-3)  # running statistics moved once more
+    if not train:
+        assert torch.equal(results[1], expected[1])
+
+
+def test_the_policys_own_formats_give_eagers_bits(prefer):
+    """Where bf16 is free every call stays where the policy has it: bit for bit eager."""
+    prefer("bf16")
+    model, x = net()
+    model.eval()
+    with torch.no_grad():
+        with torch.autocast("cpu", BF16):
+            expected = model(x)
+        _, results, (graph,) = placed(model, x, goal="fast", verify=False)
+    assert graph.placement.raised == 0
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_a_placement_is_never_less_precise_than_the_policy(prefer):
+    """Closer to fp32, or as close, on a real model."""
+    prefer("fp32")
+    model, args, kwargs = models.minilm()
+    with torch.no_grad():
+        reference = model(*args, **kwargs).last_hidden_state
+        with torch.autocast("cpu", BF16):
+            native = model(*args, **kwargs).last_hidden_state
+        torch._dynamo.reset()
+        made = nc.compile(model, dtype=BF16, backend="aot_eager", goal="fast", verify=False)
+        found = made(*args, **kwargs).last_hidden_state
+    assert found.dtype == native.dtype
+    assert (found.float() - reference).norm() < 0.5 * (native.float() - reference).norm()
+
+
+def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
+    """All candidates are timed; a second process reads the choice and compiles one."""
+    model, x = net()
+    model.eval()
+    with torch.no_grad():
+        made, first, (graph,) = placed(model, x, goal="fast")
+        timed = {c.name: c.measured_ns for c in graph.candidates if c.measured_ns}
+        assert {"placed"} <= set(timed) <= {"placed", "policy", "high"}
+        assert timed[graph.chosen] <= 1.05 * min(timed.values())
+        assert not graph.from_disk
+        assert graph.candidates_seconds > 0
+        again, second, (other,) = placed(model, x, goal="fast")
+    if len(timed) > 1:
+        assert other.from_disk
+        assert other.chosen == graph.chosen
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again(x), second, strict=True))
+
+
+def test_timing_leaves_no_trace():
+    """Running statistics move once, gradients reach nobody's .grad, hooks do not fire, random state is as it was."""
+    model, x = net(dropout=0.5)
+    model.train()
+    calls = []
+    model.one.weight.register_hook(lambda g: calls.append(1))
+    torch.manual_seed(5)
+    eager = Net(0.5)
+    eager.load_state_dict(model.state_dict())
+    eager.train()
+    with torch.autocast("cpu", BF16):
+        torch.manual_seed(1)
+        eager(x)
+        state = torch.get_rng_state()
+    torch.manual_seed(1)
+    made, results, graphs = placed(model, x, goal="fast")
+    assert any(len([c for c in g.candidates if c.measured_ns]) > 1 for g in graphs)
+    assert calls == []
+    assert all(p.grad is None for p in model.parameters())
+    assert model.norm.num_batches_tracked == 1
+    assert torch.allclose(model.norm.running_mean, eager.norm.running_mean, rtol=1e-1, atol=1e-2)
+    assert torch.equal(state, torch.get_rng_state())
+    sum(r.float().sum() for r in results).backward()
+    assert calls == [1]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_training_under_a_goal_learns(prefer):
+    """Some steps under each goal end near eager's loss."""
+    losses = {}
+    for goal in ("eager", "exact", "fast", "memory"):
+        model, x = net()
+        model.train()
+        target = torch.arange(4) % 4
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        torch._dynamo.reset()
+        run = model if goal == "eager" else nc.compile(model, dtype=BF16, backend="aot_eager", goal=goal)
+        for _ in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", BF16, enabled=goal == "eager"):
+                logits = run(x)[0]
+            loss = nn.functional.cross_entropy(logits.float(), target)
+            loss.backward()
+            optimizer.step()
+        losses[goal] = loss.item()
+    assert losses["exact"] == losses["eager"]
+    assert all(abs(loss - losses["eager"]) < 0.1 for loss in losses.values())
+
+
+def test_memory_keeps_fewer_bytes_than_speed(prefer):
+    """The goal memory keeps bf16 where fast would compute in fp32, and a limit that nothing meets is an error."""
+    prefer("fp32")
+    model, x = net()
+    model.train()
+    _, _, (fast,) = placed(model, x, goal="fast", verify=False)
+    _, _, (small,) = placed(model, x, goal="memory")
+    assert small.placement.raised < fast.placement.raised
+    with pytest.raises(EnergyError, match="memory_limit_bytes"):
+        placed(model, x, goal="fast", memory_limit_bytes=10)
+    _, _, (limited,) = placed(model, x, goal="fast", memory_limit_bytes=10**9)
+    assert limited.placement.raised == fast.placement.raised
+
+
+def test_shapes_may_be_symbolic(prefer):
+    """A graph for all batch sizes is placed once."""
+    prefer("fp32")
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(5, 8)
+    with torch.no_grad():
+        made, _, graphs = placed(model, x, goal="fast", verify=False, dynamic=True)
+        with watch_graphs() as more:
+            found = made(torch.cat([x, x]))
+        wanted = model(torch.cat([x, x]))
+    assert (len(graphs), len(more)) == (1, 0)
+    assert torch.equal(found, wanted.to(BF16))
+
+
+def test_each_graph_of_a_broken_model_is_placed():
+    """A graph break changes nothing for the values that cross it."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.one(x)
+            torch._dynamo.graph_break()
+            assert y.dtype is BF16
+            return self.two(y)
+
+    model, x = Broken().eval(), torch.randn(2, 8)
+    with torch.no_grad():
+        _, found, graphs = placed(model, x, goal="fast")
+    assert found.dtype is BF16
+    assert [g.goal for g in graphs] == ["fast", "fast"]
+
+
+def test_what_does_not_exist_is_an_error_at_once():
+    """Goals, weights and limits are checked before anything is compiled; a foreign profile is refused with a reason."""
+    for options in (
+        {"goal": "quick"}, {"weights": "frozen"}, {"goal": "memory", "memory_limit_bytes": 5},
+        {"goal": "fast", "memory_limit_bytes": 0}, {"profile": "x.json"},
+    ):  # fmt: skip
+        with pytest.raises(GoalError):
+            nc.compile(nn.Linear(2, 2), dtype=BF16, **options)
+    assert as_goal("fast").places
+    assert not as_goal("exact").places
+
+
+def test_a_plan_for_another_device(tmp_path):
+    """Its profile decides, unverified; verification on this machine is refused, and so is a file that is none."""
+    mine = known_profile("cpu")
+    other = Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0")
+    path = Profile(other, dict(mine.samples)).write(tmp_path / "h200.json")
+    model, x = net()
+    model.eval()
+    with torch.no_grad():
+        _, _, (graph,) = placed(model, x, goal="fast", verify=False, profile=str(path))
+        assert graph.chosen == "placed"
+        assert Profile.read(path).samples == mine.samples or len(Profile.read(path).samples) <= len(mine.samples)
+        with pytest.raises(ProfileError, match="verify=False"):
+            placed(model, x, goal="fast", profile=str(path))
+        (tmp_path / "broken.json").write_text("{")
+        with pytest.raises(ProfileError, match="broken"):
+            placed(model, x, goal="fast", verify=False, profile=str(tmp_path / "broken.json"))
+
+
+def test_a_candidate_whose_formats_are_wrong_is_not_used(monkeypatch, prefer):
+    """The check is shown a wrong candidate: it is left out, with a warning, and the rest runs."""
+    prefer("fp32")
+    real = placing.check_formats
+    seen = []
+
+    def check(graph, inputs):
+        seen.append(graph)
+        if len(seen) == 1:
+            raise nc.errors.CaptureError("a graph", "wrong on purpose")
+        real(graph, inputs)
+
+    monkeypatch.setattr(placing, "check_formats", check)
+    model, x = net()
+    model.eval()
+    with torch.no_grad(), pytest.warns(UserWarning, match="is not used"):
+        _, results, (graph,) = placed(model, x, goal="fast", verify=False)
+    assert graph.chosen != "placed"
+    assert results[1].dtype is torch.float32
+
+
+# -- weights at rest ---------------------------------------------------------------------------------------------------
+
+
+def at_rest_casts(model, x, **options):
+    """Casts that one call makes, besides what the graph gave."""
+    torch._dynamo.reset()
+    made = nc.compile(model, dtype=BF16, backend="aot_eager", **options)
+    with torch.no_grad():
+        made(x)
+    return made
+
+
+def follows(made, model, x):
+    """Whether the compiled model gives eager's bits now."""
+    with torch.no_grad():
+        with torch.autocast("cpu", BF16):
+            expected = model(x)
+        return all(torch.equal(a, b) for a, b in zip(made(x), expected, strict=True))
+
+
+def test_weights_are_cast_once_and_anew_when_they_change():
+    """In place, by a loaded state, by an optimizer, by .data, by another storage: the next call sees it."""
+    from narrowcast.regions.at_rest import at_rest
+
+    model, x = net()
+    model.eval()
+    made = at_rest_casts(model, x)
+    assert follows(made, model, x)
+    count = at_rest.made
+    assert follows(made, model, x)
+    assert at_rest.made == count
+    with torch.no_grad():
+        model.one.weight.add_(0.5)
+    assert follows(made, model, x)
+    assert at_rest.made == count + 1
+    model.load_state_dict({k: v + 0.25 if v.is_floating_point() else v for k, v in model.state_dict().items()})
+    assert follows(made, model, x)
+    model.one.weight.data.mul_(1.5)
+    assert follows(made, model, x)
+    model.two.weight.data = torch.randn_like(model.two.weight)
+    assert follows(made, model, x)
+    model.conv.weight.grad = torch.ones_like(model.conv.weight)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    assert follows(made, model, x)
+    with torch.inference_mode():
+        assert follows(made, model, x)
+
+
+def test_a_single_element_behind_the_counter_needs_to_be_said():
+    """The one change that is not seen, and what to call."""
+    model, x = net()
+    model.eval()
+    made = at_rest_casts(model, x)
+    follows(made, model, x)
+    model.one.weight.data[3, 100] += 100.0
+    assert not follows(made, model, x)
+    nc.invalidate(model)
+    assert follows(made, model, x)
+
+
+def test_weights_may_stay_as_they_are():
+    """With weights="cast" every call casts, and .data is always seen."""
+    model, x = net()
+    model.eval()
+    made = at_rest_casts(model, x, weights="cast")
+    model.one.weight.data[3, 100] += 100.0
+    assert follows(made, model, x)
+
+
+def test_copies_go_with_their_weights():
+    """A model that is dropped takes its copies along; graphs share one copy per weight and format."""
+    import gc
+
+    from narrowcast.regions.at_rest import at_rest
+
+    gc.collect()
+    model, x = net()
+    model.eval()
+    before = len(at_rest)
+    first, second = at_rest_casts(model, x), at_rest_casts(model, x, goal="fast")
+    with torch.no_grad():
+        first(x)
+        second(x)
+    held = len(at_rest) - before
+    assert 0 < held <= len(list(model.parameters()))
+    assert at_rest.bytes > 0
+    del model, first, second
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(at_rest) <= before
+
+
+def test_a_weight_that_is_swapped_away_is_let_go():
+    """torch.utils.swap_tensors refuses tensors that somebody refers to weakly."""
+    from narrowcast.regions.at_rest import at_rest
+
+    nc.autocast("cpu", BF16)  # from the first region on torch's own ways to change weights are followed
+    weight, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+    assert at_rest.low(weight, BF16).sum() == 4
+    torch.utils.swap_tensors(weight, other)
+    assert at_rest.low(weight, BF16).sum() == 0
+
+
+def test_working_copies_train_with_eagers_bits():
+    """Low copies of weights through a training run: losses and weights as with torch's own cache."""
+    ends = []
+    for working in (False, True):
+        model, x = net()
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch._dynamo.reset()
+        weights = "working_copies" if working else "cast"
+        run = nc.compile(model, dtype=BF16, backend="aot_eager", weights=weights)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = sum(r.float().square().mean() for r in run(x))
+            loss.backward()
+            optimizer.step()
+        ends.append((loss.item(), [p.detach().clone() for p in model.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+# -- export, scripts, explanations -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs_in", ["eager", "inductor"])
+def test_exported_programs_have_goals(prefer, runs_in):
+    """The program is plain; its formats are placed; results keep theirs; weights are folded to what is used."""
+    prefer("fp32")
+    model, x = net()
+    model.eval()
+    program = nc.export(model, (x,), dtype=BF16, goal="fast", verify=False, runs_in=runs_in, fold_weights=True)
+    with torch.no_grad():
+        found, wanted = program.module()(x), model(x)
+    assert [t.dtype for t in found] == [BF16, torch.float32]
+    assert torch.allclose(found[1], wanted[1], rtol=1e-5)
+    assert all(v.dtype is not BF16 for v in program.state_dict.values())
+    with pytest.raises(GoalError, match="runs_in"):
+        nc.export(model, (x,), dtype=BF16, runs_in="gpu")
+
+
+def test_exported_candidates_are_timed():
+    """With verification the fastest is given, and the choice is told."""
+    model, x = net()
+    model.eval()
+    with watch_graphs() as graphs:
+        program = nc.export(model, (x,), dtype=BF16, goal="fast")
+    assert graphs[0].chosen in {"placed", "policy", "high"}
+    assert len(program.module()(x)) == 2
+
+
+def test_scripts_have_goals(prefer):
+    """The placement becomes rules; the script's results keep their formats; what cannot have a goal says so."""
+    prefer("fp32")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    x = torch.randn(3, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        made = nc.script(model, dtype=BF16, goal="fast", example_inputs=(x,), verify=False)
+        timed = nc.script(model, dtype=BF16, goal="fast", example_inputs=(x,))
+        for options in ({}, {"example_inputs": x}):
+            with pytest.raises(GoalError, match="example_inputs"):
+                nc.script(model, dtype=BF16, goal="fast", **options)
+        with pytest.raises(GoalError):
+            nc.script(model, goal="fast", example_inputs=(x,))
+    with torch.no_grad():
+        assert made.narrowcast_chosen == "placed"
+        assert torch.equal(made(x), model(x).to(BF16))
+        assert timed(x).dtype is BF16
+        assert timed.narrowcast_chosen in {"placed", "policy", "high"}
+
+
+def test_an_explanation_shows_what_each_call_may_cost():
+    """Allowed formats, cost in each, the chosen one, what it saves; totals predicted against measured; as JSON, too."""
+    model, x = net()
+    model.eval()
+    with torch.no_grad():
+        found = nc.explain(model, x, dtype=BF16, front_end="compile", goal="fast", backend="aot_eager")
+        exported = nc.explain(model, x, dtype=BF16, front_end="export", goal="fast", backend="eager", verify=False)
+    text = str(found)
+    for words in (
+        "goal fast: candidates",
+        "predicted ms",
+        "measured ms",
+        "calls that could choose",
+        "saved us",
+        "bf16 fp32",
+    ):
+        assert words in text, words
+    (data,) = json.loads(found.to_json())["placements"]
+    assert {c["name"] for c in data["candidates"]} >= {"placed"}
+    assert all(set(call["costs_ns"]) == {"bf16", "fp32"} for call in data["calls"])
+    assert any(call["op"] == "aten.conv2d.default" and call["line"] for call in data["calls"])
+    assert "not timed" in str(exported)
+    with pytest.raises(GoalError, match="compile"):
+        nc.explain(model, x, dtype=BF16, goal="fast")
+
+
+def test_the_profile_grows_with_the_models_own_calls():
+    """Exact signatures of what a model calls are measured on demand, and kept."""
+    model, x = net()
+    model.eval()
+    with torch.no_grad():
+        placed(model, x, goal="fast", verify=False)
+    texts = known_profile("cpu").samples
+    assert any(t.startswith("aten.conv2d.default(fp32[4, 3, 8, 8]") for t in texts)
+    assert any(t.startswith("aten.conv2d.default(bf16[4, 3, 8, 8]") for t in texts)
+    assert known_profile("cpu").device == device_now("cpu")
+
+
+def test_fusion_decides_what_a_cast_is_worth():
+    """A cast between two pointwise calls is a pass through memory op by op, and a conversion inside a fused loop."""
+    from narrowcast.costs import CostModel
+    from narrowcast.costs.prices import TimePrices
+    from narrowcast.formats import bf16, fp32
+    from narrowcast.program import Operand, Step, Value
+
+    value = Value(1, "fp32", (4096, 1024), "cpu")
+    maker = Step(value, "aten.gelu.default", (Operand("self", 0),), computes=True)
+    reader = Step(Value(2, "bf16", (4096, 1024), "cpu"), "aten.gelu.default", (Operand("self", 1),), computes=True)
+    product = Step(Value(3, "bf16", (4096, 8), "cpu"), "aten.mm.default", (Operand("self", 1),), computes=True)
+    model = CostModel(known_profile("cpu"))
+    alone = TimePrices(model, fused=False).value(value, maker, [reader], (bf16, fp32))
+    fused = TimePrices(model, fused=True).value(value, maker, [reader], (bf16, fp32))
+    assert fused.casts[fp32, bf16] < 0.5 * alone.casts[fp32, bf16]
+    between = TimePrices(model, fused=True).value(value, None, [product], (bf16, fp32))
+    assert between.casts[fp32, bf16] == alone.casts[fp32, bf16]
+    assert TimePrices(model, fused=True).stores(product)
+    assert not TimePrices(model, fused=True).stores(reader)
