@@ -18,6 +18,7 @@ demo: .venv/.ready
 	$(BIN)/narrowcast explain examples/minilm.py --policy examples/policies/minilm.toml --run
 	$(BIN)/python examples/compiled.py
 	$(BIN)/python examples/scripted.py
+	$(BIN)/python examples/fastest.py
 	$(BIN)/python examples/numpy_outputs.py
 	$(BIN)/python examples/energies.py
 
@@ -41,6 +42,8 @@ bench: .venv/.models
 	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/graphs.py
 	$(BIN)/python benchmarks/scripts.py
+	$(BIN)/python benchmarks/placement.py
+	$(BIN)/python benchmarks/plot_placement.py
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
 """Graphs beside torch.compile under native autocast: casts, compile time, running time.
 
-    python benchmarks/graphs.py [--part casts|time|linear|run] [--rounds N]
+    python benchmarks/graphs.py [--part casts|inference|time|linear|run] [--rounds N]
 
 casts:  conversions between floating formats in the forward and the backward graph of each conformance model, as
         AOTAutograd's min-cut partitioner (Inductor's) leaves them. Bound: never more than torch's.
+inference: the same of one call without gradients, with bytes. Bound: never more, and fewer on at least 8 models.
 time:   reading, passes and writing as a part of compiling MiniLM with Inductor. Bound: 10 %.
 linear: the same for a graph ten times as long, up to 20,000 calls. Bound: 12 times the time.
 run:    MiniLM compiled by both, alternating.
@@ -62,6 +63,60 @@ def counting(counts: list[int]) -> Callable:
     return aot_autograd(
         fw_compiler=count(0), bw_compiler=count(1), partition_fn=min_cut_rematerialization_partition
     )  # fmt: skip
+
+
+def cast_bytes(graph: torch.fx.GraphModule) -> int:
+    """Bytes that those conversions read and write."""
+    found = 0
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in (
+            torch.ops.aten._to_copy.default,
+            torch.ops.prims.convert_element_type.default,
+        ):
+            src, dst = node.args[0].meta["val"], node.meta["val"]
+            if src.is_floating_point() and dst.is_floating_point() and src.dtype != dst.dtype:
+                found += src.numel() * (src.itemsize + dst.itemsize)
+    return found
+
+
+def inference_casts() -> dict[str, object]:
+    """Casts of one call without gradients, and their bytes: torch.compile under autocast, and goal="exact"."""
+    rows = {}
+    for loaded in (*models.REAL, *models.RANDOM):
+        torch.manual_seed(0)
+        model, args, kwargs = loaded()
+        sides: dict[str, list[int]] = {}
+        for name in ("torch", "narrowcast"):
+            torch._dynamo.reset()
+            counts = [0, 0]
+
+            def count(graph: torch.fx.GraphModule, inputs: object, counts: list[int] = counts) -> Callable:
+                counts[0] += count_casts(graph)
+                counts[1] += cast_bytes(graph)
+                return graph.forward
+
+            backend = aot_autograd(fw_compiler=count, inference_compiler=count)
+            mine = copy.deepcopy(model).eval()
+            with torch.no_grad():
+                if name == "torch":
+                    with torch.autocast("cpu", torch.bfloat16):
+                        torch.compile(mine, backend=backend)(*args, **kwargs)
+                else:
+                    nc.compile(mine, dtype=torch.bfloat16, backend=backend)(*args, **kwargs)
+            sides[name] = counts
+        theirs, ours = sides["torch"], sides["narrowcast"]
+        rows[loaded.__name__] = {
+            "casts": {name: counts[0] for name, counts in sides.items()},
+            "bytes": {name: counts[1] for name, counts in sides.items()},
+        }
+        print(
+            f"{loaded.__name__:14} casts {theirs[0]:4} {ours[0]:4}   KiB {theirs[1] >> 10:8} {ours[1] >> 10:8}",
+            flush=True,
+        )
+    pairs = [(row["casts"], row["bytes"]) for row in rows.values()]
+    never_more = all(c["narrowcast"] <= c["torch"] and b["narrowcast"] <= b["torch"] for c, b in pairs)
+    fewer = sum(c["narrowcast"] < c["torch"] or b["narrowcast"] < b["torch"] for c, b in pairs)
+    return {"rows": rows, "fewer": fewer, "of": len(rows), "within": never_more and fewer >= 8}
 
 
 def loss_of(outputs: object) -> torch.Tensor:
@@ -182,11 +237,17 @@ def running(rounds: int) -> dict[str, object]:
 def main() -> int:
     """Measure, print, write the result file; exit code 1 if a bound is passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["casts", "time", "linear", "run"])
+    parser.add_argument("--part", choices=["casts", "inference", "time", "linear", "run"])
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    parts = {"casts": casts, "time": compile_time, "linear": linear, "run": lambda: running(options.rounds)}
+    parts = {
+        "casts": casts,
+        "inference": inference_casts,
+        "time": compile_time,
+        "linear": linear,
+        "run": lambda: running(options.rounds),
+    }
     file = Path(__file__).parent / "results/graphs.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in [options.part] if options.part else list(parts):

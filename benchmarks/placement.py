@@ -3,9 +3,9 @@
     python benchmarks/placement.py [--model NAME ...] [--mode one|many|train ...] [--rounds N]
 
 Sides: eager fp32, eager native bf16, compiled fp32, compiled native bf16 and fp16, model.to(bf16) compiled (whose fp32
-input is cast in the call), and ours with goal="exact" and goal="fast". Modes: inference at batch 1, at a large batch, and a training step (forward, loss,
-backward) for models that train. Every figure is a ratio of medians taken in one process; the results file has the
-spread, the machine's facts, and for `fast` what was predicted and chosen.
+input is cast in the call), and ours with goal="exact" and goal="fast". Modes: inference at batch 1, at a large batch,
+and a training step (forward, loss, backward) for models that train. Every figure is a ratio of medians taken in one
+process; the results file has the spread, the machine's facts, and for `fast` what was predicted and chosen.
 """
 
 import argparse
@@ -332,6 +332,30 @@ def chain() -> dict[str, object]:
     return found
 
 
+def scale() -> dict[str, object]:
+    """Seconds to place programs of 20,000 and 40,000 calls, with the certificate."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests/pure"))
+    from test_place import RandomPrices
+    from test_place import chain as program_of
+
+    from narrowcast.passes.place import place_formats
+
+    found: dict[str, object] = {}
+    seconds = []
+    for calls in (20_000, 40_000):
+        program, ours = program_of(calls)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            _, placement = place_formats(program, RandomPrices(1), ours=ours)
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times))
+        found[str(calls)] = {"seconds": round(min(times), 2), "gap": placement.gap, "raised": placement.raised}
+    found["ratio"] = round(seconds[1] / seconds[0], 2)
+    found["within"] = seconds[0] < 5 and seconds[1] / seconds[0] <= 2.5
+    return found
+
+
 def summary(rows: dict[str, dict]) -> dict[str, object]:
     """The figures that must hold, over all models and modes."""
     over_best, native, exact, predicted = [], [], [], []
@@ -356,10 +380,13 @@ def summary(rows: dict[str, dict]) -> dict[str, object]:
     }
 
 
+PARTS: dict[str, Callable[[], dict[str, object]]] = {"chain": chain, "scale": scale}
+
+
 def main() -> int:
     """Measure each model in a process of its own, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", default=[*MODELS, "chain"])
+    parser.add_argument("--model", nargs="*", default=[*PARTS, *MODELS])
     parser.add_argument("--mode", nargs="*", default=["one", "many", "train"])
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--into", help=argparse.SUPPRESS)
@@ -367,12 +394,12 @@ def main() -> int:
     if options.into:
         warnings.simplefilter("ignore")
         name, mode = options.model[0], options.mode[0]
-        row = chain() if name == "chain" else measure(name, mode, options.rounds)
+        row = PARTS[name]() if name in PARTS else measure(name, mode, options.rounds)
         Path(options.into).write_text(json.dumps(row), encoding="utf-8")
         return 0
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
     for name in options.model:
-        for mode in ["one"] if name == "chain" or name in ONE_ONLY else options.mode:
+        for mode in ["one"] if name in PARTS or name in ONE_ONLY else options.mode:
             if mode == "train" and name not in TRAINS:
                 continue
             with tempfile.TemporaryDirectory() as folder:
@@ -380,7 +407,10 @@ def main() -> int:
                 command = [sys.executable, __file__, "--model", name, "--mode", mode, "--rounds", str(options.rounds)]
                 ran = subprocess.run([*command, "--into", str(into)], check=False)
                 row = json.loads(into.read_text()) if into.exists() else {"failed": {"process": ran.returncode}}
-            (results if name == "chain" else results["rows"])["chain" if name == "chain" else f"{name}, {mode}"] = row
+            if name in PARTS:
+                results[name] = row
+            else:
+                results["rows"][f"{name}, {mode}"] = row
             print(name, mode, row.get("ratios") or row, flush=True)
             results["summary"], results["machine"] = summary(results["rows"]), facts()
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -90,7 +90,7 @@ def _placed(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any, goal: 
 
 
 def _rules(placement: Placement) -> list[Rule]:
-    """Rules for the ops of modules whose calls, and those of the modules inside, all run higher than the policy asks."""
+    """Rules for the ops of modules whose calls, and those of modules inside, all run higher than the policy asks."""
     calls: dict[tuple[str, str], bool] = {}
     for call in placement.calls:
         op, path = ".".join(call.op.split(".")[:2]), call.place.module_path.split(".")

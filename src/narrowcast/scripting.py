@@ -63,7 +63,9 @@ def script(
     """
     wanted = as_goal(goal, verify, profile=profile)
     if wanted.places:
-        around_it = dict(dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled)
+        around_it = {
+            "dtype": dtype, "device_type": device_type, "enabled": enabled, "cache_enabled": cache_enabled,
+        }  # fmt: skip
         return _placed_script(target, wanted, example_inputs, policy, around_it)
     if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return convert(

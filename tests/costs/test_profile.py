@@ -73,7 +73,7 @@ def test_two_writers_lose_nothing(folder):
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_profile_is_set_aside(folder, text):
-    """An error where it was asked for by name; a warning and a new start where it is the device's own. Nothing is lost."""
+    """An error where it was asked for by name; a warning and a new start where it is the device's own."""
     path = profile_path(H200)
     path.parent.mkdir(parents=True)
     path.write_text(text)

@@ -124,7 +124,7 @@ def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
     model, x = net()
     model.eval()
     with torch.no_grad():
-        made, first, (graph,) = placed(model, x, goal="fast")
+        _, first, (graph,) = placed(model, x, goal="fast")
         timed = {c.name: c.measured_ns for c in graph.candidates if c.measured_ns}
         assert {"placed"} <= set(timed) <= {"placed", "policy", "high"}
         assert timed[graph.chosen] <= 1.05 * min(timed.values())
@@ -153,7 +153,7 @@ def test_timing_leaves_no_trace():
         eager(x)
         state = torch.get_rng_state()
     torch.manual_seed(1)
-    made, results, graphs = placed(model, x, goal="fast")
+    _, results, graphs = placed(model, x, goal="fast")
     assert any(len([c for c in g.candidates if c.measured_ns]) > 1 for g in graphs)
     assert calls == []
     assert all(p.grad is None for p in model.parameters())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
 from narrowcast.fx.read import Ambient, Flags, Reading, read_graph
 from narrowcast.fx.write import write_graph
 from narrowcast.passes import Outcome, Pass, run_passes
+from narrowcast.passes.collector import collector_paused
 from narrowcast.torch_bridge import find_op, op_id, overload_with_dtype
 
 
@@ -29,7 +28,7 @@ def edit_graph(
     """Change a graph in place; linear in its size. assigns: decide first. lowered: as for
     `write_graph`, the rest as for `read_graph`.
     """
-    with _collector_paused():
+    with collector_paused():
         reading = read_graph(graph, name, ambient, flags, grad_mode, joint)
         outcome, _ = write_passes(reading, passes, assigns, lowered)
     return reading, outcome
@@ -39,7 +38,7 @@ def write_passes(
     reading: Reading, passes: tuple[Pass, ...], assigns: bool = True, lowered: bool = False
 ) -> tuple[Outcome, dict[int, Node]]:
     """Run passes on what was read and write the outcome into its graph; with the nodes of its steps."""
-    with _collector_paused():
+    with collector_paused():
         outcome = run_passes(reading.program, passes, reading.policies if assigns else None, with_dtype)
         return outcome, write_graph(reading, outcome.program, lowered)
 
@@ -49,15 +48,3 @@ def with_dtype(identity: str) -> str:
     op = find_op(identity)
     other = overload_with_dtype(op) if op is not None else None
     return op_id(other) if other is not None else identity
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's collector looks at all objects again and again while many are made that stay: no longer linear."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

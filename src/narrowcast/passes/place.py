@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from narrowcast.energy import Energy, Optimum, minimise
 from narrowcast.formats import Format
+from narrowcast.passes.collector import collector_paused
 from narrowcast.passes.find_choices import EXACT, FREE, Question, Read, find_choices
 from narrowcast.passes.prices import CastBytes, Prices
 from narrowcast.policy import Place
@@ -91,6 +92,13 @@ def place_formats(
     ours: ids of the casts that may be placed anew; None for all. choose: another choice than the optimum (all high, as
     the policy says), for comparison.
     """
+    with collector_paused():
+        return _place(program, prices, mode, ours, choose, after_autograd)
+
+
+def _place(
+    program: Program, prices: Prices, mode: str, ours: Set[int] | None, choose: Chooser, after_autograd: bool
+) -> tuple[list[Edit], Placement]:
     question = find_choices(program, prices, mode, ours, after_autograd)
     energy = question.energy
     optimum = choose(question)

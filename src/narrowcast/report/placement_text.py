@@ -23,8 +23,11 @@ def placement_parts(graphs: tuple[CompiledGraph, ...], every: bool = False) -> l
 
 def _candidates(graph: CompiledGraph) -> RenderableType:
     kept = "the one kept" + (", chosen earlier" if graph.from_disk else "")
-    made = table(f"graph {graph.number}, goal {graph.goal}: candidates ({kept}: {graph.chosen})", "candidate", ">casts",
-                 ">predicted ms", ">measured ms", ">spread", ">predicted/measured", ">measured call by call")  # fmt: skip
+    title = f"graph {graph.number}, goal {graph.goal}: candidates ({kept}: {graph.chosen})"
+    made = table(
+        title, "candidate", ">casts", ">predicted ms", ">measured ms", ">spread", ">predicted/measured",
+        ">measured call by call",
+    )  # fmt: skip
     for c in graph.candidates:
         made.add_row(c.name, str(c.casts), f"{c.predicted_ns / 1e6:.3f}", *_measured(c), f"{c.sure * 100:.0f} %")
     return made

@@ -1,0 +1,88 @@
+"""`narrowcast profile` and goals in `narrowcast explain`, as a user runs them."""
+
+import pytest
+
+from narrowcast.cli import main
+from narrowcast.costs import Device, Profile, Sample
+
+SUBJECT = """
+import torch
+import narrowcast as nc
+
+def subject():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    return nc.Subject(model.eval(), (torch.ones(2, 8),), name="tiny")
+"""
+
+
+def call(*arguments):
+    """Run the command; its exit code."""
+    with pytest.raises(SystemExit) as done:
+        main([str(a) for a in arguments])
+    return done.value.code
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_device_is_measured_shown_plotted_and_compared(folder, capsys):
+    """Measure for two seconds, show tables and a plot, compare with a file of one's own, say where it is kept."""
+    shipped = folder / "mine.json"
+    assert call("profile", "--seconds", "2") == 0
+    assert "calls measured" in capsys.readouterr().out
+    assert call("profile", "--seconds", "2", "--output", shipped) == 0
+    capsys.readouterr()
+    assert call("profile", "show", "--plot", folder / "costs.png") == 0
+    out = capsys.readouterr().out
+    for words in ("low over fp32", "bf16/fp32", "copy:", "plot written"):
+        assert words in out, words
+    assert (folder / "costs.png").read_bytes().startswith(b"\x89PNG")
+    assert call("profile", "show", shipped, "--all") == 0
+    capsys.readouterr()
+    assert call("profile", "compare", shipped) == 0
+    assert "time of B over A" in capsys.readouterr().out
+    assert call("profile", "path") == 0
+    assert str(folder / "cache") in capsys.readouterr().out.replace("\n", "")
+
+
+def test_what_cannot_be_done_is_said(folder, capsys):
+    """No profile yet, no such device, no time, no folder for the plot, files that are none, nothing in common."""
+    assert call("profile", "show") == 2
+    assert "narrowcast profile" in capsys.readouterr().err
+    for wrong in (("--device", "tpu"), ("--seconds", "0")):
+        assert call("profile", *wrong) == 2
+        assert "ProfileError" in capsys.readouterr().err
+    (folder / "broken.json").write_text("{")
+    assert call("profile", "show", folder / "broken.json") == 2
+    assert "broken.json" in capsys.readouterr().err
+    sample = Sample("gemm", "fp32", False, 1.0, 1.0, 1, 5.0, 4.0, 6.0, 3)
+    device = Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0")
+    paths = [Profile(device, {key: sample}).write(folder / f"{key}.json") for key in ("a", "b")]
+    assert call("profile", "compare", *paths) == 2
+    assert "no call in common" in capsys.readouterr().err
+    assert call("profile", "show", paths[0], "--plot", folder / "missing" / "x.png") == 2
+    assert "folder does not exist" in capsys.readouterr().err
+    assert call("profile", "--output", folder / "a.json", "--seconds", "1") == 2
+    assert "NVIDIA H200" in capsys.readouterr().err
+
+
+def test_explain_takes_a_goal(folder, capsys):
+    """What each call may be and costs; a profile of another device plans, and is refused for verification."""
+    file = folder / "tiny.py"
+    file.write_text(SUBJECT)
+    arguments = ("explain", file, "--dtype", "bf16", "--front-end", "export", "--goal", "fast", "--backend", "eager")
+    assert call(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "goal fast: candidates" in out
+    assert "calls that could choose" in out
+    sample = Sample("gemm", "fp32", False, 1.0, 1.0, 1, 5.0, 4.0, 6.0, 3)
+    path = Profile(Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0"), {"a": sample}).write(folder / "h200.json")
+    assert call(*arguments, "--profile", path) == 2
+    assert "verify=False" in capsys.readouterr().err
+    assert call(*arguments, "--profile", path, "--no-verify") == 0
+    assert "not timed" in capsys.readouterr().out
+    assert call("explain", file, "--goal", "fast") == 2
+    assert "GoalError" in capsys.readouterr().err
