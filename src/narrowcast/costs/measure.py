@@ -30,6 +30,8 @@ LEAST_NS = 60_000
 """A round repeats short calls for at least this long."""
 ENOUGH_NS = 250_000_000
 """A call is not measured again once all its rounds together took this long."""
+UNSURE = 0.3
+"""A spread above which a call is measured longer, and again by the next process: something else ran on the machine."""
 STREAM_BYTES = 192 * 2**20
 LARGEST_BYTES = 2 * 2**30
 """What needs more memory than this is not measured, but interpolated."""
@@ -113,11 +115,26 @@ def measure(
     start = time.perf_counter()
     found = 0
     for group in calls:
-        missing = [m for m in group if m.signature.text not in profile.samples]
+        missing = [m for m in group if _is_missing(profile, m.signature.text)]
         if missing and time.perf_counter() - start < seconds:
             found += _measure_group(profile, missing, rounds)
         progress()
     return found
+
+
+def _is_missing(profile: Profile, text: str) -> bool:
+    """Whether a call was not measured yet, or only while the machine was too busy: then once more per process."""
+    sample = profile.samples.get(text)
+    if sample is None:
+        return True
+    key = (profile.device, text)
+    if sample.spread < UNSURE or key in _again:
+        return False
+    _again.add(key)
+    return True
+
+
+_again: set[tuple[Device, str]] = set()
 
 
 def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -> int:
@@ -132,7 +149,10 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
                 prepared.append((call, runs))
             except Exception:  # a call that the device does not know in this format has no time
                 continue
-        times = _alternate([runs for _, runs in prepared], rounds)
+        sides = [runs for _, runs in prepared]
+        times = _alternate(sides, rounds)
+        if any(as_sample(call.signature, t).spread > UNSURE for (call, _), t in zip(prepared, times, strict=True)):
+            times = [a + b for a, b in zip(times, _alternate(sides, rounds), strict=True)]
     for (call, _), measured in zip(prepared, times, strict=True):
         profile.samples[call.signature.text] = as_sample(call.signature, measured)
     return len(prepared)
@@ -143,13 +163,19 @@ def _accelerators() -> list[int]:
 
 
 def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
-    """The median with quartiles."""
+    """The median with quartiles; of the faster half, where rounds are far apart: what else runs only adds."""
     ordered = sorted(times_ns)
+    lower, upper = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+    if upper - lower > 2 * UNSURE * statistics.median(ordered):
+        return _sample(signature, ordered[: (len(ordered) + 1) // 2], lower, upper)
+    return _sample(signature, ordered, lower, upper)
+
+
+def _sample(signature: Signature, ordered: Sequence[float], lower: float, upper: float) -> Sample:
     work = signature.work
     return Sample(
         signature.family or signature.op, signature.format.name, signature.backward, work.flops, work.moved_bytes,
-        work.elements, max(statistics.median(ordered), 1.0), ordered[len(ordered) // 4],
-        ordered[-1 - len(ordered) // 4], len(ordered),
+        work.elements, max(statistics.median(ordered), 1.0), lower, upper, len(ordered),
     )  # fmt: skip
 
 

@@ -111,9 +111,19 @@ def compile_placed(
         own = reports[candidate.name] = CompiledGraph(report.number, report.place)
         explicit = Explicit(candidate.graph, placed.explicit.reading, candidate.outcome, 0.0)
         compiled: Compiled = candidate.graph.forward
-        if candidate.is_compiled:
-            with around(explicit, own):
-                compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
+        try:
+            if candidate.is_compiled:
+                with around(explicit, own):
+                    compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
+        except Exception as error:
+            if candidate is left[-1] and not sides:
+                raise
+            warnings.warn(
+                f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised "
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                stacklevel=2,
+            )
+            continue
         sides.append(Side(candidate.name, with_weights(compiled, candidate.resting), candidate.predicted_ns))
     report.candidates_seconds = time.perf_counter() - start
 
