@@ -47,7 +47,11 @@ def as_goal(
         raise GoalError(
             f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}."
         )
-    if memory_limit_bytes is not None and (kind != FAST or memory_limit_bytes <= 0):
+    for name, value, wanted in (("verify", verify, bool), ("profile", profile, str)):
+        if not isinstance(value, wanted):
+            raise GoalError(f"{name}={value!r}", f"a {type(value).__name__}", advice=f"Give a {wanted.__name__}.")
+    is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
+    if memory_limit_bytes is not None and (kind != FAST or not is_count or memory_limit_bytes <= 0):
         raise GoalError(
             asked=f"memory_limit_bytes={memory_limit_bytes} with goal={kind!r}",
             found="a limit is a positive number of bytes, and goes with goal='fast'",

@@ -6,6 +6,7 @@ become rules about ops in modules; scripts are made under these, and timed.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -48,23 +49,30 @@ def policies_for(
 
 
 def choose_script(
-    make: Callable[[Policy], Run], policies: dict[str, Policy], inputs: tuple[Any, ...], verify: bool
-) -> tuple[Run, Choice]:
-    """The fastest script, without gradients; without `verify` the first. Those that give other formats are left out."""
+    make: Callable[[Policy, torch.nn.Module], Any],
+    model: torch.nn.Module,
+    policies: dict[str, Policy],
+    inputs: tuple[Any, ...],
+    verify: bool,
+) -> tuple[Any, Choice]:
+    """The fastest script, without gradients; without `verify` the first. Those that give other formats are left out.
+
+    make: scripts a module under a policy. What runs here are scripts of copies.
+    """
     sides: list[Side] = []
     wanted: list[Any] | None = None
-    made = {name: make(policy) for name, policy in policies.items()}
-    with torch.no_grad():
-        for name in (POLICY, *(n for n in made if n != POLICY)):
-            dtypes = [t.dtype for t in tensors_in(made[name](*inputs))]
+    with torch.no_grad(), torch.random.fork_rng():
+        for name in (POLICY, *(n for n in policies if n != POLICY)):
+            made = make(policies[name], copy.deepcopy(model))
+            dtypes = [t.dtype for t in tensors_in(made(*copy.deepcopy(inputs)))]
             wanted = dtypes if wanted is None else wanted
             if dtypes == wanted:
-                sides.append(Side(name, made[name], 0.0))
-        ordered = sorted(sides, key=lambda side: list(policies).index(side.name))
-        if not verify or len(ordered) == 1:
-            return ordered[0].run, Choice(ordered[0].name, {}, {}, 0, 0.0)
-        choice = time_sides(ordered, inputs, frozenset())
-    return made[choice.chosen], choice
+                sides.append(Side(name, made, 0.0))
+        sides.sort(key=lambda side: list(policies).index(side.name))
+        choice = Choice(sides[0].name, {}, {}, 0, 0.0)
+        if verify and len(sides) > 1:
+            choice = time_sides(sides, copy.deepcopy(inputs), frozenset(range(len(inputs))))
+    return make(policies[choice.chosen], model), choice
 
 
 def _placed(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any, goal: Goal) -> Placement | None:
@@ -104,8 +112,8 @@ def _rules(placement: Placement) -> list[Rule]:
 
 def _result_rules(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any) -> list[Rule]:
     """Rules that give the model's results the formats that they have under its policy."""
-    with region, torch.no_grad():
-        results = model(*inputs)
+    with region, torch.no_grad(), torch.random.fork_rng():
+        results = copy.deepcopy(model)(*copy.deepcopy(inputs))
     parts = {"": results} if isinstance(results, torch.Tensor) else {}
     if isinstance(results, (tuple, list)):
         parts = {f".{n}": part for n, part in enumerate(results) if isinstance(part, torch.Tensor)}

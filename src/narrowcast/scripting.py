@@ -96,8 +96,9 @@ def _placed_script(
     device_type = around_it["device_type"] or _device_of(target, inputs)
     region = autocast(device_type, around_it["dtype"], around_it["enabled"], around_it["cache_enabled"], policy=policy)
     policies = policies_for(target, inputs, as_policy(policy), region, device_type, goal)
-    made: Any
-    made, choice = choose_script(lambda p: script(target, policy=p, **around_it), policies, inputs, goal.verify)
+    made, choice = choose_script(
+        lambda chosen, module: script(module, policy=chosen, **around_it), target, policies, inputs, goal.verify
+    )
     made.narrowcast_chosen = choice.chosen
     return made
 

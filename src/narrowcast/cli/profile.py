@@ -33,12 +33,10 @@ def measure_command(
     """Measure this device: every family of ops in every format, over sizes, forward and backward."""
     if context.invoked_subcommand is not None:
         return
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ProfileError(
-            asked=f"measuring device type {device!r}", found="torch has no such device here",
-            advice="Measure on a machine that has it, and ship the file: narrowcast profile --output FILE.",
-        )  # fmt: skip
-    if seconds <= 0:
+    _check_here(device)
+    if output is not None and not output.parent.is_dir():
+        raise ProfileError(f"--output {output}", "its folder does not exist", advice="Make it, or name another.")
+    if not seconds > 0:
         raise ProfileError(f"--seconds {seconds}", "that is no time to measure in", advice="Give 50, for example.")
     here = device_now(device)
     profile = Profile(here) if again else load_profile(here)
@@ -69,8 +67,9 @@ def show(
     profile = _profile(file, device)
     print_all(terminal(), profile_parts(profile, every))
     if plot is not None:
-        if not plot.parent.is_dir():
-            raise ProfileError(f"--plot {plot}", "its folder does not exist", advice="Make it, or name another.")
+        if not plot.parent.is_dir() or plot.is_dir() or not plot.suffix:
+            found = "its folder does not exist" if not plot.parent.is_dir() else "that names no file with an ending"
+            raise ProfileError(f"--plot {plot}", found, advice="Name a file in a folder that is there: costs.png.")
         plot_profile(profile, plot)
         typer.echo(f"plot written to {plot}")
 
@@ -87,12 +86,22 @@ def compare(
 @profile_app.command()
 def path(device: DeviceType = "cpu") -> None:
     """Where this device's profile is kept."""
+    _check_here(device)
     typer.echo(profile_path(device_now(device)))
+
+
+def _check_here(device: str) -> None:
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ProfileError(
+            asked=f"the profile of device type {device!r}", found="torch has no such device here",
+            advice="Measure on a machine that has it, and ship the file: narrowcast profile --output FILE.",
+        )  # fmt: skip
 
 
 def _profile(file: Path | None, device: str) -> Profile:
     if file is not None:
         return Profile.read(file)
+    _check_here(device)
     found = load_profile(device_now(device))
     if not found.samples:
         raise ProfileError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -140,7 +141,10 @@ _again: set[tuple[Device, str]] = set()
 def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -> int:
     prepared: list[tuple[Measurable, list[Call]]] = []
     # whoever asks may be tracing, on fake tensors
-    with _disable_current_modes(), torch.random.fork_rng(devices=_accelerators()), torch._C._DisableAutocast():
+    with (
+        _disable_current_modes(), torch.random.fork_rng(devices=_accelerators()), torch._C._DisableAutocast(),
+        own_saved_tensors(),
+    ):  # fmt: skip
         for call in group:
             try:
                 runs = _prepare(call)
@@ -205,6 +209,15 @@ def _time(runs: Sequence[Call], repeats: int) -> float:
         runs[number % len(runs)]()
     synchronize()
     return float(time.perf_counter_ns() - start)
+
+
+def own_saved_tensors() -> Any:
+    """While it is open, whoever saves tensors in ways of their own (a checkpoint around a call) does not see ours."""
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
 
 
 def synchronize() -> None:

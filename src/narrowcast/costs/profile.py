@@ -87,6 +87,8 @@ class Profile:
         """The profile in a text. ProfileError if it is none."""
         try:
             data = json.loads(text)
+            if not isinstance(data, dict):
+                raise _unreadable(file, f"it holds a {type(data).__name__}")
             if data.get("schema") != SCHEMA:
                 raise _unreadable(file, f"its schema is {data.get('schema')!r}, not {SCHEMA!r}")
             device = dict(data["device"])

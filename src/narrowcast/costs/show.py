@@ -132,4 +132,9 @@ def plot_profile(profile: Profile, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=6)
     figure.suptitle(str(profile.device))
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except (ValueError, OSError) as error:
+        raise ProfileError(
+            asked=f"a plot in {path}", found=str(error), advice="Name a file that ends in .png, .svg or .pdf.",
+        ) from error  # fmt: skip

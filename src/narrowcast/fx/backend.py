@@ -71,10 +71,10 @@ class GraphBackend:
         resting = Resting(())
         try:
             if self.goal.places:
-                placed = self._place(graph, report)
+                placed = self._place(graph, inputs, report)
                 explicit = placed.explicit
             else:
-                explicit, resting = self._explicit(graph, report)
+                explicit, resting = self._explicit(graph, inputs, report)
         except NarrowcastError as error:
             if not _is_internal(error):
                 raise
@@ -113,14 +113,14 @@ class GraphBackend:
             compiled = self.inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
-    def _place(self, graph: GraphModule, report: CompiledGraph) -> Placed:
+    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> Placed:
         """The candidates of the graph."""
         values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
         fused = isinstance(self.inner, torch._TorchCompileInductorWrapper)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
         with _fake_mode(graph):
             placed = place_graph(
-                graph, values, self.goal, fused, repr(self.inner.__dict__), weight_positions(graph), uncompiled
+                graph, values, self.goal, fused, repr(self.inner.__dict__), weight_positions(graph, inputs), uncompiled
             )
         report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
         report.boundaries = placed.explicit.reading.boundaries
@@ -139,7 +139,7 @@ class GraphBackend:
         compiled = compile_placed(placed, inputs, self.inner, around, report)
         return compiled, states[0] if states else ()
 
-    def _explicit(self, graph: GraphModule, report: CompiledGraph) -> tuple[Explicit, Resting]:
+    def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Resting]:
         placeholders = graph.graph.find_nodes(op="placeholder")
         values = [_example(node) for node in placeholders]
         resting = Resting(())
@@ -147,7 +147,7 @@ class GraphBackend:
             explicit = make_explicit(graph, values)
             if self.goal.weights != CAST:
                 resting = rest_weights(
-                    explicit.graph, explicit.outcome.program, explicit.nodes, weight_positions(graph),
+                    explicit.graph, explicit.outcome.program, explicit.nodes, weight_positions(graph, inputs),
                     self.goal.weights == WORKING,
                 )  # fmt: skip
             start = time.perf_counter()

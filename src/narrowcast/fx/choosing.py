@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice
-from narrowcast.costs.measure import synchronize
+from narrowcast.costs.measure import own_saved_tensors, synchronize
 
 Compiled = Callable[..., Any]
 ROUNDS, SECONDS = 60, 2.0
@@ -53,16 +53,30 @@ class Choosing:
 
     def __call__(self, *args: Any) -> Any:
         """The graph's results."""
-        if self.chosen is None and torch._C._len_torch_dispatch_stack():
-            return self.sides[0].run(*args)  # recorded, or on fake tensors: no time that would say anything
         if self.chosen is None:
+            if torch._C._len_torch_dispatch_stack() or _timing.on:
+                return self.sides[0].run(*args)  # recorded, on fake tensors, or a recomputation: no time that says much
             with self.lock:
                 if self.chosen is None:
-                    choice = time_sides(self.sides, args, self.written)
-                    self.chosen = next(side.run for side in self.sides if side.name == choice.chosen)
-                    self.found(choice)
-                    self.sides = []
-        return self.chosen(*args)
+                    self._choose(args)
+        return self.chosen(*args)  # type: ignore[misc]
+
+    def _choose(self, args: Sequence[Any]) -> None:
+        _timing.on = True
+        try:
+            choice = time_sides(self.sides, args, self.written)
+        finally:
+            _timing.on = False
+        self.chosen = next(side.run for side in self.sides if side.name == choice.chosen)
+        self.found(choice)
+        self.sides = []
+
+
+class _Timing(threading.local):
+    on = False
+
+
+_timing = _Timing()
 
 
 def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[int]) -> Choice:
@@ -70,9 +84,18 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
     start = time.perf_counter()
     trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     devices = sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        own = {side.name: [_own(a, n in written, trains) for n, a in enumerate(args)] for side in sides}
-        sides = _usable(sides, own, trains)
+    own = {side.name: [_own(a, n in written, trains) for n, a in enumerate(args)] for side in sides}
+
+    def run(side: Side) -> float:
+        with torch.no_grad():  # each run begins with what the call was given
+            for n in written:
+                if isinstance(args[n], torch.Tensor):
+                    own[side.name][n].copy_(args[n])
+        return _run(side.run, own[side.name], trains)
+
+    # whoever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
+    with torch.random.fork_rng(devices=devices), own_saved_tensors():
+        sides = _usable(sides, run)
         times: dict[str, list[float]] = {side.name: [] for side in sides}
         began = time.perf_counter()
         shuffled = random.Random(0)
@@ -80,7 +103,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
             if number >= LEAST_ROUNDS and time.perf_counter() - began > SECONDS:
                 break
             for side in shuffled.sample(list(sides), len(sides)):
-                times[side.name].append(_run(side.run, own[side.name], trains))
+                times[side.name].append(run(side))
     medians = {name: statistics.median(found) for name, found in times.items()}
     chosen = sides[0].name
     for side in sides[1:]:
@@ -94,14 +117,14 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
     )  # fmt: skip
 
 
-def _usable(sides: Sequence[Side], own: dict[str, list[Any]], trains: bool) -> list[Side]:
+def _usable(sides: Sequence[Side], run: Callable[[Side], float]) -> list[Side]:
     """The sides that run, warm and with their backwards compiled. What all of them raise is the model's error."""
     found: list[Side] = []
     failed: Exception | None = None
     for side in sides:
         try:
             for _ in range(2):
-                _run(side.run, own[side.name], trains)
+                run(side)
             found.append(side)
         except Exception as error:
             failed = error
@@ -130,7 +153,7 @@ def _own(value: Any, copied: bool, trains: bool) -> Any:
         return value
     with torch.no_grad():
         made = value.detach().clone() if copied else value.detach()
-    return made.requires_grad_(value.requires_grad)
+    return made.requires_grad_(value.requires_grad and trains)
 
 
 def _flat(results: Any) -> list[Any]:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from narrowcast.costs.measure import own_saved_tensors
 from narrowcast.fx.capture import capture
 from narrowcast.fx.edit import write_passes
 from narrowcast.fx.read import Ambient, Reading, read_graph
-from narrowcast.passes import BEFORE_AUTOGRAD, Outcome
+from narrowcast.passes import Outcome, before_autograd
 
 _ASSERT = torch.ops.aten._assert_tensor_metadata.default
 
@@ -40,7 +41,8 @@ def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = Tru
     devices = tuple(dict.fromkeys(v.device.type for v in _values(graph, inputs)))
     ambient, grad_mode = Ambient.now(devices), torch.is_grad_enabled()
     start = time.perf_counter()
-    captured = capture(graph, inputs, ambient.outside)
+    with own_saved_tensors():  # a checkpoint around the call is not to count what the capture saves
+        captured = capture(graph, inputs, ambient.outside)
     seconds = time.perf_counter() - start
     for node in () if asserts else captured.graph.graph.find_nodes(op="call_function", target=_ASSERT):
         captured.graph.graph.erase_node(node)
@@ -53,8 +55,30 @@ def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
     Must be called with the regions open that the graph is to run in.
     """
     reading, capture_seconds = read_explicit(graph, inputs)
-    outcome, nodes = write_passes(reading, BEFORE_AUTOGRAD)
+    outcome, nodes = write_passes(reading, before_autograd(_dense(reading)))
     return Explicit(reading.modules[0], reading, outcome, capture_seconds, nodes)
+
+
+def _dense(reading: Reading) -> set[int]:
+    """The values whose casts have their strides: without gaps and overlaps, sizes known."""
+    found = set()
+    for number, node in reading.nodes.items():
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            sizes = (*value.shape, *value.stride())
+            if all(isinstance(size, int) for size in sizes) and _is_dense(value):
+                found.add(number)
+    return found
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _values(graph: GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:

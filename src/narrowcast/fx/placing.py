@@ -137,8 +137,10 @@ def compile_placed(
 
 
 def choose_now(placed: Placed, compiled: Callable[[Candidate], Compiled]) -> Choice:
-    """The choice among candidates that run without inputs of their own."""
+    """The choice among candidates that take no inputs here; untimed if they write to what they were given."""
     choice, left = worth_timing(placed)
+    if _written(placed.explicit.reading.program):  # each run would change what the caller gave, and the weights
+        left = left[:1]
     if len(left) == 1:
         return choice or Choice(left[0].name, {}, {}, 0, 0.0)
     return time_sides([Side(c.name, compiled(c), c.predicted_ns) for c in left], (), frozenset())

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from narrowcast.formats import parse_format
@@ -47,14 +48,30 @@ def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     return [*inputs, *(node.meta["val"] for node in more)]
 
 
-def weight_positions(graph: GraphModule) -> frozenset[int]:
-    """Which inputs of a Dynamo graph are parameters, or buffers, of modules."""
-    return frozenset(
+def weight_positions(graph: GraphModule, inputs: Sequence[Any] = ()) -> frozenset[int]:
+    """Which inputs of a Dynamo graph are parameters, or buffers, of modules.
+
+    inputs: the real ones; a weight that shares memory with another of them may be written to through that, and is none.
+    """
+    memory = [_memory(value) for value in inputs]
+    shared = {n for n, where in enumerate(memory) if where is not None and memory.count(where) > 1}
+    found = frozenset(
         n
         for n, node in enumerate(graph.graph.find_nodes(op="placeholder"))
         if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
         or isinstance(node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter)
     )
+    return found - shared
+
+
+def _memory(value: Any) -> int | None:
+    """Where a tensor's storage begins; None if it has none."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return None
+    try:
+        return value.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def rest_weights(

@@ -4,11 +4,20 @@ from narrowcast.passes.assign import assign_casts, call_of
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
 from narrowcast.passes.hoist import COMPOSITE, hoist_casts
-from narrowcast.passes.pipeline import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, CLEAN_UP, Outcome, Pass, run_passes
+from narrowcast.passes.pipeline import (
+    AFTER_AUTOGRAD,
+    BEFORE_AUTOGRAD,
+    CLEAN_UP,
+    Outcome,
+    Pass,
+    before_autograd,
+    run_passes,
+)
 from narrowcast.passes.place import move_casts, place_formats
 from narrowcast.passes.share import share_casts
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "CLEAN_UP", "COMPOSITE", "Outcome", "Pass", "assign_casts", "call_of",
+    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "CLEAN_UP", "COMPOSITE", "Outcome", "Pass", "assign_casts", "before_autograd",
+    "call_of",
     "drop_casts", "fold_casts", "hoist_casts", "move_casts", "place_formats", "run_passes", "share_casts",
 ]  # fmt: skip

@@ -56,23 +56,34 @@ class Question:
 
 
 def find_choices(
-    program: Program, prices: Prices, mode: str, ours: Set[int] | None = None, after_autograd: bool = False
+    program: Program,
+    prices: Prices,
+    mode: str,
+    ours: Set[int] | None = None,
+    after_autograd: bool = False,
+    dense: Set[int] | None = None,
 ) -> Question:
     """The energy of placing a program whose casts are explicit.
 
     mode: `exact`, in which calls keep their formats and casts move where every bit is kept (before autograd only where
     no gradient flows); `free`, in which calls may also run higher. ours: ids of the casts that may be placed anew; None
-    for all of them.
+    for all of them. dense: in the mode `exact`, the values past which casts may move (None: all).
     """
-    return _Finder(program, prices, mode, ours, after_autograd).run()
+    return _Finder(program, prices, mode, ours, after_autograd, dense).run()
 
 
 class _Finder:
     def __init__(
-        self, program: Program, prices: Prices, mode: str, ours: Set[int] | None, after_autograd: bool
+        self,
+        program: Program,
+        prices: Prices,
+        mode: str,
+        ours: Set[int] | None,
+        after_autograd: bool,
+        dense: Set[int] | None,
     ) -> None:
         self.program, self.prices, self.mode = program, prices, mode
-        self.after_autograd = after_autograd
+        self.after_autograd, self.dense = after_autograd, dense
         self.values, self.steps = program.values, program.steps
         self.often: dict[int, int] = {}  # how often each step runs
         self.home: dict[int, Block] = {}
@@ -186,6 +197,8 @@ class _Finder:
         lows = {f for f in came if f is not fp32}
         alike = len({*came, *results}) == 1
         if self.mode == EXACT and (not self.after_autograd and any(v.gradient for v in (*inputs, step.value))):
+            return ()
+        if self.dense is not None and any(v.id not in self.dense for v in (*inputs, *self._results(step))):
             return ()
         if kind.commutes and alike and not kind.in_place and results:
             own = came[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from narrowcast.formats import FORMATS
@@ -43,19 +43,22 @@ Pass = Callable[[Program], list[Edit]]
 CLEAN_UP: tuple[Pass, ...] = (share_casts, fold_casts, drop_casts)
 """What any placement of casts leaves to do, while gradients are still to be derived from the program."""
 
-BEFORE_AUTOGRAD: tuple[Pass, ...] = (*CLEAN_UP, move_casts, share_casts, drop_casts)
+BEFORE_AUTOGRAD: tuple[Pass, ...] = CLEAN_UP
 """While gradients are still to be derived from the program: nothing that changes how they add up."""
+
+
+def before_autograd(dense: Set[int]) -> tuple[Pass, ...]:
+    """The same, with casts moved. dense: values that a cast gives with the strides that they have."""
+    return (*CLEAN_UP, lambda program: move_casts(program, dense=dense), share_casts, drop_casts)
+
 
 AFTER_AUTOGRAD: tuple[Pass, ...] = (
     lambda program: share_casts(program, after_autograd=True),
     lambda program: fold_casts(program, after_autograd=True),
     lambda program: drop_casts(program, after_autograd=True),
     lambda program: share_casts(program, after_autograd=True),
-    lambda program: move_casts(program, after_autograd=True),
-    lambda program: share_casts(program, after_autograd=True),
-    lambda program: drop_casts(program, after_autograd=True),
 )
-"""Forward and backward are both there: whatever keeps every value. Folding and moving make casts equal."""
+"""Forward and backward are both there: whatever keeps every value. Folding makes casts equal: so share twice."""
 
 
 @dataclass(frozen=True, slots=True)

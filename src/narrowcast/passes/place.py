@@ -86,6 +86,7 @@ def place_formats(
     ours: Set[int] | None = None,
     choose: Chooser = lambda question: minimise(question.energy),
     after_autograd: bool = False,
+    dense: Set[int] | None = None,
 ) -> tuple[list[Edit], Placement]:
     """The edits that place a program whose casts are explicit, and the placement.
 
@@ -93,13 +94,11 @@ def place_formats(
     the policy says), for comparison.
     """
     with collector_paused():
-        return _place(program, prices, mode, ours, choose, after_autograd)
+        question = find_choices(program, prices, mode, ours, after_autograd, dense)
+        return _answer(question, prices, mode, choose)
 
 
-def _place(
-    program: Program, prices: Prices, mode: str, ours: Set[int] | None, choose: Chooser, after_autograd: bool
-) -> tuple[list[Edit], Placement]:
-    question = find_choices(program, prices, mode, ours, after_autograd)
+def _answer(question: Question, prices: Prices, mode: str, choose: Chooser) -> tuple[list[Edit], Placement]:
     energy = question.energy
     optimum = choose(question)
     policy = tuple(c.formats[0] for c in energy.choices)
@@ -121,9 +120,12 @@ def _place(
     return _edits(question, optimum.chosen), placement
 
 
-def move_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
-    """The edits that keep every bit and move fewest bytes."""
-    return place_formats(program, CastBytes(), EXACT, after_autograd=after_autograd)[0]
+def move_casts(program: Program, after_autograd: bool = False, dense: Set[int] | None = None) -> list[Edit]:
+    """The edits that keep every bit and move fewest bytes.
+
+    dense: the values that a cast gives with the strides that they have; casts move past these only. None: all.
+    """
+    return place_formats(program, CastBytes(), EXACT, after_autograd=after_autograd, dense=dense)[0]
 
 
 def as_the_policy(question: Question) -> Optimum:

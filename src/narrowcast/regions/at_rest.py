@@ -2,8 +2,9 @@
 
 A copy holds as long as its weight is the same object with the same memory, shape, strides and version counter, and as
 long as a sample of its elements has the bits that it had (host memory only). So writes that torch counts are seen, and
-so are writes to `weight.data` that change the whole of it: an optimizer's, a moving average's. One that changes single
-elements behind the counter is not: `narrowcast.invalidate(weight)` says so.
+so are writes to `weight.data` that change the whole of it: an optimizer's, a moving average's. One behind the counter
+that leaves the sampled elements as they are (a mask, a clamp, a single element) is not: `narrowcast.invalidate(weight)`
+says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from narrowcast.torch_bridge import cast
 
-PROBES = 8
+PROBES = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -70,12 +71,14 @@ class WeightsAtRest:
         kept = self._copies.get(key)
         if kept is not None and kept.holds(weight, self._count):
             return kept.low
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
             made = cast(weight.detach(), dtype)
         if type(weight) in _PLAIN and not weight.is_inference():
-            with self._lock:
-                self._copies[key] = _Copy(weight, made, self._count, lambda _: self._copies.pop(key, None))
-                self.made += 1
+            copy = _Copy(weight, made, self._count, lambda _: self._copies.pop(key, None))
+            if copy.probes or weight.device.type != "cpu":  # what cannot be looked at is not kept
+                with self._lock:
+                    self._copies[key] = copy
+                    self.made += 1
         return made
 
     def forget(self, *weights: torch.Tensor) -> None:
@@ -105,11 +108,12 @@ class _Working(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         ctx.dtype = weight.dtype
+        ctx.set_materialize_grads(False)  # a weight without a gradient gets none
         return low.view_as(low)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.to(ctx.dtype), None
+        return (gradient.to(ctx.dtype) if gradient is not None else None), None
 
 
 def working_copy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

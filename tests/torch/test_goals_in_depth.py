@@ -1,0 +1,172 @@
+"""Goals and weights at rest where models are unkind: shared memory, state that drifts, checkpoints, strides."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.errors import GoalError
+from narrowcast.goals import as_goal
+
+BF16 = torch.bfloat16
+
+
+def compiled(model, **options):
+    torch._dynamo.reset()
+    return nc.compile(model, dtype=BF16, backend="aot_eager", **options)
+
+
+def under_autocast(model, *args):
+    with torch.autocast("cpu", BF16):
+        return model(*args)
+
+
+class Alias(nn.Module):
+    """Writes to a buffer through another name than the one that it reads it by."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.ones(4, 4))
+        self.register_buffer("b", self.a.view(4, 4))
+
+    def forward(self, x):
+        self.a.mul_(2)
+        return nn.functional.linear(x, self.b)
+
+
+def test_a_weight_that_another_input_writes_to_is_not_kept():
+    """A view of a buffer, doubled at each call: every call sees it."""
+    eager, model, x = Alias(), Alias(), torch.ones(1, 4)
+    run = compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(run(x), under_autocast(eager, x))
+
+
+class Cache(nn.Module):
+    """Fills a cache at a position that moves: a second call with the same state would go too far."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(3, 4))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x):
+        self.rows.index_copy_(0, self.at, self.linear(x).float())
+        self.at.add_(1)
+        return self.rows.sum()
+
+
+def test_timing_begins_each_run_with_the_callers_state():
+    """A cache of three rows is filled by three calls, whatever was timed."""
+    model = Cache().eval()
+    run = compiled(model, goal="fast")
+    with torch.no_grad():
+        for _ in range(3):
+            run(torch.ones(1, 4))
+    assert model.at.item() == 3
+    assert (model.rows.abs().sum(1) > 0).all()
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast"])
+def test_a_checkpoint_around_a_compiled_call(goal):
+    """Its first call captures, and times, under the checkpoint's hooks: nothing is counted twice, nothing waits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    run = compiled(model, goal=goal)
+    for _ in range(2):
+        x = torch.randn(2, 8, requires_grad=True)
+        checkpoint(run, x, use_reentrant=False).float().sum().backward()
+        assert x.grad is not None
+
+
+def test_casts_do_not_move_where_strides_would_change():
+    """A cast makes a strided value contiguous, and a view behind it needs that; gradients as in eager."""
+
+    def run(x, w):
+        y = torch.stack([x, x]).flatten(0, 1)[::2]
+        return torch.bmm(y.unsqueeze(0).expand(3, -1, -1), w)[0]
+
+    x, w = torch.randn(4, 8), torch.randn(3, 8, 8)
+    results = []
+    for made in (lambda *a: under_autocast(run, *a), compiled(run)):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = made(*leaves)
+        out.float().square().sum().backward()
+        results.append((out, *(leaf.grad for leaf in leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with torch.no_grad():
+        made = compiled(run)
+        assert torch.equal(made(x, w), under_autocast(run, x, w))
+
+
+@pytest.mark.parametrize("weights", ["folded", "working_copies"])
+def test_inference_mode_first_and_training_after(weights):
+    """A copy made under inference_mode may be saved for a backward."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    run = compiled(model, weights=weights)
+    x = torch.randn(2, 8)
+    with torch.inference_mode():
+        run(x)
+    run(x).float().sum().backward()
+    assert model[1].weight.grad is not None
+    assert model[0].weight.grad is None
+
+
+def test_a_working_copy_that_gets_no_gradient_gives_none():
+    """As in eager code: zeros would have an optimizer decay the weight."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    run = compiled(lambda x: (model[0](x), model[1](x).detach()), weights="working_copies")
+    run(torch.randn(2, 4))[0].float().sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[1].weight.grad is None
+
+
+def test_exporting_and_scripting_leave_model_state_and_inputs_alone():
+    """Running statistics, arguments and random state are as before; the program's state, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
+    x, before, state = torch.randn(4, 8), copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    program = nc.export(model, (x,), dtype=BF16, goal="fast")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nc.script(model, dtype=BF16, goal="fast", example_inputs=(x,))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert program.state_dict["1.num_batches_tracked"] == 0
+    assert torch.equal(state, torch.get_rng_state())
+
+    class Writes(nn.Module):
+        def forward(self, x):
+            return torch.mm(x.add_(1), x)
+
+    x = torch.zeros(4, 4)
+    nc.export(Writes(), (x,), dtype=BF16, goal="fast")
+    assert x.sum() == 0
+
+
+def test_a_recording_around_the_first_call_sees_one_run():
+    """Nothing is timed while it is recorded; later calls are."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    run = compiled(model, goal="fast")
+    with torch.no_grad():
+        with nc.record() as ledger:
+            run(torch.randn(2, 8))
+        calls = sum(tally.calls for kind, tally in ledger.calls.items() if "mm" in kind.op or "linear" in kind.op)
+        assert calls <= 4
+        assert run(torch.randn(2, 8)).dtype is BF16
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_limit_bytes": "1"}, {"memory_limit_bytes": 1.5}, {"memory_limit_bytes": True}, {"profile": 5},
+                {"verify": "no"}]
+)  # fmt: skip
+def test_arguments_of_other_types_are_errors(options):
+    """Said at once, not when the first graph is compiled."""
+    with pytest.raises(GoalError):
+        as_goal("fast", **options)
