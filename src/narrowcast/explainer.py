@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from narrowcast.eager import autocast, record
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.goals import as_goal
+from narrowcast.goals import Goal, as_goal
 from narrowcast.graph_explainer import check_front_end, graphs_of, script_graphs_of
 from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
@@ -125,12 +125,7 @@ def explain(
     device_type = device or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run, stands_in)
-    wanted = as_goal(goal, verify, profile=profile)
-    if wanted.places and front_end not in ("compile", "export"):
-        raise GoalError(
-            asked=f"explain with goal={goal!r} and front_end={front_end!r}", found="formats are placed in graphs",
-            advice="Give front_end='compile' or 'export'.",
-        )  # fmt: skip
+    wanted = _goal(as_goal(goal, verify, profile=profile), front_end)
     chosen = as_policy(policy)
     resolved = chosen.resolve(device_type)
     fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
@@ -149,8 +144,7 @@ def explain(
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
         ledger, ran_on = found, f"eager beside it ran on {ran_on}"
-    if front_end != "script" and _has_script(subject):
-        note = f"{note} {_SCRIPT_NOTE}".strip()
+    note = note if front_end == "script" else f"{note} {_script_note(subject)}".strip()
     return Explanation(
         subject=subject.name,
         device_type=device_type,
@@ -166,6 +160,16 @@ def explain(
         differences=differences,
         rules=chosen.rules,
     )
+
+
+def _goal(goal: Goal, front_end: str) -> Goal:
+    """The goal, if it has graphs to be placed in."""
+    if goal.places and front_end not in ("compile", "export"):
+        raise GoalError(
+            asked=f"explain with goal={goal.kind!r} and front_end={front_end!r}", found="formats are placed in graphs",
+            advice="Give front_end='compile' or 'export'.",
+        )  # fmt: skip
+    return goal
 
 
 def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
@@ -265,12 +269,12 @@ _SCRIPT_NOTE = (
 )
 
 
-def _has_script(subject: Subject) -> bool:
-    """Whether the model is scripted or traced, or a part of it is."""
+def _script_note(subject: Subject) -> str:
+    """What is to be said if the model is scripted or traced, or a part of it is."""
     model = subject.model
-    if isinstance(model, torch.nn.Module):
-        return any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
-    return isinstance(model, torch.jit.ScriptFunction)
+    parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    has_script = any(isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)) for part in parts)
+    return _SCRIPT_NOTE if has_script else ""
 
 
 def _has_meta(subject: Subject) -> bool:

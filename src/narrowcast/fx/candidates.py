@@ -114,7 +114,7 @@ class _Maker:
         self.prices = TimePrices(
             CostModel(profile), fused, frozenset(), at_rest, goal.weights == WORKING, symbol_sizes(reading)
         )
-        self.placement: Placement | None = None
+        self.placements: list[Placement] = []  # the one of `place`
         self.rests = True
 
     def place(self, program: Program) -> list[Edit]:
@@ -125,18 +125,18 @@ class _Maker:
         if self.measures:
             measure_calls(self.reading, program, self.prices)
         chooser = self.choose or _chooser(self.goal, program, ours, self.prices.fused)
-        edits, self.placement = place_formats(program, self.prices, ours=ours, choose=chooser)
+        edits, placement = place_formats(program, self.prices, ours=ours, choose=chooser)
+        self.placements.append(placement)
         return edits
 
     def candidate(self, name: str, outcome: Outcome) -> Candidate:
         """The candidate, written into a graph of its own."""
-        assert self.placement is not None
         graph, own = copy_reading(self.reading)
         nodes = write_graph(own, outcome.program)
         resting = Resting(())
         if self.goal.weights != CAST and self.rests:
             resting = rest_weights(graph, outcome.program, nodes, self.weights, self.goal.weights == WORKING)
-        return Candidate(name, graph, outcome, self.placement, self.prices.sure(), resting)
+        return Candidate(name, graph, outcome, self.placements[0], self.prices.sure(), resting)
 
 
 def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) -> Chooser:
