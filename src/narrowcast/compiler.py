@@ -60,7 +60,7 @@ def compile(
     verify: with `fast`, candidates (placed by cost, as the policy says, all as high as may be) are compiled and timed
         on the first call's inputs, the best is kept, and the choice is remembered on disk.
     weights: `cast` at each call; `folded`: where no gradient flows they are cast once and kept, until they change;
-        `working_copies`: in training, too. What changes single elements of `weight.data` needs narrowcast.invalidate.
+        `working_copies`: in training, too. What changes parts of `weight.data` needs narrowcast.invalidate.
     profile: file of a profile to plan with, instead of this device's own (another device's only with verify=False).
     memory_limit_bytes: with `fast`, what may be kept for the backward and in cast copies, per graph.
 
