@@ -16,7 +16,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,17 +37,21 @@ from narrowcast.fx.read import Ambient
 from narrowcast.passes import AFTER_AUTOGRAD
 
 
-def count_casts(graph: torch.fx.GraphModule) -> int:
-    """Conversions from one floating format to another."""
-    found = 0
+def casts_of(graph: torch.fx.GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What conversions from one floating format to another read, and what they give."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in (
             torch.ops.aten._to_copy.default,
             torch.ops.prims.convert_element_type.default,
         ):
-            src, dst = node.args[0].meta["val"].dtype, node.meta["val"].dtype
-            found += src.is_floating_point and dst.is_floating_point and src != dst
-    return found
+            src, dst = node.args[0].meta["val"], node.meta["val"]
+            if src.is_floating_point() and dst.is_floating_point() and src.dtype != dst.dtype:
+                yield src, dst
+
+
+def count_casts(graph: torch.fx.GraphModule) -> int:
+    """How many there are."""
+    return sum(1 for _ in casts_of(graph))
 
 
 def counting(counts: list[int]) -> Callable:
@@ -67,16 +71,7 @@ def counting(counts: list[int]) -> Callable:
 
 def cast_bytes(graph: torch.fx.GraphModule) -> int:
     """Bytes that those conversions read and write."""
-    found = 0
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in (
-            torch.ops.aten._to_copy.default,
-            torch.ops.prims.convert_element_type.default,
-        ):
-            src, dst = node.args[0].meta["val"], node.meta["val"]
-            if src.is_floating_point() and dst.is_floating_point() and src.dtype != dst.dtype:
-                found += src.numel() * (src.itemsize + dst.itemsize)
-    return found
+    return sum(src.numel() * (src.itemsize + dst.itemsize) for src, dst in casts_of(graph))
 
 
 def inference_casts() -> dict[str, object]:

@@ -67,7 +67,7 @@ def choose_script(
             dtypes = [t.dtype for t in tensors_in(made(*copy.deepcopy(inputs)))]
             wanted = dtypes if wanted is None else wanted
             if dtypes == wanted:
-                sides.append(Side(name, made, 0.0))
+                sides.append(Side(name, made))
         sides.sort(key=lambda side: list(policies).index(side.name))
         choice = Choice(sides[0].name, {}, {}, 0, 0.0)
         if verify and len(sides) > 1:

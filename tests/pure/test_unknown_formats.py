@@ -6,7 +6,7 @@ import narrowcast as nc
 from narrowcast.decide import Argument, Call, Region, decide
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.passes import CLEAN_UP, hoist_casts, run_passes
+from narrowcast.passes import BEFORE_AUTOGRAD, hoist_casts, run_passes
 from narrowcast.policy import Kind
 from narrowcast.program import apply_edits, parse_program, print_program, verify
 
@@ -84,7 +84,7 @@ def test_the_text_is_parsed_back(body, regions):
 
 def test_operands_are_cast_together():
     """One step takes all, as many come out; the weight of two mm's is cast once, in front of the loop."""
-    passes = (*CLEAN_UP[:1], lambda program: hoist_casts(program, {1: 4}), *CLEAN_UP[1:])
+    passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, {1: 4}), *BEFORE_AUTOGRAD[1:])
     made = run_passes(parse(LOOP), passes, NATIVE)
     assert lines(made.program) == [
         '%10: tuple grad = cast.together(tensors=%0, tensors=%1) with "promote" in 0',
@@ -105,7 +105,7 @@ def test_operands_are_cast_together():
 def test_what_may_be_a_weight_is_looked_at_when_it_runs():
     """Of an input of a script nobody knows: the casts that were there stay, and find nothing to do."""
     body = LOOP.replace("%2: fp32[4, 4] cpu grad weight", '%2: tensor["?"] grad')
-    passes = (*CLEAN_UP[:1], lambda program: hoist_casts(program, {1: 4}), *CLEAN_UP[1:])
+    passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, {1: 4}), *BEFORE_AUTOGRAD[1:])
     made = run_passes(parse(body), passes, NATIVE)
     found = [line for line in lines(made.program) if "%2" in line.split(" = ")[1] and "Loop" not in line]
     assert len(found) == 1 and "cast.weight(" in found[0]
@@ -122,7 +122,7 @@ def test_what_may_be_a_weight_is_looked_at_when_it_runs():
 def test_what_is_not_hoisted(change):
     """Regions that do not cache; a weight that is read once."""
     program = parse(*[text.replace(*change) for text in (LOOP, KNOWN)])
-    assigned = run_passes(program, CLEAN_UP[:1], NATIVE).program
+    assigned = run_passes(program, BEFORE_AUTOGRAD[:1], NATIVE).program
     assert hoist_casts(assigned, {1: 4}) == []
 
 

@@ -154,7 +154,7 @@ def test_the_race_is_won_by_rounds_and_by_the_fastest_one(monkeypatch, times, ch
 
     left = {name: iter([1.0, 1.0, *found * 40]) for name, found in times.items()}
     monkeypatch.setattr(choosing, "_run", lambda run, args, trains: next(left[run]))
-    sides = [choosing.Side(name, name, 0.0) for name in times]
+    sides = [choosing.Side(name, name) for name in times]
     found = choosing.time_sides(sides, (), frozenset())
     assert found.chosen == chosen
     assert set(found.times_ns) == set(times)

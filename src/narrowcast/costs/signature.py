@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from narrowcast.families import ATTENTION, CONV, COPY, GEMM, op_kind
-from narrowcast.formats import FORMATS, Format
-from narrowcast.program import CAST, Step, Value
+from narrowcast.formats import Format
+from narrowcast.program import CAST, Step, Value, element_bytes
 
 Shape = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Signature:
         """From shapes alone; products count two operations per multiplication."""
         sizes = [math.prod(s) for s in self.shapes]
         result = math.prod(self.result)
-        width = [_bytes(t) for t in self.types]
+        width = [element_bytes(t) for t in self.types]
         moved = sum(n * w for n, w in zip(sizes, width, strict=True)) + result * self.format.bits / 8
         largest = max([result, *sizes], default=0)
         return Work(self._flops(sizes, result, largest), moved, largest)
@@ -114,13 +114,6 @@ def cast_signature(
 def known_shape(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> Shape:
     """The shape with numbers for symbolic sizes; 64 for one that nobody knows."""
     return tuple(size if isinstance(size, int) else sizes.get(size, 64) for size in shape or ())
-
-
-def _bytes(type: str) -> float:
-    if type in FORMATS:
-        return FORMATS[type].bits / 8
-    digits = "".join(c for c in type if c.isdigit())
-    return int(digits) / 8 if digits else 1.0
 
 
 def _has_bias_first(op: str) -> bool:

@@ -42,10 +42,7 @@ class _Network:
 
     def __init__(self, energy: Energy) -> None:
         self.energy = energy
-        formats = {f for c in energy.choices for f in c.formats}
-        formats |= {f for flow in energy.flows for f in flow.formats}
-        formats |= {n for flow in energy.flows for r in flow.readers for n in r.needs if n is not None}
-        ordered = sorted(formats, key=lambda f: (f.bits, f.name))
+        ordered = sorted(energy.formats, key=lambda f: (f.bits, f.name))
         self.low: Format | None = ordered[0] if len(ordered) > 1 else None
         self.high: Format | None = ordered[-1]
         self.source = len(energy.choices)

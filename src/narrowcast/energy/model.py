@@ -68,6 +68,13 @@ class Energy:
     flows: tuple[Flow, ...]
     unit: float = 1.0
 
+    @property
+    def formats(self) -> set[Format]:
+        """Every format that a call or a value may have, or is needed in."""
+        found = {f for c in self.choices for f in c.formats}
+        found |= {f for flow in self.flows for f in flow.formats}
+        return found | {n for flow in self.flows for r in flow.readers for n in r.needs if n is not None}
+
     def evaluate(self, chosen: Sequence[Format]) -> int | None:
         """The energy of a placement, one format per choice; None if it is forbidden."""
         total = sum(c.costs[c.formats.index(f)] for c, f in zip(self.choices, chosen, strict=True))
@@ -137,7 +144,4 @@ def minimise(energy: Energy) -> Optimum:
     if not energy.choices:
         cost = energy.evaluate(()) or 0
         return Optimum((), cost, cost, "nothing to choose")
-    formats = {f for c in energy.choices for f in c.formats}
-    formats |= {f for flow in energy.flows for f in flow.formats}
-    formats |= {n for flow in energy.flows for r in flow.readers for n in r.needs if n is not None}
-    return minimise_by_cut(energy) if len(formats) <= 2 else minimise_by_integer_program(energy)
+    return minimise_by_cut(energy) if len(energy.formats) <= 2 else minimise_by_integer_program(energy)

@@ -31,7 +31,7 @@ from narrowcast.fx.backward import (
     watch_backward,
 )
 from narrowcast.fx.check import check_formats
-from narrowcast.fx.compiled import first_place, report_graph
+from narrowcast.fx.compiled import first_place, note_reading, report_graph
 from narrowcast.fx.elsewhere import find_elsewhere
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.joint import edit_joint
@@ -122,8 +122,7 @@ class GraphBackend:
             placed = place_graph(
                 graph, values, self.goal, fused, repr(self.inner.__dict__), weight_positions(graph, inputs), uncompiled
             )
-        report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
-        report.boundaries = placed.explicit.reading.boundaries
+        note_reading(report, placed.explicit.reading)
         report.capture_seconds = placed.explicit.capture_seconds
         return placed
 
@@ -153,9 +152,8 @@ class GraphBackend:
             start = time.perf_counter()
             check_formats(explicit.graph, with_stand_ins(explicit.graph, values))
             report.capture_seconds = explicit.capture_seconds + time.perf_counter() - start
-        report.before, report.after = explicit.reading.program, explicit.outcome.program
-        report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
-        report.boundaries = explicit.reading.boundaries
+        note_reading(report, explicit.reading)
+        report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
         return explicit, resting
 
     def _fall_back(

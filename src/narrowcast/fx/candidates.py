@@ -26,10 +26,11 @@ from narrowcast.fx.read import Reading
 from narrowcast.fx.resting import Resting, rest_weights
 from narrowcast.fx.write import write_graph
 from narrowcast.goals import CAST, MEMORY, WORKING, Goal
-from narrowcast.passes import CLEAN_UP, Outcome, run_passes
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
 from narrowcast.passes.find_choices import FREE, find_choices
 from narrowcast.passes.memory import KeptBytes, place_within, smallest
 from narrowcast.passes.place import Chooser, Placement, as_high, as_the_policy, place_formats
+from narrowcast.passes.prices import CastBytes
 from narrowcast.program import Edit, Program, Step
 from narrowcast.torch_bridge import OpOverload
 
@@ -81,17 +82,18 @@ def make_candidates(
     """The candidates of a graph that was read and not changed since; the placed one first.
 
     weights: positions of inputs that are weights. measures: calls that the profile lacks are measured (not where it is
-    another device's). uncompiled: the graph may also run as it is. rests: casts of
-    weights that are made once become inputs.
+    another device's). uncompiled: the graph may also run as it is. rests: casts of weights that are made
+    once become inputs.
     """
     ways: list[tuple[str, Chooser | None]] = [(PLACED, None), (POLICY, as_the_policy), (HIGH, as_high)]
     if fused and uncompiled:
         ways.append((OP_BY_OP, None))
+    model = CostModel(profile)
     found: dict[str, Candidate] = {}
     for name, choose in ways:
-        maker = _Maker(reading, goal, profile, fused and name != OP_BY_OP, weights, measures and not found, choose)
-        maker.rests = rests
-        outcome = run_passes(reading.program, (maker.place, *CLEAN_UP), reading.policies, with_dtype)
+        is_fused = fused and name != OP_BY_OP
+        maker = _Maker(reading, goal, model, is_fused, weights, measures and not found, choose, rests)
+        outcome = run_passes(reading.program, (maker.place, *BEFORE_AUTOGRAD), reading.policies, with_dtype)
         text = str(outcome.program) + (name if name == OP_BY_OP else "")
         if text not in found:
             found[text] = maker.candidate(name, outcome)
@@ -102,20 +104,18 @@ class _Maker:
     """Makes one candidate: `place` is one of the passes, and what it found is kept for the rest."""
 
     def __init__(
-        self, reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], measures: bool,
-        choose: Chooser | None,
+        self, reading: Reading, goal: Goal, model: CostModel, fused: bool, weights: frozenset[int], measures: bool,
+        choose: Chooser | None, rests: bool,
     ) -> None:  # fmt: skip
         self.reading, self.goal, self.weights = reading, goal, weights
-        self.measures, self.choose = measures, choose
+        self.measures, self.choose, self.rests = measures, choose, rests
         parameters = [v for n, v in enumerate(reading.program.body.parameters) if n in weights]
         ids = frozenset(v.id for v in parameters)
         self.streamed = ids if sum(v.bytes for v in parameters) > STREAMED_BYTES else frozenset[int]()
         at_rest = frozenset[int]() if goal.weights == CAST else ids
-        self.prices = TimePrices(
-            CostModel(profile), fused, frozenset(), at_rest, goal.weights == WORKING, symbol_sizes(reading)
-        )
+        trains, sizes = goal.weights == WORKING, symbol_sizes(reading)
+        self.prices = TimePrices(model, fused, frozenset(), at_rest, trains, sizes)
         self.placements: list[Placement] = []  # the one of `place`
-        self.rests = True
 
     def place(self, program: Program) -> list[Edit]:
         """The edits that place the program that `assign` left."""
@@ -152,8 +152,8 @@ def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) ->
 
 def measure_calls(reading: Reading, program: Program, prices: TimePrices) -> int:
     """Measure the calls and casts of a program that the profile lacks, in every format that they may have."""
-    question = find_choices(program, prices, FREE, frozenset(program.steps) - frozenset(reading.program.steps))
-    prices.seen.clear()
+    ours = frozenset(program.steps) - frozenset(reading.program.steps)
+    question = find_choices(program, CastBytes(), FREE, ours)  # who may choose does not depend on prices
     groups: dict[str, list[Measurable]] = {}
     for step in program.steps.values():
         formats = question.formats[question.variable[step.id]] if step.id in question.variable else (step.value.format,)

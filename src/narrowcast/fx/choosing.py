@@ -18,6 +18,7 @@ import torch
 
 from narrowcast.costs.choices import Choice
 from narrowcast.costs.measure import own_saved_tensors, synchronize
+from narrowcast.torch_bridge import tensors_in
 
 Compiled = Callable[..., Any]
 ROUNDS, SECONDS = 60, 2.0
@@ -30,11 +31,10 @@ pair by pair, take at most so much of that one's time.
 
 @dataclass(slots=True)
 class Side:
-    """A compiled candidate: its name, what runs it, and what it is predicted to take."""
+    """A compiled candidate: its name, and what runs it."""
 
     name: str
     run: Compiled
-    predicted_ns: float
 
 
 class Choosing:
@@ -139,8 +139,8 @@ def _run(run: Compiled, args: Sequence[Any], trains: bool) -> float:
     start = time.perf_counter_ns()
     results = run(*args)
     if trains:
-        outs = [r for r in _flat(results) if isinstance(r, torch.Tensor) and r.requires_grad]
-        wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        outs = [r for r in tensors_in(results) if r.requires_grad]
+        wanted = [a for a in tensors_in(args) if a.requires_grad]
         if outs and wanted:
             torch.autograd.grad(outs, wanted, [torch.ones_like(r) for r in outs], allow_unused=True)
     synchronize()
@@ -154,10 +154,6 @@ def _own(value: Any, copied: bool, trains: bool) -> Any:
     with torch.no_grad():
         made = value.detach().clone() if copied else value.detach()
     return made.requires_grad_(value.requires_grad and trains)
-
-
-def _flat(results: Any) -> list[Any]:
-    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def _spread(times: Sequence[float]) -> float:

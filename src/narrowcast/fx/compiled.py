@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch.fx import GraphModule
 
+from narrowcast.fx.read import Reading
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.graph_place import node_place
 from narrowcast.report import CompiledGraph
@@ -38,6 +39,11 @@ def report_graph(place: Place) -> CompiledGraph:
     for found in _watching.lists:
         found.append(made)
     return made
+
+
+def note_reading(report: CompiledGraph, reading: Reading) -> None:
+    """Note what was read: the program before anything was decided, its policies, and casts at modules' boundaries."""
+    report.before, report.policies, report.boundaries = reading.program, reading.policies, reading.boundaries
 
 
 def first_place(graph: GraphModule) -> Place:

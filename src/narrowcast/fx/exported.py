@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from narrowcast.errors import CaptureError
 from narrowcast.fx.candidates import Candidate
 from narrowcast.fx.check import check_formats
-from narrowcast.fx.compiled import first_place, report_graph
+from narrowcast.fx.compiled import first_place, note_reading, report_graph
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.folding import fold_weights
 from narrowcast.fx.placing import choose_now, place_graph, tell
@@ -35,9 +35,8 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
     report = report_graph(first_place(graph))
-    report.before, report.after = explicit.reading.program, explicit.outcome.program
-    report.edits, report.policies = explicit.outcome.edits, explicit.reading.policies
-    report.boundaries = explicit.reading.boundaries
+    note_reading(report, explicit.reading)
+    report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
     return finish_program(program, explicit.graph, fold), explicit
 
 
@@ -72,8 +71,7 @@ def placed_program(
     with mode, torch.no_grad():
         placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
     report = report_graph(first_place(graph))
-    report.before, report.policies = placed.explicit.reading.program, placed.explicit.reading.policies
-    report.boundaries = placed.explicit.reading.boundaries
+    note_reading(report, placed.explicit.reading)
     made = {c.name: finish_program(program, c.graph, fold) for c in placed.candidates}
 
     def compiled(candidate: Candidate) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from narrowcast.costs import Profile
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
 from narrowcast.costs.known import foreign_profile, keep, known_profile
 from narrowcast.costs.measure import device_now
@@ -38,7 +37,6 @@ class Placed:
 
     candidates: list[Candidate]
     explicit: Explicit
-    profile: Profile
     goal: Goal
     key: str
 
@@ -80,7 +78,7 @@ def place_graph(
         str(goal.memory_limit_bytes), str(torch.is_grad_enabled()),
     )  # fmt: skip
     explicit = Explicit(right[0].graph, reading, right[0].outcome, seconds)
-    return Placed(right, explicit, profile, goal, key)
+    return Placed(right, explicit, goal, key)
 
 
 def _is_right(candidate: Candidate, values: Sequence[Any]) -> bool:
@@ -124,7 +122,7 @@ def compile_placed(
                 stacklevel=2,
             )
             continue
-        sides.append(Side(candidate.name, with_weights(compiled, candidate.resting), candidate.predicted_ns))
+        sides.append(Side(candidate.name, with_weights(compiled, candidate.resting)))
     report.candidates_seconds = time.perf_counter() - start
 
     def found(choice: Choice) -> None:
@@ -143,7 +141,7 @@ def choose_now(placed: Placed, compiled: Callable[[Candidate], Compiled]) -> Cho
         left = left[:1]
     if len(left) == 1:
         return choice or Choice(left[0].name, {}, {}, 0, 0.0)
-    return time_sides([Side(c.name, compiled(c), c.predicted_ns) for c in left], (), frozenset())
+    return time_sides([Side(c.name, compiled(c)) for c in left], (), frozenset())
 
 
 def worth_timing(placed: Placed) -> tuple[Choice | None, list[Candidate]]:

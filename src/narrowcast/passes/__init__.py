@@ -7,7 +7,6 @@ from narrowcast.passes.hoist import COMPOSITE, hoist_casts
 from narrowcast.passes.pipeline import (
     AFTER_AUTOGRAD,
     BEFORE_AUTOGRAD,
-    CLEAN_UP,
     Outcome,
     Pass,
     before_autograd,
@@ -17,7 +16,7 @@ from narrowcast.passes.place import move_casts, place_formats
 from narrowcast.passes.share import share_casts
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "CLEAN_UP", "COMPOSITE", "Outcome", "Pass", "assign_casts", "before_autograd",
+    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "COMPOSITE", "Outcome", "Pass", "assign_casts", "before_autograd",
     "call_of",
     "drop_casts", "fold_casts", "hoist_casts", "move_casts", "place_formats", "run_passes", "share_casts",
 ]  # fmt: skip

@@ -40,16 +40,13 @@ from narrowcast.program import (
 
 Pass = Callable[[Program], list[Edit]]
 
-CLEAN_UP: tuple[Pass, ...] = (share_casts, fold_casts, drop_casts)
-"""What any placement of casts leaves to do, while gradients are still to be derived from the program."""
-
-BEFORE_AUTOGRAD: tuple[Pass, ...] = CLEAN_UP
+BEFORE_AUTOGRAD: tuple[Pass, ...] = (share_casts, fold_casts, drop_casts)
 """While gradients are still to be derived from the program: nothing that changes how they add up."""
 
 
 def before_autograd(dense: Set[int]) -> tuple[Pass, ...]:
     """The same, with casts moved. dense: values that a cast gives with the strides that they have."""
-    return (*CLEAN_UP, lambda program: move_casts(program, dense=dense), share_casts, drop_casts)
+    return (*BEFORE_AUTOGRAD, lambda program: move_casts(program, dense=dense), share_casts, drop_casts)
 
 
 AFTER_AUTOGRAD: tuple[Pass, ...] = (

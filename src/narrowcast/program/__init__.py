@@ -33,6 +33,7 @@ from narrowcast.program.model import (
     Program,
     Step,
     Value,
+    element_bytes,
 )
 from narrowcast.program.text import parse_program, print_program
 from narrowcast.program.verify import ASSIGNED, READ, verify
@@ -70,6 +71,7 @@ __all__ = [
     "Why",
     "Writes",
     "apply_edits",
+    "element_bytes",
     "parse_program",
     "print_program",
     "reaching",

@@ -58,10 +58,15 @@ class Value:
     @property
     def bytes(self) -> int:
         """Size in memory; 0 where `elements` is."""
-        if self.format is not None:
-            return self.elements * self.format.bits // 8
-        digits = "".join(c for c in self.type if c.isdigit())
-        return self.elements * (int(digits) // 8 if digits else 1)
+        return self.elements * element_bytes(self.type)
+
+
+def element_bytes(type: str) -> int:
+    """Bytes of one element: of a floating format (`bf16`), or of another element type (`i64`, `bool`)."""
+    if type in FORMATS:
+        return FORMATS[type].bits // 8
+    digits = "".join(c for c in type if c.isdigit())
+    return int(digits) // 8 if digits else 1
 
 
 @dataclass(frozen=True, slots=True)

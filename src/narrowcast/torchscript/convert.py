@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import ScriptError
-from narrowcast.passes import CLEAN_UP, Outcome, hoist_casts, run_passes
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import NOWHERE, Place, Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
@@ -88,7 +88,7 @@ def make_graph_explicit(
     _convert_forks(section, module)
     _answer(graph, section)
     reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)
-    passes = (*CLEAN_UP[:1], lambda program: hoist_casts(program, reading.sessions), *CLEAN_UP[1:])
+    passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
     outcome = run_passes(reading.program, passes, reading.policies, _overload)
     write_graph(graph, section, reading, outcome.program)
     scanner.finish()
