@@ -79,6 +79,14 @@ def inner_compiler(
     return made
 
 
+def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph without the wrapper that keeps Dynamo out of it, for what Dynamo is kept out of as a whole."""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    found: Callable[..., Any] = innermost_fn(compiled)
+    return found
+
+
 def never_trace(*functions: Callable[..., Any]) -> None:
     """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
 

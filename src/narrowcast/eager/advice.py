@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from narrowcast.eager.watch import region_watchers
 from narrowcast.formats import fp32
 from narrowcast.ledger import Advice, Ledger
 from narrowcast.policy import DEVICE_TYPES, Kind, Place, Policy
@@ -255,23 +256,22 @@ def _listed(device_type: str) -> dict[str, Kind]:
     return {rule.op.split(".")[1]: rule.action.kind for rule in Policy.native(device_type).rules}
 
 
-# -- torch.autocast, which every region enters, while there are recordings -------------------------------------------
+# -- torch.autocast tells of its regions, too, while there are recordings --------------------------------------------
 
 _lock = threading.Lock()
-_advisers: list[Adviser] = []
 _enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
 
 
 def _entered(region: Any) -> Any:
     result = _enter(region)
-    for adviser in tuple(_advisers):
-        adviser.entered(region)
+    for watcher in tuple(region_watchers):
+        watcher.entered(region)
     return result
 
 
 def _left(region: Any, *raised: Any) -> Any:
-    for adviser in tuple(_advisers):
-        adviser.left(region, bool(raised and raised[0]))
+    for watcher in tuple(region_watchers):
+        watcher.left(region, bool(raised and raised[0]))
     return _exit(region, *raised)
 
 
@@ -279,15 +279,15 @@ def _add(adviser: Adviser) -> None:
     global _enter, _exit
     with _lock:
         native: Any = torch.autocast
-        if not _advisers:
+        if not region_watchers:
             _enter, _exit = native.__enter__, native.__exit__
             native.__enter__, native.__exit__ = _entered, _left
-        _advisers.append(adviser)
+        region_watchers.append(adviser)
 
 
 def _remove(adviser: Adviser) -> None:
     with _lock:
         native: Any = torch.autocast
-        _advisers.remove(adviser)
-        if not _advisers:
+        region_watchers.remove(adviser)
+        if not region_watchers:
             native.__enter__, native.__exit__ = _enter, _exit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +15,16 @@ from narrowcast.dynamo_bridge import never_trace
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.kernels import install
 from narrowcast.eager.steps import run_inside
+from narrowcast.eager.watch import region_watchers
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
+from narrowcast.regions.native_state import NativeState, enter_native, leave_native
 from narrowcast.regions.recomputation import carry_into_recomputation
-from narrowcast.regions.state import CHECKED, Prepared, enter_region, innermost, open_anywhere, set_innermost
-from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.regions.state import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
+from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,9 +98,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         facts = Region(device_type, FORMATS[fast], native._enabled, native._cache_enabled)
         self._prepared: Prepared = prepare(self.policy, facts, grade, cache_limit_bytes, self.policy.wording)
         follow_mutators()
-        self._native = native
+        self._state: NativeState = (device_type, native._enabled, fast, native._cache_enabled)
         self._digest = self.policy.digest
-        self._spare = [native]  # torch keeps what to restore in its instance: one for each time that we are entered
         self._key = f"{facts} {grade} {cache_limit_bytes} {self.policy.digest}"
         mark(self._key, self)
         self._notes: list[Any] = []
@@ -110,31 +110,29 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             enter_marked(self._key)
             return self
         prepared = self._prepared
-        outer = innermost()
+        outer = stack.innermost
         if outer is not None and self._cache is None and outer.prepared.grade in CHECKED and prepared.grade == "native":
             grade, limit = (
                 outer.prepared.grade,
                 outer.prepared.cache_limit_bytes,
             )  # what is checked stays checked inside
             prepared = _prepare(self.policy, prepared.facts, grade, limit, self.policy.wording)
-        identity = None
         special = bool(prepared.ops) or prepared.policy.has_module_rules
         if special and self._enabled:
             install(prepared.ops, prepared.changed, self.device)
             carry_into_recomputation()
-        try:
-            native = self._spare.pop()
-        except IndexError:
-            native = copy.copy(self._native)
-        mixes = autocast_nesting() > 0 and prepared.grade == "native" and _is_another_format(prepared.facts)
+        before, depth = enter_native(self._state)
+        mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before[2])
         if mixes:
             torch.clear_autocast_cache()
-        native.__enter__()
-        if special:
-            identity = Identity(prepared.policy.digest, self.device)
-        enter_region(prepared, self, native, identity, mixes)
+        identity = Identity(prepared.policy.digest, self.device) if special else None
+        open_anywhere.append(None)
+        stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
+        if region_watchers:
+            for watcher in tuple(region_watchers):
+                watcher.entered(self)
         if torch.compiler.is_exporting():
-            note = note_exported(self._key, autocast_nesting())
+            note = note_exported(self._key, depth)
             note.__enter__()
             self._notes.append(note)
         return self
@@ -149,7 +147,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             allow_marks()
             exit_marked(self._key)
             return
-        inner, region, later = None, innermost(), None
+        inner, region, later = None, stack.innermost, None
         while region is not None and region.owner is not self:
             later = region.identity or later
             inner, region = region, region.outer
@@ -160,7 +158,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 advice="Leave it where it was entered, or write it as a with statement.",
             )
         if inner is None:
-            set_innermost(region.outer)
+            stack.innermost = region.outer
         else:  # left out of order, as interleaved generators do: those inside it stay open
             inner.outer = region.outer
         open_anywhere.pop()
@@ -170,9 +168,11 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             region.identity.hand_over(later)
         elif region.identity is not None:
             region.identity.restore()
-        if region.native is not None:
-            region.native.__exit__(exc_type, exc_val, exc_tb)
-            self._spare.append(region.native)
+        if region_watchers:
+            for watcher in tuple(region_watchers):
+                watcher.left(self, exc_type is not None)
+        if region.before is not None:
+            leave_native(region.before)
         if region.mixes:
             torch.clear_autocast_cache()
 
@@ -281,7 +281,7 @@ def _checked_cache(wanted: bool | str | None, limit_bytes: int | None) -> str:
     return wanted if isinstance(wanted, str) else ""
 
 
-def _is_another_format(facts: Region) -> bool:
+def _is_another_format(facts: Region, before: torch.dtype) -> bool:
     """Whether a region around has another low format: torch's cache does not tell their casts apart."""
     if not facts.enabled:
         return False
@@ -291,7 +291,7 @@ def _is_another_format(facts: Region) -> bool:
         if around.device_type == facts.device_type and around.low is not facts.low:
             return True
         region = region.outer
-    return FORMATS.get(torch.get_autocast_dtype(facts.device_type)) is not facts.low
+    return FORMATS.get(before) is not facts.low
 
 
 _LOW = (torch.bfloat16, torch.float16)

@@ -93,6 +93,20 @@ def remove_watcher(watcher: Watcher) -> None:
     _watchers.now = tuple(w for w in _watchers.now if w is not watcher)
 
 
+class RegionWatcher(Protocol):
+    """Told of every region, native or ours, that is entered and left on any thread."""
+
+    def entered(self, region: Any) -> None:
+        """A region is entered."""
+
+    def left(self, region: Any, raised: bool) -> None:
+        """It is left; whether by an exception."""
+
+
+region_watchers: list[RegionWatcher] = []
+"""Mostly empty: this is looked at each time that a region is entered."""
+
+
 def present_device_types() -> list[str]:
     """cpu and the accelerator that this machine has."""
     accelerator = torch.accelerator.current_accelerator()

@@ -97,7 +97,7 @@ class GraphBackend:
         elsewhere = find_elsewhere(graph, explicit)
 
         def run(*args: Any) -> Any:
-            if elsewhere is not None and elsewhere.is_here():
+            if elsewhere is not None and elsewhere.is_elsewhere():
                 return elsewhere.run(*args)
             with torch._C._DisableAutocast():
                 results = compiled(*args)

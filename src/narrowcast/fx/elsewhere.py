@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from narrowcast.fx.explicit import Explicit
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.place import called_modules, module_path
-from narrowcast.regions.state import innermost, region_on, ruled_device_types
+from narrowcast.regions.state import innermost, region_on, ruled_device_types, stack
+from narrowcast.torch_bridge import autocast_nesting
 
 
 class Elsewhere(torch.fx.Interpreter):
@@ -26,13 +27,23 @@ class Elsewhere(torch.fx.Interpreter):
         super().__init__(graph, garbage_collect_values=False)
         self.compiled_for = module_path(called_modules()) if modules_matter else None
         self.policies = _policies()
+        region = innermost()
+        is_alone = region is not None and region.outer is None and region.is_innermost
+        self.alone = region.prepared if region is not None and is_alone else None
         self.outside = NO_OUTSIDE
         self.warned = False
 
-    def is_here(self) -> bool:
-        """Whether this call is made in another module, or under another policy, than the graph was compiled for."""
-        if innermost() is not None and _policies() != self.policies:
-            return True
+    def is_elsewhere(self) -> bool:
+        """Whether this call is made in another module, or under another policy, than the graph was compiled for.
+
+        torch's own state is as it was, or Dynamo would not have come here; so where one region of ours is all, and the
+        same, no policy needs to be looked at. This is asked at every call.
+        """
+        region = stack.innermost
+        if region is not None:
+            is_same = region.prepared is self.alone and region.outer is None and region.depth == autocast_nesting()
+            if not is_same and _policies() != self.policies:
+                return True
         return self.compiled_for is not None and module_path(called_modules()) != self.compiled_for
 
     def run(self, *args: Any, **_: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
 from narrowcast.costs.known import foreign_profile, keep, known_profile
 from narrowcast.costs.measure import device_now
+from narrowcast.dynamo_bridge import without_wrappers
 from narrowcast.errors import CaptureError
 from narrowcast.fx.candidates import PLACED, Candidate, make_candidates
 from narrowcast.fx.check import check_formats
@@ -182,7 +183,8 @@ def tell(report: CompiledGraph, placed: Placed, choice: Choice) -> str:
 
 
 def with_weights(compiled: Compiled, resting: Resting) -> Compiled:
-    """A compiled graph that is given its weights at rest besides."""
+    """A compiled graph that is given its weights at rest besides; Dynamo is kept out of what calls it."""
+    compiled = without_wrappers(compiled)
     if not resting.casts:
         return compiled
     return lambda *args: compiled(*args, *resting.inputs(args))

@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from narrowcast.regions.weight_cache import WeightCache
+from narrowcast.torch_bridge import DTYPES
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -40,11 +41,10 @@ def carry_into_recomputation() -> None:
 
     def with_region(*args: Any, **kwargs: Any) -> Any:
         from narrowcast.regions.state import innermost
-        from narrowcast.torch_bridge import autocast_nesting
 
         device, cpu = original(*args, **kwargs)
         region = innermost()
-        if region is not None and region.depth == autocast_nesting():
+        if region is not None and region.is_innermost:
             cpu = _Carrier(cpu)
             cpu.region = region
         return device, cpu
@@ -84,8 +84,8 @@ def _casts_of(carrier: _Carrier, frame: FrameType) -> WeightCache:
 def _of_device(region: OpenRegion | None, device_type: str, casts: WeightCache) -> OpenRegion | None:
     while region is not None and region.prepared.facts.device_type != device_type:
         region = region.outer
-    if region is None or region.native is None:
+    if region is None or region.before is None:
         return None
     in_force = torch.is_autocast_enabled(device_type) == region.prepared.facts.enabled
-    same_format = torch.get_autocast_dtype(device_type) is region.native.fast_dtype
-    return replace(region, casts=casts) if in_force and same_format else None
+    same_format = torch.get_autocast_dtype(device_type) is DTYPES[region.prepared.facts.low]
+    return replace(region, kept=casts) if in_force and same_format else None

@@ -12,6 +12,7 @@ import torch
 from narrowcast.decide import Plan, Region
 from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.regions.identity import Identity
+from narrowcast.regions.native_state import NativeState
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting
@@ -55,20 +56,33 @@ class OpenRegion:
     depth:   torch's nesting count inside it.
     outer:   the next region of ours around it.
     owner:   the object that was entered.
-    native:  the torch.autocast that it entered, which knows what to restore.
-    casts:   the weight cache of our own kernels, shared with `outer`.
+    before:  torch's own state, to be restored; None for what is no region of ours.
     identity: what tells Dynamo that another policy is in force; None under native.
     mixes: an outer region has another low format, and torch's cache does not tell them apart.
+    kept: the weight cache, once it is used.
     """
 
     prepared: Prepared
     depth: int
     outer: OpenRegion | None
     owner: object
-    native: torch.autocast | None
-    casts: WeightCache
+    before: NativeState | None
     identity: Identity | None = None
     mixes: bool = False
+    kept: WeightCache | None = None
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether no region, native or ours, was entered inside this one: torch counts nesting."""
+        return self.depth == autocast_nesting()
+
+    @property
+    def casts(self) -> WeightCache:
+        """The weight cache of our own kernels, shared with `outer`."""
+        if self.kept is None:
+            outer = self.outer if self.outer is not None and self.outer.depth < self.depth else None
+            self.kept = WeightCache(self.prepared.cache_limit_bytes) if outer is None else outer.casts
+        return self.kept
 
 
 class _Stack(threading.local):
@@ -77,7 +91,8 @@ class _Stack(threading.local):
     innermost: OpenRegion | None = None
 
 
-_stack = _Stack()
+stack = _Stack()
+"""Only `autocast` changes it."""
 open_anywhere: list[None] = []
 """As long as there are regions of ours open, on all threads; appending and popping is atomic."""
 
@@ -87,23 +102,7 @@ CHECKED = ("checked", "checksum")
 
 def innermost() -> OpenRegion | None:
     """The region entered last on this thread, whatever its device type."""
-    return _stack.innermost
-
-
-def set_innermost(region: OpenRegion | None) -> None:
-    """Make `region` the innermost one again. Only `autocast` calls this."""
-    _stack.innermost = region
-
-
-def enter_region(
-    prepared: Prepared, owner: object, native: torch.autocast, identity: Identity | None, mixes: bool = False
-) -> None:
-    """Make a region the innermost one, after torch's own was entered."""
-    outer = _stack.innermost
-    depth = autocast_nesting()
-    casts = outer.casts if outer is not None and outer.depth < depth else WeightCache(prepared.cache_limit_bytes)
-    open_anywhere.append(None)
-    _stack.innermost = OpenRegion(prepared, depth, outer, owner, native, casts, identity, mixes)
+    return stack.innermost
 
 
 def active_region(device_type: str) -> OpenRegion | None:
@@ -113,8 +112,8 @@ def active_region(device_type: str) -> OpenRegion | None:
     that no region of ours accounts for, and is left to torch; but where torch.utils.checkpoint recomputes a forward
     that ran in a region of ours, that region rules.
     """
-    region = _stack.innermost
-    if region is None or region.depth != autocast_nesting():
+    region = stack.innermost
+    if region is None or not region.is_innermost:
         return carried_region(device_type)
     while region is not None and region.prepared.facts.device_type != device_type:
         outer = region.outer
@@ -134,7 +133,7 @@ def region_on(device_type: str) -> OpenRegion | None:
 def ruled_device_types() -> tuple[str, ...]:
     """The device types for which autocast is on, in earnest: not those that carry the identity of a policy."""
     carrying: set[str] = set()
-    region = _stack.innermost
+    region = stack.innermost
     while region is not None:
         if region.identity is not None:
             carrying.update(region.identity.carriers)
@@ -153,7 +152,7 @@ def native_region(device_type: str) -> OpenRegion:
         torch.is_autocast_enabled(device_type),
         torch.is_autocast_cache_enabled(),
     )
-    return OpenRegion(prepared, autocast_nesting(), None, None, None, _NO_CASTS)
+    return OpenRegion(prepared, autocast_nesting(), None, None, None, kept=_NO_CASTS)
 
 
 @lru_cache(maxsize=64)

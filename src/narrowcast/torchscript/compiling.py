@@ -68,7 +68,7 @@ def _described(region_class: type, value: Any) -> dict[str, Any] | None:
     facts["enabled"] = value._enabled
     if isinstance(value, torch.autocast):
         return {**facts, "cache_enabled": value._cache_enabled, "policy": ""}
-    return {**facts, "cache_enabled": value._native._cache_enabled, "policy": value.policy.digest}
+    return {**facts, "cache_enabled": value._prepared.facts.cache, "policy": value.policy.digest}
 
 
 def _signature_of(value: Any) -> Signature | None:
