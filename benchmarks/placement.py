@@ -128,6 +128,9 @@ MODELS = {
         models.attacut,
         models.resemblyzer,
         models.crnn,
+        models.mtcnn_pnet,
+        models.mtcnn_onet,
+        models.rxnmapper,
         gpt_small,
         models.llama,
         vit_small,
@@ -139,6 +142,8 @@ MODELS = {
 }
 TRAINS = ("mnist_cnn", "gpt_small", "resnet", "unet")
 ONE_ONLY = ("decode", "attacut")
+SIZES = {"simplenet": 2, "vit_small": 2, "rxnmapper": 2, "mtcnn_pnet": 4}
+"""Where the large batch is another than LARGE times the model's own."""
 
 
 def batch(value: object, times: int | None) -> object:
@@ -156,7 +161,7 @@ def prepare(name: str, mode: str) -> tuple[nn.Module, tuple, dict]:
     model, args, kwargs = MODELS[name]()
     model = model.to(DEVICE).train(mode == "train")
     if name not in ONE_ONLY:
-        times = {"one": None, "many": LARGE if name not in ("simplenet", "vit_small") else 2, "train": 2}[mode]
+        times = {"one": None, "many": SIZES.get(name, LARGE), "train": 2}[mode]
         args, kwargs = batch(args, times), {k: batch(v, times) for k, v in kwargs.items()}
     return model, args, kwargs
 

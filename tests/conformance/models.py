@@ -135,6 +135,42 @@ def crnn() -> Loaded:
     return model.eval(), (torch.randn(2, 1, 64, 96), torch.zeros(2, 8, dtype=torch.long)), {}
 
 
+def _detector() -> nn.Module:
+    with stand_ins("requests", "requests.adapters", "torchvision", "torchvision.transforms",
+                   "torchvision.transforms.functional", "torchvision.ops", "torchvision.ops.boxes"):  # fmt: skip
+        from facenet_pytorch.models.mtcnn import MTCNN
+
+        return MTCNN(keep_all=True, device="cpu")
+
+
+def mtcnn_pnet() -> Loaded:
+    """The first stage of a face detector, on a photograph."""
+    from PIL import Image
+
+    with Image.open(package_folder("sklearn") / "datasets/images/china.jpg") as photograph:
+        pixels = np.array(photograph.resize((320, 213)), dtype="f4")
+    return _detector().pnet.eval(), ((torch.from_numpy(pixels).permute(2, 0, 1)[None] - 127.5) / 128,), {}
+
+
+def mtcnn_onet() -> Loaded:
+    """The last stage of a face detector, on candidates."""
+    return _detector().onet.eval(), (torch.rand(8, 3, 48, 48) * 2 - 1,), {}
+
+
+def rxnmapper() -> Loaded:
+    """ALBERT, one layer run twelve times. With padding: without, transformers makes another mask when it is traced."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+    folder = package_folder("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
+    model = transformers.AlbertModel.from_pretrained(str(folder), attn_implementation="eager").eval()
+    tokens = torch.randint(12, 300, (4, 64))
+    mask = torch.ones_like(tokens)
+    mask[1:, -16:] = 0
+    return model, (), {"input_ids": tokens, "attention_mask": mask}
+
+
 # -- architectures with random weights ---------------------------------------------------------------------------------
 
 
@@ -211,5 +247,7 @@ def unet() -> Loaded:
     return UNet().train(), (torch.randn(2, 3, 16, 16),), {}
 
 
-REAL = (minilm, effnet_lite0, mnist_cnn, crepe_tiny, attacut, resemblyzer, crnn)
+REAL = (
+    minilm, effnet_lite0, mnist_cnn, crepe_tiny, attacut, resemblyzer, crnn, mtcnn_pnet, mtcnn_onet, rxnmapper,
+)  # fmt: skip
 RANDOM = (gpt, llama, vit, resnet, unet)
