@@ -1,8 +1,8 @@
 """Candidates: one captured graph with its formats placed in several ways, to be timed against each other.
 
 `placed` is what costs least under the cost model; `policy` what the policy says, call by call; `high` runs every call
-that may choose in the highest format that it may have; `op by op` is what costs least if nothing is fused, and is not
-compiled. Candidates that are the same program are one.
+that may choose in the highest format that it may have. Each may also run op by op, as it is, where compiling does not
+pay; `placed` then is what costs least if nothing is fused. Candidates that are the same program are one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from narrowcast.program import Edit, Program, Step
 from narrowcast.torch_bridge import OpOverload
 
 PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
+WAYS: dict[str, Chooser | None] = {PLACED: None, POLICY: as_the_policy, HIGH: as_high}
 STREAMED_BYTES = 24 * 2**20
 """Weights that together take more than this do not stay in a cache from call to call."""
 
@@ -43,13 +44,15 @@ STREAMED_BYTES = 24 * 2**20
 class Candidate:
     """One way to run a graph: explicit, with the placement that it came from, and what it is predicted to take.
 
-    sure: the part of the predicted time of its calls that was measured.
+    sure: the part of the predicted time of its calls that was measured. is_compiled: a compiler gets it; the graph runs
+    as it is otherwise.
     """
 
     name: str
     graph: GraphModule
     outcome: Outcome
     placement: Placement
+    is_compiled: bool = True
     sure: float = 0.0
     resting: Resting = field(default_factory=lambda: Resting(()))
 
@@ -57,11 +60,6 @@ class Candidate:
     def casts(self) -> int:
         """How many casts one call makes."""
         return len(self.outcome.program.casts()) - self.resting.removed
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether a compiler gets it; the graph runs as it is otherwise."""
-        return self.name != OP_BY_OP
 
     @property
     def predicted_ns(self) -> float:
@@ -85,18 +83,16 @@ def make_candidates(
     another device's). uncompiled: the graph may also run as it is. rests: casts of weights that are made
     once become inputs.
     """
-    ways: list[tuple[str, Chooser | None]] = [(PLACED, None), (POLICY, as_the_policy), (HIGH, as_high)]
-    if fused and uncompiled:
-        ways.append((OP_BY_OP, None))
     model = CostModel(profile)
-    found: dict[str, Candidate] = {}
-    for name, choose in ways:
-        is_fused = fused and name != OP_BY_OP
-        maker = _Maker(reading, goal, model, is_fused, weights, measures and not found, choose, rests)
-        outcome = run_passes(reading.program, (maker.place, *BEFORE_AUTOGRAD), reading.policies, with_dtype)
-        text = str(outcome.program) + (name if name == OP_BY_OP else "")
-        if text not in found:
-            found[text] = maker.candidate(name, outcome)
+    found: dict[tuple[str, bool], Candidate] = {}
+    for is_compiled in (True, False) if fused and uncompiled else (True,):
+        for name, choose in WAYS.items():
+            maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not found, choose, rests)
+            outcome = run_passes(reading.program, (maker.place, *BEFORE_AUTOGRAD), reading.policies, with_dtype)
+            key = (str(outcome.program), is_compiled)
+            if key not in found:
+                full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
+                found[key] = maker.candidate(full_name, outcome, is_compiled)
     return list(found.values())
 
 
@@ -129,14 +125,14 @@ class _Maker:
         self.placements.append(placement)
         return edits
 
-    def candidate(self, name: str, outcome: Outcome) -> Candidate:
+    def candidate(self, name: str, outcome: Outcome, is_compiled: bool) -> Candidate:
         """The candidate, written into a graph of its own."""
         graph, own = copy_reading(self.reading)
         nodes = write_graph(own, outcome.program)
         resting = Resting(())
         if self.goal.weights != CAST and self.rests:
             resting = rest_weights(graph, outcome.program, nodes, self.weights, self.goal.weights == WORKING)
-        return Candidate(name, graph, outcome, self.placements[0], self.prices.sure(), resting)
+        return Candidate(name, graph, outcome, self.placements[0], is_compiled, self.prices.sure(), resting)
 
 
 def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) -> Chooser:
