@@ -144,20 +144,38 @@ def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
     [
         ({"placed": [10, 10, 10], "policy": [9, 9, 9]}, "policy"),
         ({"placed": [10, 10, 10], "policy": [9.95, 9.95, 9.95]}, "placed"),  # within the noise: as predicted
-        ({"placed": [10, 30, 30], "policy": [11, 12, 12]}, "placed"),  # something else ran beside the first
+        ({"placed": [10, 10, 30], "policy": [11, 11, 11]}, "placed"),  # something else ran beside the first
+        ({"placed": [10, 10, 10, 10, 10], "policy": [9, 9, 9, 11, 11]}, "placed"),  # it won 36 of 60 rounds
+        ({"placed": [10, 10, 10, 10, 10], "policy": [9, 9, 9, 9, 11]}, "policy"),
         ({"placed": [10, 10, 10], "policy": [9, 9, 9], "high": [5, 5, 5]}, "high"),
     ],
 )
-def test_the_race_is_won_by_rounds_and_by_the_fastest_one(monkeypatch, times, chosen):
-    """A candidate takes the predicted one's place only if both say so."""
+def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
+    """A candidate takes the predicted one's place only if that is no chance. Times in ms."""
     from narrowcast.fx import choosing
 
-    left = {name: iter([1.0, 1.0, *found * 40]) for name, found in times.items()}
+    left = {name: iter([1e7] * 3 + [ms * 1e6 for ms in found * 60]) for name, found in times.items()}
     monkeypatch.setattr(choosing, "_run", lambda run, args, trains: next(left[run]))
     sides = [choosing.Side(name, name) for name in times]
     found = choosing.time_sides(sides, (), frozenset())
     assert found.chosen == chosen
     assert set(found.times_ns) == set(times)
+
+
+def test_short_sides_run_more_often_in_a_round(monkeypatch):
+    """What takes 0.4 ms runs once untimed and five times in a round, which counts their median."""
+    from narrowcast.fx import choosing
+
+    calls = []
+
+    def run(name, args, trains):
+        calls.append(name)
+        return 4e5 if name == "short" else 1e7
+
+    monkeypatch.setattr(choosing, "_run", run)
+    found = choosing.time_sides([choosing.Side(name, name) for name in ("long", "short")], (), frozenset())
+    assert found.chosen == "short" and found.rounds == choosing.ROUNDS
+    assert calls.count("long") == 3 + found.rounds and calls.count("short") == 3 + 6 * found.rounds
 
 
 def test_timing_leaves_no_trace():

@@ -12,7 +12,7 @@ that is kept has the bits of the one in the graph. Only parameters and buffers a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,25 +21,32 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.formats import parse_format
 from narrowcast.program import Program, Writes
-from narrowcast.regions.at_rest import at_rest, working_copy
+from narrowcast.regions.at_rest import Copy, at_rest, connected, lows_of
 from narrowcast.torch_bridge import DTYPES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Resting:
     """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype.
 
-    removed: how many casts of the graph they stand for.
+    removed: how many casts of the graph they stand for. copies: what was kept of them at the last call.
     """
 
     casts: tuple[tuple[int, torch.dtype], ...]
     trains: bool = False
     removed: int = 0
+    copies: list[Copy] = field(default_factory=list)
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The weights in their compute formats, in the order of the graph's new inputs."""
-        make = working_copy if self.trains else at_rest.low
-        return [make(args[position], dtype) for position, dtype in self.casts]
+        weights = [args[position] for position, _ in self.casts]
+        copies = self.copies  # other threads replace the list, and change none
+        lows = lows_of(copies, weights) if len(copies) == len(weights) else None
+        if lows is None:
+            found = [at_rest.find(w, dtype) for w, (_, dtype) in zip(weights, self.casts, strict=True)]
+            lows = [low for low, _ in found]
+            self.copies = [copy for _, copy in found if copy is not None]
+        return [connected(w, low) for w, low in zip(weights, lows, strict=True)] if self.trains else lows
 
 
 def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:

@@ -12,37 +12,46 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from narrowcast.torch_bridge import cast
 
-PROBES = 16
+PROBES, FEW, SMALL = 16, 4, 2**14
+"""Elements that are looked at: of weights, of small ones, and how many elements these have at most."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Copy:
-    """A weight's cast, and how it is known that the weight is as it was."""
+class Copy:
+    """A weight's cast, and how it is known that the weight is as it was. low: None once it is given up."""
 
-    __slots__ = ("address", "bits", "count", "layout", "low", "probes", "version", "weight")
+    __slots__ = ("address", "low", "probes", "shape", "stride", "version", "weight")
 
-    def __init__(self, weight: torch.Tensor, low: torch.Tensor, count: int, forget: Any) -> None:
+    def __init__(self, weight: torch.Tensor, low: torch.Tensor, forget: Any) -> None:
         self.weight = weakref.ref(weight, forget)
         self.version = weight._version
         self.address = weight.data_ptr()
-        self.layout = (weight.shape, weight.stride())
-        self.count = count
-        self.low = low
-        self.probes = _probes(weight)
-        self.bits = [probe.value for probe in self.probes]
+        self.shape, self.stride = weight.shape, weight.stride()
+        self.low: torch.Tensor | None = low
+        self.probes = [(probe, probe.value) for probe in _probes(weight)]
 
-    def holds(self, weight: torch.Tensor, count: int) -> bool:
-        if self.weight() is not weight or self.version != weight._version or self.address != weight.data_ptr():
-            return False
-        if self.count != count or self.layout != (weight.shape, weight.stride()):
-            return False
-        return [probe.value for probe in self.probes] == self.bits
+
+def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The casts of these weights, if all of them hold. At each call of a compiled graph: no call that can be spared."""
+    found = []
+    for copy, weight in zip(copies, weights, strict=True):
+        low = copy.low
+        if low is None or copy.weight() is not weight or copy.version != weight._version:
+            return None
+        if copy.address != weight.data_ptr() or copy.shape != weight.shape or copy.stride != weight.stride():
+            return None
+        for probe, bits in copy.probes:
+            if probe.value != bits:
+                return None
+        found.append(low)
+    return found
 
 
 def _probes(weight: torch.Tensor) -> list[Any]:
@@ -52,7 +61,8 @@ def _probes(weight: torch.Tensor) -> list[Any]:
     flat_last = sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True))
     if flat_last + 1 != weight.numel():
         return []
-    places = {flat_last * k // max(PROBES - 1, 1) for k in range(PROBES)}
+    count = FEW if weight.numel() <= SMALL else PROBES
+    places = {flat_last * k // (count - 1) for k in range(count)}
     return [ctypes.c_uint32.from_address(weight.data_ptr() + 4 * place) for place in sorted(places)]
 
 
@@ -60,40 +70,51 @@ class WeightsAtRest:
     """The kept casts of a process."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
-        self._count = 0
+        self._copies: dict[tuple[int, torch.dtype], Copy] = {}
         self._lock = threading.Lock()
         self.made = 0
 
     def low(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight in another format, without a gradient; cast only if it is not kept, or not as it was."""
+        return self.find(weight, dtype)[0]
+
+    def find(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Copy | None]:
+        """The weight in another format, and what is kept of it; None if nothing can be kept."""
         key = (id(weight), dtype)
         kept = self._copies.get(key)
-        if kept is not None and kept.holds(weight, self._count):
-            return kept.low
+        lows = lows_of([kept], [weight]) if kept is not None else None
+        if lows is not None:
+            return lows[0], kept
         with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
             made = cast(weight.detach(), dtype)
-        if type(weight) in _PLAIN and not weight.is_inference():
-            copy = _Copy(weight, made, self._count, lambda _: self._copies.pop(key, None))
-            if copy.probes or weight.device.type != "cpu":  # what cannot be looked at is not kept
-                with self._lock:
-                    self._copies[key] = copy
-                    self.made += 1
-        return made
+        if type(weight) not in _PLAIN or weight.is_inference():
+            return made, None
+        copy = Copy(weight, made, lambda _: self._give_up(key))
+        if not copy.probes and weight.device.type == "cpu":  # what cannot be looked at is not kept
+            return made, None
+        with self._lock:
+            self._give_up(key)
+            self._copies[key] = copy
+            self.made += 1
+        return made, copy
+
+    def _give_up(self, key: tuple[int, torch.dtype]) -> None:
+        """Graphs hold copies, too: the memory goes, and they see that it is gone."""
+        copy = self._copies.pop(key, None)
+        if copy is not None:
+            copy.low = None
 
     def forget(self, *weights: torch.Tensor) -> None:
         """Drop the casts of these weights, or all of them."""
-        if not weights:
-            self._count += 1
-            self._copies.clear()
-        for weight in weights:
-            for key in [k for k in list(self._copies) if k[0] == id(weight)]:
-                self._copies.pop(key, None)
+        ids = {id(weight) for weight in weights}
+        for key in list(self._copies):
+            if not ids or key[0] in ids:
+                self._give_up(key)
 
     @property
     def bytes(self) -> int:
         """Memory that the kept casts take."""
-        return sum(kept.low.nbytes for kept in list(self._copies.values()))
+        return sum(kept.low.nbytes for kept in list(self._copies.values()) if kept.low is not None)
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -116,9 +137,8 @@ class _Working(torch.autograd.Function):
         return (gradient.to(ctx.dtype) if gradient is not None else None), None
 
 
-def working_copy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The kept cast, connected with the weight: gradients flow as through a cast."""
-    low = at_rest.low(weight, dtype)
+def connected(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """A kept cast, connected with its weight: gradients flow as through a cast."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return low
     made: torch.Tensor = _Working.apply(weight, low)
