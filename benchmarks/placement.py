@@ -6,12 +6,16 @@ Sides: eager fp32, eager native bf16, compiled fp32, compiled native bf16 and fp
 input is cast in the call), and ours with goal="exact" and goal="fast". Modes: inference at batch 1, at a large batch,
 and a training step (forward, loss, backward) for models that train. Every figure is a ratio of medians taken in one
 process; the results file has the spread, the machine's facts, and for `fast` what was predicted and chosen.
+
+ONEDNN_MAX_CPU_ISA=avx512_core in front of the command measures a machine without bf16 units on one that has them, and
+writes a results file of its own.
 """
 
 import argparse
 import copy
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -34,7 +38,9 @@ import narrowcast as nc
 from narrowcast.fx.compiled import watch_graphs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RESULTS = Path(__file__).parent / f"results/placement{'-gpu' if DEVICE == 'cuda' else ''}.json"
+LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower()
+SUFFIX = "-gpu" if DEVICE == "cuda" else f"-{LIMIT}" if LIMIT else ""
+RESULTS = Path(__file__).parent / f"results/placement{SUFFIX}.json"
 LARGE = 16
 """The large batch is so many times the model's own input; its own input is cut to one row for batch 1."""
 SIDES = (

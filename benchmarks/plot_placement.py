@@ -1,6 +1,6 @@
 """The results of placement.py as a picture for the docs.
 
-    python benchmarks/plot_placement.py [--gpu]
+    python benchmarks/plot_placement.py [--suffix gpu|avx512_core]
 
 Each row is a model in a mode; dots are the sides' medians over the best side of the row, bars their quartiles.
 """
@@ -21,8 +21,9 @@ COLORS = {
 def main() -> None:
     """Read the results, draw, write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true")
-    suffix = "-gpu" if parser.parse_args().gpu else ""
+    parser.add_argument("--suffix", default="", help="of the results file, after placement-")
+    asked = parser.parse_args().suffix
+    suffix = f"-{asked}" if asked else ""
     results = json.loads((FOLDER / f"results/placement{suffix}.json").read_text(encoding="utf-8"))
     rows = {name: row["sides"] for name, row in results["rows"].items() if row.get("sides")}
     figure = Figure(figsize=(10, 0.42 * len(rows) + 1.6), layout="constrained")
@@ -47,7 +48,9 @@ def main() -> None:
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), loc="outside upper center", ncols=7, fontsize=8, frameon=False)
     machine = results["machine"]
-    axes.set_title(f"{machine['accelerator'] or machine['cpu']}, torch {machine['torch']}", fontsize=9, loc="left")
+    limits = "".join(f", {name}={limit}" for name, limit in machine.get("limits", {}).items())
+    title = f"{machine['accelerator'] or machine['cpu']}, torch {machine['torch']}{limits}"
+    axes.set_title(title, fontsize=9, loc="left")
     into = FOLDER.parent / f"docs/pictures/placement{suffix}.png"
     into.parent.mkdir(exist_ok=True)
     figure.savefig(into, dpi=110)

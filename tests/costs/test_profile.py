@@ -296,3 +296,17 @@ def test_the_file_is_json_that_others_can_read(folder):
     assert data["device"]["name"] == "NVIDIA H200"
     assert data["samples"]["aten.mm.default(...)"]["ns"] == 5.0
     assert os.access(path, os.R_OK)
+
+
+def test_a_limited_instruction_set_is_another_device(monkeypatch):
+    """What oneDNN takes without bf16 units says nothing about what it takes with them."""
+    from narrowcast.costs.measure import device_now, this_device
+
+    free = device_now()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE" if "AVX512_CORE" not in str(free.units) else "AVX2")
+    this_device.cache_clear()
+    limited = device_now()
+    monkeypatch.undo()
+    this_device.cache_clear()
+    assert limited != free and device_now() == free
+    assert limited.name == free.name

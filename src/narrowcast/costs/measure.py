@@ -80,6 +80,8 @@ def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
     return Device("cpu", name, units, count, torch.__version__)
 
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Variables that keep libraries from using units that are there: what is measured under one is another device's."""
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
 
 
@@ -93,7 +95,8 @@ def _processor() -> tuple[str, tuple[str, ...]]:
                 name = value.strip()
             elif key.strip() in ("flags", "Features"):
                 flags = set(value.split())
-    return name, tuple(unit for unit in _UNITS if unit in flags)
+    limits = (f"{limit}={os.environ[limit]}" for limit in LIMITS if os.environ.get(limit))
+    return name, (*(unit for unit in _UNITS if unit in flags), *limits)
 
 
 def device_now(device_type: str = "cpu") -> Device:
