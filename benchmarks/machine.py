@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from narrowcast.costs.measure import LIMITS
+
 
 def facts() -> dict[str, object]:
     """Processor, cores, memory, accelerator, versions, load."""
@@ -20,10 +22,9 @@ def facts() -> dict[str, object]:
             elif key.strip() == "flags":
                 flags = set(value.split())
     wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
-    limits = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
     return {
         "cpu": cpu,
-        "limits": {name: os.environ[name] for name in limits if name in os.environ},
+        "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "units": [flag for flag in wanted if flag in flags],
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowcast.eager.watch import region_watchers
+from narrowcast.eager.watch import region_watchers, tell_entered, tell_left
 from narrowcast.formats import fp32
 from narrowcast.ledger import Advice, Ledger
 from narrowcast.policy import DEVICE_TYPES, Kind, Place, Policy
@@ -264,14 +264,12 @@ _enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
 
 def _entered(region: Any) -> Any:
     result = _enter(region)
-    for watcher in tuple(region_watchers):
-        watcher.entered(region)
+    tell_entered(region)
     return result
 
 
 def _left(region: Any, *raised: Any) -> Any:
-    for watcher in tuple(region_watchers):
-        watcher.left(region, bool(raised and raised[0]))
+    tell_left(region, bool(raised and raised[0]))
     return _exit(region, *raised)
 
 

@@ -15,7 +15,7 @@ from narrowcast.dynamo_bridge import never_trace
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.kernels import install
 from narrowcast.eager.steps import run_inside
-from narrowcast.eager.watch import region_watchers
+from narrowcast.eager.watch import region_watchers, tell_entered, tell_left
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
@@ -129,8 +129,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         open_anywhere.append(None)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
         if region_watchers:
-            for watcher in tuple(region_watchers):
-                watcher.entered(self)
+            tell_entered(self)
         if torch.compiler.is_exporting():
             note = note_exported(self._key, depth)
             note.__enter__()
@@ -169,8 +168,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         elif region.identity is not None:
             region.identity.restore()
         if region_watchers:
-            for watcher in tuple(region_watchers):
-                watcher.left(self, exc_type is not None)
+            tell_left(self, exc_type is not None)
         if region.before is not None:
             leave_native(region.before)
         if region.mixes:

@@ -107,6 +107,18 @@ region_watchers: list[RegionWatcher] = []
 """Mostly empty: this is looked at each time that a region is entered."""
 
 
+def tell_entered(region: Any) -> None:
+    """Tell them of a region that was entered."""
+    for watcher in tuple(region_watchers):
+        watcher.entered(region)
+
+
+def tell_left(region: Any, raised: bool) -> None:
+    """Tell them of a region that is left."""
+    for watcher in tuple(region_watchers):
+        watcher.left(region, raised)
+
+
 def present_device_types() -> list[str]:
     """cpu and the accelerator that this machine has."""
     accelerator = torch.accelerator.current_accelerator()

@@ -11,6 +11,7 @@ that is kept has the bits of the one in the graph. Only parameters and buffers a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,8 @@ def weight_positions(graph: GraphModule, inputs: Sequence[Any] = ()) -> frozense
     inputs: the real ones; a weight that shares memory with another of them may be written to through that, and is none.
     """
     memory = [_memory(value) for value in inputs]
-    shared = {n for n, where in enumerate(memory) if where is not None and memory.count(where) > 1}
+    often = Counter(memory)
+    shared = {n for n, where in enumerate(memory) if where is not None and often[where] > 1}
     found = frozenset(
         n
         for n, node in enumerate(graph.graph.find_nodes(op="placeholder"))
