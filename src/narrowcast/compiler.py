@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from narrowcast.fx.backend import GraphBackend
 from narrowcast.fx.backward import parse_backward
 from narrowcast.goals import CAST, as_goal
 from narrowcast.policy import Policy, as_policy
+from narrowcast.recurrent_choice import with_recurrent_ops
 from narrowcast.torch_bridge import check_ops, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,13 +90,13 @@ def compile(
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
     graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted)
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
-    if policy is None and dtype is None and device_type is None:
-        around = _Around(None)
-    else:
+    around = _Compiled()
+    if not (policy is None and dtype is None and device_type is None):
         around = _Around(
-            lambda device: autocast(device, dtype, enabled, cache_enabled, policy=chosen.forward()),
-            device_type or _device_of(model),
-        )
+            lambda device, policy: autocast(device, dtype, enabled, cache_enabled, policy=policy),
+            chosen.forward(), device_type or _device_of(model),
+            lambda region, args, kwargs: with_recurrent_ops(model, args, kwargs, region, wanted),
+        )  # fmt: skip
     if isinstance(compiled, torch.nn.Module):
         compiled.__class__ = CompiledModule
         object.__setattr__(compiled, "_around", around)
@@ -110,7 +112,7 @@ def compile(
 class CompiledModule(torch._dynamo.OptimizedModule):
     """A compiled module that runs in its region. Parameters, state_dict and attributes are the original's."""
 
-    _around: _Around
+    _around: _Compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result, computed in the region."""
@@ -124,35 +126,60 @@ class CompiledModule(torch._dynamo.OptimizedModule):
         )
 
 
-class _Around:
-    """The region around a compiled call, made when it is first known for which device type."""
-
-    def __init__(self, make: Callable[[str], autocast] | None, device_type: str | None = None) -> None:
-        self._make = make
-        self._device_type = device_type
-        self._regions: dict[str, autocast] = {}
-        if make is not None and device_type is not None:
-            self._region(device_type)  # what is wrong with the arguments is said at once
-
-    def _region(self, device_type: str) -> autocast:
-        if device_type not in self._regions and self._make is not None:
-            self._regions[device_type] = self._make(device_type)
-        return self._regions[device_type]
+class _Compiled:
+    """What runs a compiled call. An error of ours that Dynamo has wrapped comes out as it was raised."""
 
     def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            if self._make is None:
-                return compiled(*args, **kwargs)
-            device_type = self._device_type
-            if device_type is None:
-                device_type = next((t.device.type for t in tensors_in(args, kwargs)), "cpu")
-            with self._region(device_type):
-                return compiled(*args, **kwargs)
+            return self._call(compiled, args, kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, NarrowcastError):
                 raise inner from None
             raise
+
+    def _call(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return compiled(*args, **kwargs)
+
+
+class _Around(_Compiled):
+    """Runs a compiled call in a region, which is made when it is first known for which device type.
+
+    make: gives the region on a device type under a policy. choose: gives the policy for what is left to eager code,
+    from the region under `policy` and the first call's args and kwargs.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str, Policy], autocast],
+        policy: Policy,
+        device_type: str | None,
+        choose: Callable[[autocast, tuple[Any, ...], dict[str, Any]], Policy],
+    ) -> None:
+        self._make, self._policy, self._choose = make, policy, choose
+        self._device_type = device_type
+        self._regions: dict[str, autocast] = {}
+        self._lock = threading.Lock()
+        if device_type is not None:
+            make(device_type, policy)  # what is wrong with the arguments is said at once
+
+    def _call(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device_type = self._device_type
+        if device_type is None:
+            device_type = next((t.device.type for t in tensors_in(args, kwargs)), "cpu")
+        with self._regions.get(device_type) or self._region(device_type, args, kwargs):
+            return compiled(*args, **kwargs)
+
+    def _region(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> autocast:
+        with self._lock:
+            if device_type in self._regions:
+                return self._regions[device_type]
+            region = self._make(device_type, self._policy)
+            if torch._C._len_torch_dispatch_stack():
+                return region  # recorded, or on fake tensors: no time that says much
+            policy = self._choose(region, args, kwargs)
+            self._regions[device_type] = region if policy is region.policy else self._make(device_type, policy)
+            return self._regions[device_type]
 
 
 def _device_of(model: Any) -> str | None:

@@ -22,6 +22,7 @@ from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.recurrent_choice import recurrent_note, with_recurrent_ops
 from narrowcast.report import (
     Comparison,
     CompiledGraph,
@@ -139,12 +140,12 @@ def explain(
     else:
         ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
     if front_end in ("compile", "export"):
+        region, note = _with_recurrent_ops(subject, region, wanted, note) if wanted.places else (region, note)
         graphs = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
         found = graph_ledger(graphs)
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
         ledger, ran_on = found, f"eager beside it ran on {ran_on}"
-    note = note if front_end == "script" else f"{note} {_script_note(subject)}".strip()
     return Explanation(
         subject=subject.name,
         device_type=device_type,
@@ -152,7 +153,7 @@ def explain(
         policy=chosen.name,
         digest=resolved.digest,
         ran_on=ran_on,
-        note=note,
+        note=note if front_end == "script" else f"{note} {_script_note(subject)}".strip(),
         ledger=ledger,
         comparison=_compare(subject, region) if run else None,
         front_end=front_end,
@@ -160,6 +161,14 @@ def explain(
         differences=differences,
         rules=chosen.rules,
     )
+
+
+def _with_recurrent_ops(subject: Subject, region: autocast, goal: Goal, note: str) -> tuple[autocast, str]:
+    """The region in which a goal has the model compiled, and the note, with what is said of ops in no graph."""
+    policy = with_recurrent_ops(subject.model, subject.args, subject.kwargs, region, goal)
+    if policy is region.policy:
+        return region, note
+    return autocast(region.device, region.fast_dtype, policy=policy), f"{note} {recurrent_note(policy)}".strip()
 
 
 def _goal(goal: Goal, front_end: str) -> Goal:

@@ -170,3 +170,30 @@ def test_arguments_of_other_types_are_errors(options):
     """Said at once, not when the first graph is compiled."""
     with pytest.raises(GoalError):
         as_goal("fast", **options)
+
+
+class Indexed(nn.Module):
+    """Makes tensors of numbers that are written in its code: constants of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        scale = torch.tensor([1.0, 2.0, 4.0])
+        scale[0] = 8.0
+        return self.linear(x)[:, torch.tensor([2, 0, 1])] * scale
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast", "memory"])
+def test_constants_of_a_graph_are_shared_by_its_candidates(goal):
+    """They are real while everything else is fake: the graph is placed all the same, and writing to one stays within a
+    call.
+    """
+    model, x = Indexed(), torch.eye(4)
+    run = compiled(model, goal=goal)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = run(x), run(x)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, under_autocast(model, x), rtol=1e-2, atol=1e-2)

@@ -211,9 +211,13 @@ def _size(size: Any) -> int:
 
 
 def copy_reading(reading: Reading) -> tuple[GraphModule, Reading]:
-    """A copy of the graph, bodies of higher-order ops included, and the reading as if it had been read from that."""
+    """A copy of the graph, bodies of higher-order ops included, and the reading as if it had been read from that.
+
+    Its constants are shared: a real tensor cannot be copied while fake ones are made.
+    """
     root = reading.modules[0]
-    made = copy.deepcopy(root)
+    kept = [[*vars(m).values(), *m.parameters(recurse=False), *m.buffers(recurse=False)] for m in root.modules()]
+    made = copy.deepcopy(root, {id(t): t for tensors in kept for t in tensors if isinstance(t, torch.Tensor)})
     names = {id(module): name for name, module in root.named_modules()}
     modules: list[Any] = [made.get_submodule(names[id(module)]) for module in reading.modules]
     twin: dict[Node, Node] = {}
