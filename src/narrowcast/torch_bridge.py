@@ -5,8 +5,7 @@ Every branch on the torch version, and every use of a private torch name that ha
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -285,24 +284,6 @@ def registered_ops(device_type: str) -> tuple[str, ...]:
                 short = name.removeprefix("aten::")
                 found.append(f"aten.{short}" if "." in short else f"aten.{short}.default")
     return tuple(sorted(found))
-
-
-class Registration:
-    """Python kernels `kernel(keyset, *args, **kwargs)` registered for ops at an Autocast key, until removed."""
-
-    def __init__(self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
-        self._libraries = {op.namespace: torch.library.Library(op.namespace, "IMPL") for op, _ in kernels}
-        key = autocast_key_name(device_type)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
-            for op, kernel in kernels:
-                name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
-                self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True)
-
-    def remove(self) -> None:
-        """Give the ops back what they had."""
-        for library in self._libraries.values():
-            library._destroy()
 
 
 def below(key: DispatchKey) -> DispatchKeySet:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.eager.kernels import install_visiting, remove_visiting
+from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.torch_bridge import ops_in
 
 DTYPES = {

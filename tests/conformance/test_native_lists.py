@@ -18,7 +18,7 @@ from torch.testing._internal import autocast_test_lists
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.eager.kernels import _staying, install_visiting, remove_visiting
+from narrowcast.eager.registered import _staying, install_visiting, remove_visiting
 from narrowcast.eager.watch import add_watcher, remove_watcher
 from narrowcast.torch_bridge import DTYPES, find_op
 
@@ -66,6 +66,8 @@ class _Planned(Exception):
 
 class _Plan:
     """A watcher that takes the first plan and stops there."""
+
+    whole = frozenset()
 
     def __init__(self):
         self.plan = None

@@ -7,7 +7,6 @@ the native lists (those are removed with the recording).
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from narrowcast.torch_bridge import (
     FORMATS,
     OpFacts,
     OpOverload,
-    Registration,
     Slot,
     autocast_key,
     below,
@@ -143,10 +141,11 @@ class Kernel:
         tensors = gather(self.facts, args, kwargs)
         place = find_place(region.prepared.policy.table.asks_for_names)
         decided = self._decide(tensors, args, kwargs, region, place)
-        if decided.plan.rule is None and decided.plan.changes_nothing:
+        is_asked_for = any(self.facts.id in watcher.whole for watcher in watching)
+        if decided.plan.rule is None and decided.plan.changes_nothing and not is_asked_for:
             return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
-        call = DecidedCall(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache)
+        call = DecidedCall(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache, args, kwargs)
         for watcher in watching:
             watcher.begin(call)
         try:
@@ -336,54 +335,3 @@ def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:
         where=tuple(where),
         advice='Cast its inputs yourself, or give the op a rule: action = "align", "full" or "follow".',
     )
-
-
-# -- which kernels are registered --------------------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_kernels: dict[tuple[str, str], Kernel] = {}  # by op id and device type
-_staying: dict[str, dict[str, Registration]] = {}  # by device type and op id
-_visiting: dict[str, tuple[int, Registration]] = {}  # by device type: how many recordings, and the registration
-
-
-def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
-    """Register our kernels for these ops (`ids` are theirs), to stay."""
-    staying = _staying.get(device_type, {})
-    if ids <= staying.keys():
-        return
-    with _lock:
-        staying = _staying.setdefault(device_type, {})
-        for op in ops:
-            identity = op_facts(op).id
-            if identity not in staying:
-                staying[identity] = Registration([(op, _kernel(op, device_type))], device_type)
-
-
-def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
-    """Register our kernels for these ops until `remove_visiting`; calls for one device type nest."""
-    with _lock:
-        count, registration = _visiting.get(device_type, (0, None))
-        if registration is None:
-            staying = _staying.get(device_type, {})
-            new = [(op, _kernel(op, device_type)) for op in ops if op_facts(op).id not in staying]
-            registration = Registration(new, device_type)
-        _visiting[device_type] = (count + 1, registration)
-
-
-def remove_visiting(device_type: str) -> None:
-    """Undo one `install_visiting`. While other threads may be in the middle of an op, the kernels stay for the next."""
-    with _lock:
-        count, registration = _visiting.pop(device_type)
-        if count > 1 or threading.active_count() > 1:
-            _visiting[device_type] = (count - 1, registration)
-        else:
-            registration.remove()
-
-
-def _kernel(op: OpOverload, device_type: str) -> Kernel:
-    """The one kernel object of an op and device type, made while torch's own kernel is the registered one."""
-    pair = (op_facts(op).id, device_type)
-    kernel = _kernels.get(pair)
-    if kernel is None:
-        kernel = _kernels[pair] = Kernel(op, device_type)
-    return kernel

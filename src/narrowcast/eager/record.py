@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
 from narrowcast.eager.caching import follow_mutators
-from narrowcast.eager.kernels import install_visiting, remove_visiting
+from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import (
     DecidedCall,
     ThreadState,
@@ -81,6 +81,8 @@ def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
 
 class Recorder(TorchDispatchMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
+
+    whole: frozenset[str] = frozenset()
 
     def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import torch
 from narrowcast.decide import Region
 from narrowcast.dynamo_bridge import never_trace
 from narrowcast.eager.caching import follow_mutators
-from narrowcast.eager.kernels import install
+from narrowcast.eager.registered import install
 from narrowcast.eager.steps import run_inside
 from narrowcast.eager.watch import region_watchers, tell_entered, tell_left
 from narrowcast.errors import NarrowcastError, RegionError

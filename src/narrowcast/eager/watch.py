@@ -17,7 +17,7 @@ from narrowcast.torch_bridge import OpFacts, OpOverload, Slot
 class DecidedCall:
     """A call with its tensors as they came, what will be done with it, and by which policy.
 
-    `caches`: whether the region casts weights once.
+    `caches`: whether the region casts weights once. `args`, `kwargs`: all that was given; empty for modules' calls.
     """
 
     facts: OpFacts
@@ -26,6 +26,8 @@ class DecidedCall:
     tensors: list[tuple[Slot, torch.Tensor | None]]
     policy: Policy
     caches: bool
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -54,7 +56,12 @@ class ThreadState:
 
 
 class Watcher(Protocol):
-    """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest."""
+    """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest.
+
+    whole: ids of ops of which it is told although the policy leaves them to what they call.
+    """
+
+    whole: frozenset[str]
 
     def begin(self, call: DecidedCall) -> None:
         """The call is about to run."""
