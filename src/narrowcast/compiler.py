@@ -12,13 +12,13 @@ import torch
 from narrowcast.dynamo_bridge import inner_compiler
 from narrowcast.eager import autocast
 from narrowcast.eager.caching import follow_mutators
+from narrowcast.eager_choice import eager_policy, is_raced, watch_eager_calls
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend
 from narrowcast.fx.backward import parse_backward
-from narrowcast.goals import CAST, as_goal
+from narrowcast.goals import CAST, Goal, as_goal
 from narrowcast.policy import Policy, as_policy
-from narrowcast.recurrent_choice import with_recurrent_ops
 from narrowcast.torch_bridge import check_ops, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,10 +93,10 @@ def compile(
     around = _Compiled()
     if not (policy is None and dtype is None and device_type is None):
         around = _Around(
-            lambda device, policy: autocast(device, dtype, enabled, cache_enabled, policy=policy),
-            chosen.forward(), device_type or _device_of(model),
-            lambda region, args, kwargs: with_recurrent_ops(model, args, kwargs, region, wanted),
-        )  # fmt: skip
+            lambda device: autocast(device, dtype, enabled, cache_enabled, policy=chosen.forward()),
+            device_type or _device_of(model),
+            wanted,
+        )
     if isinstance(compiled, torch.nn.Module):
         compiled.__class__ = CompiledModule
         object.__setattr__(compiled, "_around", around)
@@ -145,41 +145,43 @@ class _Compiled:
 class _Around(_Compiled):
     """Runs a compiled call in a region, which is made when it is first known for which device type.
 
-    make: gives the region on a device type under a policy. choose: gives the policy for what is left to eager code,
-    from the region under `policy` and the first call's args and kwargs.
+    make: gives the region on a device type. Under a goal the first call shows what runs as eager code in it; the region
+    of those that follow is made for that.
     """
 
-    def __init__(
-        self,
-        make: Callable[[str, Policy], autocast],
-        policy: Policy,
-        device_type: str | None,
-        choose: Callable[[autocast, tuple[Any, ...], dict[str, Any]], Policy],
-    ) -> None:
-        self._make, self._policy, self._choose = make, policy, choose
-        self._device_type = device_type
+    def __init__(self, make: Callable[[str], autocast], device_type: str | None, goal: Goal) -> None:
+        self._make, self._device_type, self._goal = make, device_type, goal
         self._regions: dict[str, autocast] = {}
         self._lock = threading.Lock()
         if device_type is not None:
-            make(device_type, policy)  # what is wrong with the arguments is said at once
+            make(device_type)  # what is wrong with the arguments is said at once
 
     def _call(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device_type = self._device_type
         if device_type is None:
             device_type = next((t.device.type for t in tensors_in(args, kwargs)), "cpu")
-        with self._regions.get(device_type) or self._region(device_type, args, kwargs):
+        region = self._regions.get(device_type)
+        if region is None:
+            return self._first_call(device_type, compiled, args, kwargs)
+        with region:
             return compiled(*args, **kwargs)
 
-    def _region(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> autocast:
-        with self._lock:
-            if device_type in self._regions:
-                return self._regions[device_type]
-            region = self._make(device_type, self._policy)
-            if torch._C._len_torch_dispatch_stack():
-                return region  # recorded, or on fake tensors: no time that says much
-            policy = self._choose(region, args, kwargs)
-            self._regions[device_type] = region if policy is region.policy else self._make(device_type, policy)
-            return self._regions[device_type]
+    def _first_call(self, device_type: str, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        region = self._make(device_type)
+        if not is_raced(region, self._goal):
+            self._regions[device_type] = region
+        # while it is recorded, or on fake tensors, no time says much; another thread may be here already
+        if device_type in self._regions or torch._C._len_torch_dispatch_stack() or not self._lock.acquire(False):
+            with region:
+                return compiled(*args, **kwargs)
+        try:
+            with watch_eager_calls(region) as calls, region:
+                results = compiled(*args, **kwargs)
+            policy = eager_policy(calls, region)
+            self._regions[device_type] = region if policy is region.policy else region.with_eager_policy(policy)
+            return results
+        finally:
+            self._lock.release()
 
 
 def _device_of(model: Any) -> str | None:

@@ -22,7 +22,6 @@ from narrowcast.isolation import is_here, isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
-from narrowcast.recurrent_choice import recurrent_note, with_recurrent_ops
 from narrowcast.report import (
     Comparison,
     CompiledGraph,
@@ -140,12 +139,11 @@ def explain(
     else:
         ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
     if front_end in ("compile", "export"):
-        region, note = _with_recurrent_ops(subject, region, wanted, note) if wanted.places else (region, note)
-        graphs = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
+        graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
         found = graph_ledger(graphs)
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
-        ledger, ran_on = found, f"eager beside it ran on {ran_on}"
+        ledger, ran_on, note = found, f"eager beside it ran on {ran_on}", f"{note} {eager}".strip()
     return Explanation(
         subject=subject.name,
         device_type=device_type,
@@ -161,14 +159,6 @@ def explain(
         differences=differences,
         rules=chosen.rules,
     )
-
-
-def _with_recurrent_ops(subject: Subject, region: autocast, goal: Goal, note: str) -> tuple[autocast, str]:
-    """The region in which a goal has the model compiled, and the note, with what is said of ops in no graph."""
-    policy = with_recurrent_ops(subject.model, subject.args, subject.kwargs, region, goal)
-    if policy is region.policy:
-        return region, note
-    return autocast(region.device, region.fast_dtype, policy=policy), f"{note} {recurrent_note(policy)}".strip()
 
 
 def _goal(goal: Goal, front_end: str) -> Goal:

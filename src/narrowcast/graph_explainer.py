@@ -10,6 +10,7 @@ import torch
 
 from narrowcast.compiler import compile
 from narrowcast.dynamo_bridge import watch_frames
+from narrowcast.eager_choice import eager_note, eager_policy, is_raced, watch_eager_calls
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
 from narrowcast.fx.exported import explicit_program, placed_program
@@ -41,8 +42,10 @@ def graphs_of(
     region: Any,
     goal: Goal,
     backend: str = "inductor",
-) -> tuple[CompiledGraph, ...]:
-    """The graphs of a model in a region. A copy of the model is run, uncompiled code between graphs included.
+) -> tuple[tuple[CompiledGraph, ...], str]:
+    """The graphs of a model in a region, and what a goal found for the eager code between them.
+
+    A copy of the model is run, uncompiled code between graphs included.
 
     Functions that Dynamo leaves to Python are among them, with the reason as their fallback and no program.
     The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; with the goal `exact` none
@@ -53,13 +56,24 @@ def graphs_of(
         isolated(model, args, kwargs, fake=False, through=_through(front_end, goal, backend)) as run,
     ):
         warnings.simplefilter("ignore")  # fallbacks are listed
-        with watch_graphs() as graphs, watch_frames() as left, region:
-            run()
+        with watch_graphs() as graphs, watch_frames() as left:
+            note = _run(run, region, front_end == "compile" and is_raced(region, goal))
     graphs += [
         CompiledGraph(len(graphs) + n, Place(file=file, line=line), fallback=reason)
         for n, (file, line, reason) in enumerate(left)
     ]
-    return tuple(graphs)
+    return tuple(graphs), note
+
+
+def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
+    """Run in the region; what is to be said of its eager code."""
+    if not races_eager_code:
+        with region:
+            run()
+        return ""
+    with watch_eager_calls(region) as calls, region:
+        run()
+    return eager_note(eager_policy(calls, region))
 
 
 def script_graphs_of(model: Callable[..., Any], around: Scopes) -> tuple[CompiledGraph, ...]:

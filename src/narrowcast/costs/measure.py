@@ -248,7 +248,7 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
         if isinstance(leaf, Operand):
             number = len(tensors)
             if number in call.signature.streamed or number not in shared:
-                shared[number] = _tensor(leaf)
+                shared[number] = make_tensor(leaf)
             tensors.append(shared[number])
             filled.append(shared[number])
         else:
@@ -273,7 +273,8 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
     return both
 
 
-def _tensor(operand: Operand) -> torch.Tensor:
+def make_tensor(operand: Operand) -> torch.Tensor:
+    """A tensor like the operand, filled with small random numbers."""
     dtype = _dtype(operand.type)
     made = torch.empty_strided(operand.shape, operand.stride, dtype=dtype, device=operand.device)
     if dtype.is_floating_point:

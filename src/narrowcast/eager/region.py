@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -116,7 +117,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 outer.prepared.grade,
                 outer.prepared.cache_limit_bytes,
             )  # what is checked stays checked inside
-            prepared = _prepare(self.policy, prepared.facts, grade, limit, self.policy.wording)
+            checked = _prepare(self.policy, prepared.facts, grade, limit, self.policy.wording)
+            prepared = replace(checked, graphs=prepared.graphs)
         special = bool(prepared.ops) or prepared.policy.has_module_rules
         if special and self._enabled:
             install(prepared.ops, prepared.changed, self.device)
@@ -125,7 +127,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before[2])
         if mixes:
             torch.clear_autocast_cache()
-        identity = Identity(prepared.policy.digest, self.device) if special else None
+        seen = prepared.for_graphs
+        differs = bool(seen.ops) or seen.policy.has_module_rules
+        identity = Identity(seen.policy.digest, self.device) if differs else None
         open_anywhere.append(None)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
         if region_watchers:
@@ -202,6 +206,17 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
                 cache_limit_bytes=self._cache_limit_bytes,
             )  # fmt: skip
         return self
+
+    def with_eager_policy(self, policy: Policy) -> autocast:
+        """A region like this one in which eager code runs under `policy`; graphs that are captured inside keep this
+        region's.
+        """
+        made = autocast(
+            self.device, self.fast_dtype, self._enabled, self._cache, policy=policy,
+            cache_limit_bytes=self._cache_limit_bytes,
+        )  # fmt: skip
+        made._prepared = replace(made._prepared, graphs=self._prepared)
+        return made
 
     def __reduce__(self) -> Any:
         limit = self._cache_limit_bytes

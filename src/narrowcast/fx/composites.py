@@ -38,7 +38,7 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
             region = region_on(device)
             if region is None or not is_composite(op, device):
                 continue
-            found = region.prepared.policy.table.candidates(facts.id, facts.computes)
+            found = region.prepared.for_graphs.policy.table.candidates(facts.id, facts.computes)
             place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
             if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
                 return NotImplemented

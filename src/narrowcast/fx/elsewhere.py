@@ -29,7 +29,7 @@ class Elsewhere(torch.fx.Interpreter):
         self.policies = _policies()
         region = innermost()
         is_alone = region is not None and region.outer is None and region.is_innermost
-        self.alone = region.prepared if region is not None and is_alone else None
+        self.alone = region.prepared.for_graphs if region is not None and is_alone else None
         self.outside = NO_OUTSIDE
         self.warned = False
 
@@ -41,8 +41,8 @@ class Elsewhere(torch.fx.Interpreter):
         """
         region = stack.innermost
         if region is not None:
-            is_same = region.prepared is self.alone and region.outer is None and region.depth == autocast_nesting()
-            if not is_same and _policies() != self.policies:
+            is_alone = region.outer is None and region.depth == autocast_nesting()
+            if not (is_alone and region.prepared.for_graphs is self.alone) and _policies() != self.policies:
                 return True
         return self.compiled_for is not None and module_path(called_modules()) != self.compiled_for
 
@@ -75,4 +75,4 @@ def find_elsewhere(graph: GraphModule, explicit: Explicit) -> Elsewhere | None:
 def _policies() -> tuple[tuple[str, str], ...]:
     """The policies in force, by device type."""
     found = ((device_type, region_on(device_type)) for device_type in ruled_device_types())
-    return tuple((device_type, region.prepared.policy.digest) for device_type, region in found if region is not None)
+    return tuple((device, r.prepared.for_graphs.policy.digest) for device, r in found if r is not None)

@@ -39,7 +39,7 @@ class Ambient:
     def now(device_types: tuple[str, ...]) -> Ambient:
         """What is open, and where we are, on this thread."""
         found = {d: region_on(d) for d in device_types}
-        return Ambient({d: r.prepared for d, r in found.items() if r is not None}, Outside.now())
+        return Ambient({d: r.prepared.for_graphs for d, r in found.items() if r is not None}, Outside.now())
 
 
 @dataclass(slots=True)

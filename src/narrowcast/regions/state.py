@@ -37,6 +37,7 @@ class Prepared:
     ops, changed: the overloads for which the policy differs from native, and their ids.
     plans: what was decided for calls whose plan does not depend on the place. boundaries: for the calls of modules.
     grade: `native`, `checked`, `checksum` or `off`: the weight cache. cache_limit_bytes: what our own may hold.
+    graphs: what holds for graphs that are captured inside, if that is another policy than eager code's.
     """
 
     facts: Region
@@ -47,6 +48,12 @@ class Prepared:
     boundaries: dict[Any, Any] = field(default_factory=dict)
     grade: str = "native"
     cache_limit_bytes: int | None = None
+    graphs: Prepared | None = None
+
+    @property
+    def for_graphs(self) -> Prepared:
+        """What holds for graphs that are captured inside."""
+        return self.graphs or self
 
 
 @dataclass(slots=True, eq=False)

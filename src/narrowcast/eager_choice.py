@@ -1,0 +1,178 @@
+"""Goals for eager code between graphs: ops that the policy lowers run so, or in fp32 where that takes less time.
+
+Nothing is placed there. But what Dynamo leaves to eager code is seen when it runs (a recurrent layer, and all that
+follows it in the same `forward`), and each op that the policy lowers is timed on inputs of the same sizes, under the
+policy and in fp32. What is found becomes rules: of the policy for eager code, not of that for graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
+from narrowcast.costs.measure import Operand, device_now, make_tensor
+from narrowcast.eager import autocast
+from narrowcast.eager.registered import install_visiting, remove_visiting
+from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.fx.candidates import HIGH, POLICY
+from narrowcast.fx.choosing import Side, time_sides
+from narrowcast.goals import FAST, Goal
+from narrowcast.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy, Rule
+from narrowcast.torch_bridge import FORMATS, OpFacts, OpOverload, find_op, op_facts, op_id, short_type, tensors_in
+
+RECURRENT = tuple(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+"""Ops that are one call, whatever they call inside: results of their steps are not to be cast to and fro."""
+_INSIDE = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.addmm.default",
+           "aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default")  # fmt: skip
+
+
+_MEASURED = "measured:"
+
+
+class EagerCalls:
+    """A watcher that keeps the calls that may gain: those that are lowered, and recurrent ones; each kind once.
+
+    kinds: by op; what a call was given, with operands in place of floating tensors.
+    """
+
+    whole = frozenset(op_id(op) for op in RECURRENT)
+
+    def __init__(self) -> None:
+        self.kinds: dict[OpOverload, dict[str, list[Any]]] = {}
+        self._open: list[bool] = []
+
+    def begin(self, call: DecidedCall) -> None:
+        """A call reaches a kernel. What it calls inside is part of it; what is only traced takes no time."""
+        is_inside, is_module = any(self._open), call.facts.id == MODULE_CALL_OP
+        self._open.append(not is_module)
+        lowers = call.plan.rule is not None and call.plan.rule.action.kind is Kind.LOWER
+        if is_inside or is_module or not (lowers or call.facts.id in self.whole):
+            return
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided for t in tensors):
+            kept = [_kept(leaf) for leaf in leaves]
+            self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), pytree.tree_unflatten(kept, spec))
+
+    def end(self, result: Any) -> None:
+        """The call returned."""
+        self._open.pop()
+
+    def fail(self, error: BaseException) -> None:
+        """The call raised."""
+        self._open.pop()
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """No floating tensor is kept."""
+
+
+@contextmanager
+def watch_eager_calls(region: autocast) -> Iterator[EagerCalls]:
+    """The calls of eager code in the block that the region's policy lowers. Graphs run without autocast: not theirs."""
+    calls = EagerCalls()
+    lowered = (find_op(r.op) for r in region.policy.resolve(region.device).rules if r.action.kind is Kind.LOWER)
+    install_visiting((*filter(None, lowered), *RECURRENT), region.device)
+    add_watcher(calls)
+    try:
+        yield calls
+    finally:
+        remove_watcher(calls)
+        remove_visiting(region.device)
+
+
+def is_raced(region: autocast, goal: Goal) -> bool:
+    """Whether eager code in the region has formats to choose from, and may be timed."""
+    return goal.kind == FAST and goal.verify and region._enabled and region.fast_dtype.itemsize < 4
+
+
+def eager_policy(calls: EagerCalls, region: autocast) -> Policy:
+    """The region's policy, with rules for the ops whose calls, each kind once, take less time in fp32.
+
+    Results keep the formats that they have under the policy. region: not open.
+    """
+    found: list[Rule] = []
+    for op in sorted(calls.kinds, key=lambda op: op in RECURRENT):  # those see what was found about what they call
+        facts = op_facts(op)
+        if not _is_pinned(facts, region.policy.resolve(region.device)):
+            found += _raced(op, list(calls.kinds[op].values()), region, found)
+    return region.policy.with_rules(found, name=f"{region.policy.name}, placed") if found else region.policy
+
+
+def eager_note(policy: Policy) -> str:
+    """What `eager_policy` found, for a reader: a sentence for each op."""
+    lifted = [rule for rule in policy.rules if rule.reason.startswith(_MEASURED) and not rule.argument]
+    return " ".join(f"{rule.op} in eager code between graphs runs in fp32 ({rule.reason})." for rule in lifted)
+
+
+def _kept(leaf: Any) -> Any:
+    """An operand for a floating tensor. Others, such as the sizes in a packed sequence, must be what they are."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.dtype not in FORMATS:
+        return leaf.detach().clone()
+    return Operand(
+        tuple(leaf.shape), leaf.stride(), short_type(leaf.dtype), str(leaf.device), leaf.requires_grad
+    )  # fmt: skip
+
+
+def _is_pinned(facts: OpFacts, policy: Policy) -> bool:
+    """Whether some rule, wherever it holds, asks for one certain format of the op, or of one inside, or refuses it."""
+    ids = (facts.id, *_INSIDE) if facts.op in RECURRENT else (facts.id,)
+    found = (policy.table.candidates(op, True) for op in ids)
+    rules = [rule for candidates in found for rule in (*candidates.whole, *candidates.per_argument)]
+    return any(rule.action.kind in (Kind.TO, Kind.REFUSE) for rule in rules)
+
+
+def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
+    """The rules for one op, if its calls together take less time in fp32; none if it cannot be timed."""
+    leaves, spec = pytree.tree_flatten(kinds)
+    given = [make_tensor(leaf) if isinstance(leaf, Operand) else leaf for leaf in leaves]
+
+    def inside(*rules: Rule) -> Callable[..., Any]:
+        around = region.with_eager_policy(region.policy.with_rules(earlier, rules))
+
+        def run(*flat: Any) -> Any:
+            with around:
+                return [op(*args, **kwargs) for args, kwargs in pytree.tree_unflatten(list(flat), spec)]
+
+        return run
+
+    as_policy = inside()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            formats = {FORMATS.get(t.dtype) for t in tensors_in(as_policy(*given))}
+    except Exception:  # not with numbers of ours, then: what the policy says holds
+        return []
+    kept = formats.pop() if len(formats) == 1 else None
+    if kept is None:
+        return []
+    full, back = Rule(op_id(op), Action(Kind.FULL)), Rule(op_id(op), Action(Kind.TO, kept), argument=RESULT)
+    key = choice_key(
+        device_now(region.device), region.policy.with_rules(earlier, full, back).digest, str(region), str(leaves),
+        str(torch.is_grad_enabled()),
+    )  # fmt: skip
+    choice = load_choice(key, (POLICY, HIGH))
+    if choice is None:
+        choice = time_sides([Side(POLICY, as_policy), Side(HIGH, inside(full, back))], given, frozenset())
+        save_choice(key, choice)
+    if choice.chosen != HIGH:
+        return []
+    return [
+        Rule(op_id(op), full.action, reason=_reason(choice)),
+        Rule(op_id(op), back.action, argument=RESULT, reason="placed: results keep the policy's format"),
+    ]
+
+
+def _reason(choice: Choice) -> str:
+    """`measured: 3.1 ms in fp32, 8.2 ms as the policy says`."""
+    high, policy = (choice.times_ns[name] / 1e6 for name in (HIGH, POLICY))
+    return f"{_MEASURED} {high:.3g} ms in fp32, {policy:.3g} ms as the policy says"

@@ -1,0 +1,268 @@
+"""Goals for eager code between graphs: seen in the first call, raced at the same sizes, decided by rules."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast import eager_choice
+from narrowcast.costs.choices import Choice
+from narrowcast.eager import registered
+from narrowcast.fx.compiled import watch_graphs
+from narrowcast.policy import as_policy, parse_action
+
+BF16 = torch.bfloat16
+KINDS = {"aten.lstm.input": nn.LSTM, "aten.gru.input": nn.GRU, "aten.rnn_tanh.input": nn.RNN}
+
+
+class Tagger(nn.Module):
+    """What is captured, and a recurrent layer with a linear one after it, which Dynamo leaves to eager code."""
+
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.calls = nn.BatchNorm1d(16), 0
+        self.recurrent, self.last = kind(16, 16, 2, bidirectional=True), nn.Linear(32, 3)
+
+    def given(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def forward(self, x):
+        self.calls += 1
+        hidden, _ = self.recurrent(self.given(x))
+        return self.last(hidden), hidden, torch.rand(1)
+
+
+class Embedded(Tagger):
+    """A tagger whose captured part has a call that the policy lowers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def given(self, x):
+        return self.first(x)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+
+
+def given_times(monkeypatch, **ns):
+    """Races between graphs end as given; the sides of each."""
+    races = []
+
+    def race(sides, args, written):
+        races.append([side.name for side in sides])
+        for side in sides:
+            side.run(*args)
+        return Choice(min(ns, key=ns.get), {n: float(t) for n, t in ns.items()}, dict.fromkeys(ns, 0.0), 9, 0.1)
+
+    monkeypatch.setattr(eager_choice, "time_sides", race)
+    return races
+
+
+def fast(model, **options):
+    return nc.compile(model, dtype=BF16, backend="eager", goal="fast", weights="cast", **options)
+
+
+def eager_rules(run):
+    return {rule.op for rule in run._around._regions["cpu"].policy.rules}
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_what_is_slower_in_the_low_format_runs_in_fp32(op, monkeypatch):
+    """From the second call on, values of recurrent and linear layers are fp32's, rounded to what they were."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    model, x = Tagger(KINDS[op]).eval(), torch.randn(5, 2, 16)
+    with torch.no_grad():
+        with nc.autocast("cpu", BF16):
+            kept = model(x)
+            given = model.given(x)
+        run = fast(model)
+        first = run(x)
+        logits, hidden, _ = run(x)
+        assert eager_rules(run) == {op, "aten.linear.default"}
+        assert [part.dtype for part in first] == [part.dtype for part in kept]
+        assert [logits.dtype, hidden.dtype] == [part.dtype for part in kept[:2]]
+        assert torch.equal(hidden, model.recurrent(given.float())[0].to(hidden.dtype))
+        assert torch.equal(logits, model.last(hidden.float()).to(logits.dtype))
+
+
+def test_graphs_keep_the_policy_and_their_code(monkeypatch):
+    """The rules are eager code's alone: the graph before the recurrent layer is compiled once, and may run low."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    with torch.no_grad(), watch_graphs() as graphs:
+        run = fast(Embedded().eval())
+        for _ in range(3):
+            run(torch.ones(5, 2, 16))
+    (graph,) = graphs
+    (call,) = [call for call in graph.placement.calls if call.op == "aten.linear.default"]
+    assert [str(format) for format in call.formats] == ["bf16", "fp32"]
+    assert "aten.linear.default" in eager_rules(run)
+
+
+def test_what_gains_by_the_low_format_is_left_to_the_policy(monkeypatch):
+    """The region's policy is the user's own, unchanged."""
+    races = given_times(monkeypatch, policy=1e6, high=2e6)
+    run = fast(Tagger().eval())
+    with torch.no_grad():
+        run(torch.randn(5, 2, 16))
+    assert races == [["policy", "high"]] * 2
+    assert run._around._regions["cpu"].policy is as_policy(None)
+
+
+def test_watching_the_first_call_leaves_no_trace(monkeypatch):
+    """Statistics, counters and random numbers are those of one call; our kernels are gone after it."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    eager, model, x = Tagger(), Tagger(), torch.randn(5, 2, 16)
+    torch.manual_seed(3)
+    with nc.autocast("cpu", BF16):
+        drawn = eager(x)[2]
+    torch.manual_seed(3)
+    results = fast(model)(x)
+    assert torch.equal(results[2], drawn)
+    assert (model.calls, model.norm.num_batches_tracked.item()) == (1, 1)
+    assert torch.equal(model.norm.running_mean, eager.norm.running_mean)
+    results[0].float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+    assert not registered._visiting
+
+
+def test_a_model_that_is_captured_whole_has_nothing_to_race(monkeypatch):
+    """Neither graphs nor their candidates count as eager code, in training or without."""
+    races = given_times(monkeypatch, policy=2e6, high=1e6)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(2, 2, 3), nn.Linear(6, 2))
+    run = nc.compile(model, dtype=BF16, backend="aot_eager", goal="fast")
+    run(torch.randn(1, 2, 8)).float().sum().backward()
+    assert races == []
+    assert run._around._regions["cpu"].policy is as_policy(None)
+
+
+def test_packed_sequences_and_given_states_are_raced_as_they_are(monkeypatch):
+    """A call on a packed sequence, and one that is given its state, run in fp32 and keep their formats."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent = nn.RNN(8, 8)
+
+        def forward(self, x, state):
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+            return self.recurrent(packed, state)[0].data, self.recurrent(x, state)[0]
+
+    model, x, state = Packed().eval(), torch.randn(5, 2, 8, dtype=BF16), torch.zeros(1, 2, 8, dtype=BF16)
+    with torch.no_grad():
+        with nc.autocast("cpu", BF16):
+            kept = model(x, state)
+        run = fast(model)
+        run(x, state)
+        found = run(x, state)
+        wide = model(x.float(), state.float())
+    assert eager_rules(run) == {"aten.rnn_tanh.input", "aten.rnn_tanh.data"}
+    assert [part.dtype for part in found] == [part.dtype for part in kept]
+    assert all(torch.equal(a, b.to(BF16)) for a, b in zip(found, wide, strict=True))
+
+
+def test_functions_that_dynamo_is_told_to_leave_alone_are_raced(monkeypatch):
+    """Not only recurrent layers: any op that a policy lowers, in a function as in a module."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+
+    @torch.compiler.disable
+    def left_alone(x, w):
+        return x @ w
+
+    def work(x, w):
+        return left_alone(x + 1, w)
+
+    run, x, w = fast(work), torch.randn(4, 8), torch.randn(8, 8)
+    with torch.no_grad():
+        run(x, w)
+        found = run(x, w)
+    assert torch.equal(found, ((x + 1) @ w).to(BF16))
+
+
+PINS = ["aten.lstm", "aten.lstm.input", "aten.mkldnn_rnn_layer", "aten.linear*"]
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_a_rule_that_names_a_format_is_not_overruled(pin, monkeypatch):
+    """Where a policy pins the op, or what a recurrent one calls, to one format, anywhere, it is not raced."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    pinned = nc.Policy.native().with_rules(nc.Rule(pin, parse_action("to(bf16)"), module="somewhere"))
+    with torch.no_grad():
+        run = nc.compile(Tagger().eval(), dtype=BF16, policy=pinned, backend="eager", goal="fast", weights="cast")
+        run(torch.randn(5, 2, 16))
+    lifted = {rule.op for rule in run._around._regions["cpu"].policy.rules if rule.reason.startswith("measured")}
+    assert lifted == (set() if pin == "aten.linear*" else {"aten.linear.default"})
+
+
+@pytest.mark.parametrize("options", [{"goal": "exact"}, {"goal": "memory"}, {"goal": "fast", "verify": False}])
+def test_goals_that_time_nothing_race_nothing(options, monkeypatch):
+    """`exact`, `memory`, and `fast` without verification keep the policy's formats between graphs."""
+    races = given_times(monkeypatch, policy=2e6, high=1e6)
+    with torch.no_grad():
+        nc.compile(Tagger().eval(), dtype=BF16, backend="eager", weights="cast", **options)(torch.randn(5, 2, 16))
+    assert races == []
+
+
+def test_the_choice_is_kept_on_disk(monkeypatch):
+    """A second process's race of the same op at the same sizes takes the first one's word."""
+    races = given_times(monkeypatch, policy=2e6, high=1e6)
+    for _ in range(2):
+        with torch.no_grad():
+            run = fast(Tagger().eval())
+            run(torch.ones(5, 2, 16))
+    assert len(races) == 2
+    assert eager_rules(run) == {"aten.lstm.input", "aten.linear.default"}
+
+
+def test_explain_says_what_was_measured(monkeypatch):
+    """The op, its format and both times, though it is in no graph."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    found = nc.explain(
+        Tagger().eval(), torch.ones(5, 2, 16), dtype=BF16, goal="fast", front_end="compile", backend="eager"
+    )
+    assert "aten.lstm.input in eager code between graphs runs in fp32 (measured: 1 ms in fp32, 2 ms as" in found.note
+
+
+def test_a_first_call_that_raises_decides_nothing(monkeypatch):
+    """The error is the model's; the next call is the first again, and kernels and watchers are gone."""
+    races = given_times(monkeypatch, policy=2e6, high=1e6)
+    run = fast(Tagger().eval())
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="expected 2D or 3D"):
+            run(torch.randn(5, 2, 9, 16))
+        assert races == []
+        assert not registered._visiting
+        run(torch.randn(5, 2, 16))
+    assert len(races) == 2
+
+
+def test_kernels_may_go_while_other_threads_call_them():
+    """Registered and removed some hundred times while two threads compute: nothing is freed too early."""
+    ops = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "linear", "matmul", "addmm"))
+    stop, x, calls = threading.Event(), torch.eye(4), [0, 0]
+
+    def work(number):
+        while not stop.is_set():
+            with torch.autocast("cpu", BF16):
+                assert torch.equal(nn.functional.linear(x @ x, x), x.to(BF16))
+            calls[number] += 1
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        registered.install_visiting(ops, "cpu")
+        registered.remove_visiting("cpu")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert min(calls) > 0
+    assert not registered._visiting
