@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowcast.dynamo_bridge import inner_compiler
+from narrowcast.dynamo_bridge import inner_compiler, never_trace
 from narrowcast.eager import autocast
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager_choice import eager_policy, is_raced, watch_eager_calls
@@ -182,6 +182,9 @@ class _Around(_Compiled):
             return results
         finally:
             self._lock.release()
+
+
+never_trace(_Around._first_call)  # not even where the call is made by code that is compiled itself
 
 
 def _device_of(model: Any) -> str | None:

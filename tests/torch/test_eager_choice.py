@@ -1,6 +1,7 @@
 """Goals for eager code between graphs: seen in the first call, raced at the same sizes, decided by rules."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -266,3 +267,19 @@ def test_kernels_may_go_while_other_threads_call_them():
         thread.join()
     assert min(calls) > 0
     assert not registered._visiting
+
+
+def test_a_compiled_call_inside_compiled_code_is_watched_alone(monkeypatch):
+    """torch.compile around the caller: nothing of ours is compiled, nothing warns, and the first call decides."""
+    races = given_times(monkeypatch, policy=2e6, high=1e6)
+    run = fast(Tagger().eval())
+
+    @torch.compile(backend="eager")
+    def around(x):
+        return run(x)[0] + 1
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [around(torch.ones(5, 2, 16)) for _ in range(3)]
+    assert torch.equal(found[1], found[2])
+    assert len(races) == 2

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from types import FunctionType
 
 import pytest
 import torch
@@ -292,3 +293,17 @@ def test_threads_with_native_regions_run_beside_regions_and_recordings():
     """They neither lock each other out nor crash."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_code_that_cannot_be_hashed_is_a_place_like_any_other():
+    """Dynamo writes code objects that hold dicts: the line of a call in one is found all the same."""
+
+    def product(x):
+        return x @ x
+
+    code = product.__code__.replace(co_consts=(*product.__code__.co_consts, {}))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(code)
+    with nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
+        FunctionType(code, globals())(torch.ones(2, 2))
+    assert {(cast.file, cast.line) for cast in ledger.casts} == {(__file__, code.co_firstlineno + 1)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path as FilePath
-from types import CodeType, FrameType
+from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,18 +26,11 @@ _LIBRARIES = tuple(
 _PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule")
 
-_SKIP, _USER, _MODULE = 0, 1, 2
-_kinds: dict[CodeType, int] = {Module._call_impl.__code__: _MODULE}
+_CALL = Module._call_impl.__code__
 _names: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
 
 
-def _kind(code: CodeType) -> int:
-    """Whose frame: the user's (or a model library's), torch's own module call, or to be passed by."""
-    file = code.co_filename
-    kind = _kinds[code] = _USER if is_user_file(file) else _SKIP
-    return kind
-
-
+@cache
 def is_user_file(file: str) -> bool:
     """Whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
     if file.startswith(("<", *_LIBRARIES[:2])):
@@ -66,7 +60,7 @@ def in_generated_code() -> bool:
         code = frame.f_code
         if code.co_filename.startswith("<eval_with_key>"):
             return True
-        if _kinds.get(code, _SKIP) != _SKIP or is_user_file(code.co_filename):
+        if code is _CALL or is_user_file(code.co_filename):
             return False
         frame = frame.f_back
     return False
@@ -86,16 +80,13 @@ def find_place(with_names: bool = True, frame: FrameType | None = None) -> Place
     functions: list[str] = []
     while frame is not None:
         code = frame.f_code
-        kind = _kinds.get(code)
-        if kind is None:
-            kind = _kind(code)
-        if kind == _USER:
+        if code is _CALL:
+            modules.append(frame.f_locals["self"])
+        elif is_user_file(code.co_filename):
             if line_frame is None:
                 line_frame = frame
             if with_names:
                 functions.append(f"{frame.f_globals.get('__name__', '')}.{code.co_qualname}")
-        elif kind == _MODULE:
-            modules.append(frame.f_locals["self"])
         frame = frame.f_back
     return Place(
         module_path=module_path(modules) if modules else "",
