@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
-from narrowcast.costs.measure import Operand, device_now, make_tensor
+from narrowcast.costs.measure import LARGEST_BYTES, Operand, device_now, make_tensor
 from narrowcast.eager import autocast
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
@@ -33,8 +33,6 @@ RECURRENT = tuple(
 """Ops that are one call, whatever they call inside: results of their steps are not to be cast to and fro."""
 _INSIDE = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.addmm.default",
            "aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default")  # fmt: skip
-
-
 _MEASURED = "measured:"
 
 
@@ -133,8 +131,10 @@ def _is_pinned(facts: OpFacts, policy: Policy) -> bool:
 
 
 def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
-    """The rules for one op, if its calls together take less time in fp32; none if it cannot be timed."""
+    """The rules for one op, if its calls together take less time in fp32; none if they cannot be timed."""
     leaves, spec = pytree.tree_flatten(kinds)
+    if sum(leaf.bytes for leaf in leaves if isinstance(leaf, Operand)) > LARGEST_BYTES:
+        return []
     given = [make_tensor(leaf) if isinstance(leaf, Operand) else leaf for leaf in leaves]
 
     def inside(*rules: Rule) -> Callable[..., Any]:
