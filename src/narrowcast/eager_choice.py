@@ -8,7 +8,7 @@ policy and in fp32. What is found becomes rules: of the policy for eager code, n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -99,8 +99,9 @@ def eager_policy(calls: EagerCalls, region: autocast) -> Policy:
     """
     found: list[Rule] = []
     for op in sorted(calls.kinds, key=lambda op: op in RECURRENT):  # those see what was found about what they call
-        facts = op_facts(op)
-        if not _is_pinned(facts, region.policy.resolve(region.device)):
+        if _is_pinned(op_facts(op), region.policy.resolve(region.device)):
+            continue
+        with suppress(Exception):  # an op that does not take numbers of ours, or memory that is gone: the policy holds
             found += _raced(op, list(calls.kinds[op].values()), region, found)
     return region.policy.with_rules(found, name=f"{region.policy.name}, placed") if found else region.policy
 
@@ -117,9 +118,8 @@ def _kept(leaf: Any) -> Any:
         return leaf
     if leaf.dtype not in FORMATS:
         return leaf.detach().clone()
-    return Operand(
-        tuple(leaf.shape), leaf.stride(), short_type(leaf.dtype), str(leaf.device), leaf.requires_grad
-    )  # fmt: skip
+    shape, stride = tuple(leaf.shape), leaf.stride()
+    return Operand(shape, stride, short_type(leaf.dtype), str(leaf.device), leaf.requires_grad)
 
 
 def _is_pinned(facts: OpFacts, policy: Policy) -> bool:
@@ -131,7 +131,7 @@ def _is_pinned(facts: OpFacts, policy: Policy) -> bool:
 
 
 def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
-    """The rules for one op, if its calls together take less time in fp32; none if they cannot be timed."""
+    """The rules for one op, if its calls together take less time in fp32."""
     leaves, spec = pytree.tree_flatten(kinds)
     if sum(leaf.bytes for leaf in leaves if isinstance(leaf, Operand)) > LARGEST_BYTES:
         return []
@@ -147,11 +147,8 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
         return run
 
     as_policy = inside()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            formats = {FORMATS.get(t.dtype) for t in tensors_in(as_policy(*given))}
-    except Exception:  # not with numbers of ours, then: what the policy says holds
-        return []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        formats = {FORMATS.get(t.dtype) for t in tensors_in(as_policy(*given))}
     kept = formats.pop() if len(formats) == 1 else None
     if kept is None:
         return []

@@ -283,3 +283,16 @@ def test_a_compiled_call_inside_compiled_code_is_watched_alone(monkeypatch):
         found = [around(torch.ones(5, 2, 16)) for _ in range(3)]
     assert torch.equal(found[1], found[2])
     assert len(races) == 2
+
+
+def test_a_race_that_fails_costs_nobody_the_first_calls_result(monkeypatch):
+    """The policy holds, and the results are there."""
+
+    def fails(sides, args, written):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(eager_choice, "time_sides", fails)
+    run = fast(Tagger().eval())
+    with torch.no_grad():
+        assert run(torch.ones(5, 2, 16))[1].shape == (5, 2, 32)
+    assert run._around._regions["cpu"].policy is as_policy(None)
