@@ -7,18 +7,20 @@ policy and in fp32. What is found becomes rules: of the policy for eager code, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
-from narrowcast.costs.measure import LARGEST_BYTES, Operand, device_now, make_tensor
+from narrowcast.costs.measure import LARGEST_BYTES, Operand, accelerators, device_now, make_tensor
 from narrowcast.eager import autocast
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
+from narrowcast.formats import Format, fp32
 from narrowcast.fx.candidates import HIGH, POLICY
 from narrowcast.fx.choosing import Side, time_sides
 from narrowcast.goals import FAST, Goal
@@ -98,10 +100,12 @@ def eager_policy(calls: EagerCalls, region: autocast) -> Policy:
     Results keep the formats that they have under the policy. region: not open.
     """
     found: list[Rule] = []
+    policy = region.policy.resolve(region.device)
     for op in sorted(calls.kinds, key=lambda op: op in RECURRENT):  # those see what was found about what they call
-        if _is_pinned(op_facts(op), region.policy.resolve(region.device)):
+        if not _is_free(op_facts(op), policy):
             continue
-        with suppress(Exception):  # an op that does not take numbers of ours, or memory that is gone: the policy holds
+        # an op may not take numbers of ours, or memory may be gone: then the policy holds
+        with suppress(Exception), torch.random.fork_rng(devices=accelerators()):
             found += _raced(op, list(calls.kinds[op].values()), region, found)
     return region.policy.with_rules(found, name=f"{region.policy.name}, placed") if found else region.policy
 
@@ -122,12 +126,15 @@ def _kept(leaf: Any) -> Any:
     return Operand(shape, stride, short_type(leaf.dtype), str(leaf.device), leaf.requires_grad)
 
 
-def _is_pinned(facts: OpFacts, policy: Policy) -> bool:
-    """Whether some rule, wherever it holds, asks for one certain format of the op, or of one inside, or refuses it."""
+def _is_free(facts: OpFacts, policy: Policy) -> bool:
+    """Whether all that the policy says of the op, and of those inside, is that it runs low or in fp32, wherever it is:
+    what else a rule asks for, or asks for in one module, is not to be overruled.
+    """
     ids = (facts.id, *_INSIDE) if facts.op in RECURRENT else (facts.id,)
-    found = (policy.table.candidates(op, True) for op in ids)
-    rules = [rule for candidates in found for rule in (*candidates.whole, *candidates.per_argument)]
-    return any(rule.action.kind in (Kind.TO, Kind.REFUSE) for rule in rules)
+    found = [policy.table.candidates(op, True) for op in ids]
+    whole = [rule for candidates in found for rule in candidates.whole]
+    is_plain = all(rule.is_unconditional and rule.action.kind in (Kind.LOWER, Kind.FULL) for rule in whole)
+    return is_plain and not any(candidates.per_argument for candidates in found)
 
 
 def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
@@ -135,21 +142,9 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
     leaves, spec = pytree.tree_flatten(kinds)
     if sum(leaf.bytes for leaf in leaves if isinstance(leaf, Operand)) > LARGEST_BYTES:
         return []
-    given = [make_tensor(leaf) if isinstance(leaf, Operand) else leaf for leaf in leaves]
 
-    def inside(*rules: Rule) -> Callable[..., Any]:
-        around = region.with_eager_policy(region.policy.with_rules(earlier, rules))
-
-        def run(*flat: Any) -> Any:
-            with around:
-                return [op(*args, **kwargs) for args, kwargs in pytree.tree_unflatten(list(flat), spec)]
-
-        return run
-
-    as_policy = inside()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        formats = {FORMATS.get(t.dtype) for t in tensors_in(as_policy(*given))}
-    kept = formats.pop() if len(formats) == 1 else None
+    as_policy = region.with_eager_policy(region.policy.with_rules(earlier))
+    kept = _result_format(op, as_policy, kinds, FORMATS[region.fast_dtype])
     if kept is None:
         return []
     full, back = Rule(op_id(op), Action(Kind.FULL)), Rule(op_id(op), Action(Kind.TO, kept), argument=RESULT)
@@ -159,7 +154,12 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
     )  # fmt: skip
     choice = load_choice(key, (POLICY, HIGH))
     if choice is None:
-        choice = time_sides([Side(POLICY, as_policy), Side(HIGH, inside(full, back))], given, frozenset())
+        in_fp32 = region.with_eager_policy(region.policy.with_rules(earlier, full, back))
+        sides = [
+            Side(name, lambda *flat, around=around: _run(op, around, pytree.tree_unflatten(list(flat), spec)))
+            for name, around in ((POLICY, as_policy), (HIGH, in_fp32))
+        ]
+        choice = time_sides(sides, [_filled(leaf) for leaf in leaves], frozenset())
         save_choice(key, choice)
     if choice.chosen != HIGH:
         return []
@@ -167,6 +167,40 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
         Rule(op_id(op), full.action, reason=_reason(choice)),
         Rule(op_id(op), back.action, argument=RESULT, reason="placed: results keep the policy's format"),
     ]
+
+
+def _run(op: OpOverload, around: autocast, calls: list[Any]) -> list[Any]:
+    with around:
+        return [op(*args, **kwargs) for args, kwargs in calls]
+
+
+def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Format) -> Format | None:
+    """The format of all results, if it is one, and the same whatever formats arguments come in: a rule knows no other.
+
+    All calls are run; of one, each floating argument is tried low and in fp32.
+    """
+
+    def formats(calls: list[Any]) -> set[Format | None]:
+        with torch.no_grad():
+            return {FORMATS.get(t.dtype) for t in tensors_in(_run(op, around, pytree.tree_map(_filled, calls)))}
+
+    leaves, spec = pytree.tree_flatten(kinds[0])
+    floats = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
+    found = formats(kinds)
+    for changed in (floats, *([n] for n in floats)):
+        tried = [_other(leaf, low) if n in changed else leaf for n, leaf in enumerate(leaves)]
+        with suppress(RuntimeError):  # mixed formats may be an error
+            found |= formats([pytree.tree_unflatten(tried, spec)])
+    return found.pop() if len(found) == 1 else None
+
+
+def _other(operand: Operand, low: Format) -> Operand:
+    """The operand in fp32 if it is low, and low if not."""
+    return replace(operand, type=fp32.name if operand.type == low.name else low.name)
+
+
+def _filled(leaf: Any) -> Any:
+    return make_tensor(leaf) if isinstance(leaf, Operand) else leaf
 
 
 def _reason(choice: Choice) -> str:

@@ -7,6 +7,14 @@ import tempfile
 from pathlib import Path
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file; what is in a folder that may not be entered is not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader, or a crash, sees the old file or the new one and nothing between."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")

@@ -15,7 +15,7 @@ from narrowcast.fx.compiled import watch_graphs
 from narrowcast.policy import as_policy, parse_action
 
 BF16 = torch.bfloat16
-KINDS = {"aten.lstm.input": nn.LSTM, "aten.gru.input": nn.GRU, "aten.rnn_tanh.input": nn.RNN}
+KINDS = {"aten.lstm.input": nn.LSTM, "aten.rnn_tanh.input": nn.RNN}
 
 
 class Tagger(nn.Module):
@@ -188,19 +188,143 @@ def test_functions_that_dynamo_is_told_to_leave_alone_are_raced(monkeypatch):
     assert torch.equal(found, ((x + 1) @ w).to(BF16))
 
 
-PINS = ["aten.lstm", "aten.lstm.input", "aten.mkldnn_rnn_layer", "aten.linear*"]
+RULES = [
+    ("aten.lstm.input", "to(bf16)"), ("aten.lstm", "full"), ("aten.mkldnn_rnn_layer", "full"), ("aten.lstm", "follow"),
+    ("aten.linear", "full"), ("aten.linear*", "to(bf16)"), ("aten.linear", "align"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("pin", PINS)
-def test_a_rule_that_names_a_format_is_not_overruled(pin, monkeypatch):
-    """Where a policy pins the op, or what a recurrent one calls, to one format, anywhere, it is not raced."""
+@pytest.mark.parametrize(("op", "action"), RULES)
+def test_what_a_rule_asks_for_somewhere_is_not_overruled(op, action, monkeypatch):
+    """An op about which a policy has a rule for one module only, or what a recurrent one calls, is not raced."""
     given_times(monkeypatch, policy=2e6, high=1e6)
-    pinned = nc.Policy.native().with_rules(nc.Rule(pin, parse_action("to(bf16)"), module="somewhere"))
+    policy = nc.Policy.native().with_rules(nc.Rule(op, parse_action(action), module="somewhere"))
     with torch.no_grad():
-        run = nc.compile(Tagger().eval(), dtype=BF16, policy=pinned, backend="eager", goal="fast", weights="cast")
+        run = nc.compile(Tagger().eval(), dtype=BF16, policy=policy, backend="eager", goal="fast", weights="cast")
         run(torch.randn(5, 2, 16))
     lifted = {rule.op for rule in run._around._regions["cpu"].policy.rules if rule.reason.startswith("measured")}
-    assert lifted == (set() if pin == "aten.linear*" else {"aten.linear.default"})
+    assert lifted == (set() if op.startswith("aten.linear") else {"aten.linear.default"})
+
+
+@torch.compiler.disable
+def both_heads(model, x):
+    return model.one(x), model.two(x)
+
+
+class Heads(nn.Module):
+    """Two linear layers in eager code."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return both_heads(self, x)
+
+
+@pytest.mark.parametrize("how", ["rule", "pin"])
+def test_formats_that_the_user_gave_a_module_stay(how, monkeypatch):
+    """Logits in fp32 by a rule, or in fp16 by a pin, in every call."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    model, policy = Heads(), nc.Policy.native()
+    if how == "rule":
+        policy = policy.with_rules(nc.Rule("aten.linear", "full", module="two"))
+    else:
+        nc.pin(model.two, "fp16")
+    run = nc.compile(model, policy=policy, dtype=BF16, backend="aot_eager", goal="fast")
+    found = [[part.dtype for part in run(torch.ones(2, 8))] for _ in range(3)]
+    if how == "pin":
+        nc.unpin(model.two)
+    assert found == [[BF16, torch.float32 if how == "rule" else torch.float16]] * 3
+
+
+def test_rules_about_modules_hold_in_the_graphs_of_a_first_call():
+    """Watching eager code does not hide from a capture in which module its calls are made."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="2"))
+    run = nc.compile(model, policy=policy, dtype=BF16, goal="fast", backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [run(torch.ones(8, 64)).dtype for _ in range(2)] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(8, 8), nn.LSTM(8, 8, proj_size=4)])
+def test_results_whose_format_depends_on_what_comes_in_are_left_to_the_policy(layer, monkeypatch):
+    """A rule gives one format: of a GRU, whose results have that of its state, the first call's would be another's."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    x, state = torch.randn(5, 2, 8), torch.zeros(1, 2, 8)
+    states = {"fp32": state if isinstance(layer, nn.GRU) else (torch.zeros(1, 2, 4), state), "none": None}
+    calls = [(x.to(BF16), "none"), (x.to(BF16), "fp32"), (x, "none")]
+
+    def work(x, state):
+        return layer(x, states[state])[0]
+
+    with torch.no_grad():
+        run = fast(work)
+        found = [run(given, name).dtype for given, name in calls]
+        with nc.autocast("cpu", BF16):
+            assert found == [work(given, name).dtype for given, name in calls]
+
+
+def test_races_draw_no_random_numbers(monkeypatch):
+    """What is drawn after the first call is what would be drawn without a goal."""
+    given_times(monkeypatch, policy=2e6, high=1e6)
+    drawn = []
+    for goal in ("exact", "fast"):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        nc.compile(Heads(), dtype=BF16, backend="eager", goal=goal, weights="cast")(torch.ones(2, 8))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def test_a_recording_and_a_first_call_in_two_threads_see_their_own_ops(monkeypatch):
+    """A recording inside the first call, in another thread, has all casts; and one around it does not change what is
+    watched.
+    """
+    given_times(monkeypatch, policy=2e6, high=1e6)
+
+    def recorded():
+        with nc.record() as ledger, nc.autocast("cpu", BF16):
+            made = nn.functional.linear(torch.ones(2, 8), torch.ones(8, 8))
+            nn.functional.mse_loss(made, made * 0)
+        ops.append({cast.op for cast in ledger.casts})
+
+    ops, held, done = [], threading.Event(), threading.Event()
+
+    @torch.compiler.disable
+    def in_a_thread(x):
+        thread = threading.Thread(target=recorded)
+        thread.start()
+        thread.join()
+        return x
+
+    fast(lambda x: in_a_thread(x + 1))(torch.ones(4))
+    assert ops == [{"aten.linear.default", "aten.mse_loss.default"}]
+
+    def recording():
+        with nc.record():
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=recording)
+    thread.start()
+    held.wait()
+    run = fast(Tagger().eval())
+    with torch.no_grad():
+        run(torch.ones(5, 2, 16))
+    done.set()
+    thread.join()
+    assert eager_rules(run) == {"aten.lstm.input", "aten.linear.default"}
+    assert not registered._visiting
+
+
+def test_explaining_inside_a_recording_times_nothing(monkeypatch):
+    """As compiling does: what is recorded takes other times."""
+    races = given_times(monkeypatch, policy=2e6, high=1e6)
+    with nc.record():
+        nc.explain(Tagger().eval(), torch.ones(5, 2, 16), dtype=BF16, goal="fast", front_end="compile", backend="eager")
+    assert races == []
 
 
 @pytest.mark.parametrize("options", [{"goal": "exact"}, {"goal": "memory"}, {"goal": "fast", "verify": False}])
@@ -246,7 +370,7 @@ def test_a_first_call_that_raises_decides_nothing(monkeypatch):
 
 
 def test_kernels_may_go_while_other_threads_call_them():
-    """Registered and removed some hundred times while two threads compute: nothing is freed too early."""
+    """Registered and removed again and again while two threads compute: nothing is freed too early."""
     ops = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "linear", "matmul", "addmm"))
     stop, x, calls = threading.Event(), torch.eye(4), [0, 0]
 
@@ -259,13 +383,12 @@ def test_kernels_may_go_while_other_threads_call_them():
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(300):
+    while min(calls) < 30:
         registered.install_visiting(ops, "cpu")
         registered.remove_visiting("cpu")
     stop.set()
     for thread in threads:
         thread.join()
-    assert min(calls) > 0
     assert not registered._visiting
 
 

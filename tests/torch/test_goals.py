@@ -178,8 +178,9 @@ def test_short_sides_run_more_often_in_a_round(monkeypatch):
     assert calls.count("long") == 3 + found.rounds and calls.count("short") == 3 + 6 * found.rounds
 
 
-def test_timing_leaves_no_trace():
+def test_timing_leaves_no_trace(monkeypatch):
     """Running statistics move once, gradients reach nobody's .grad, hooks do not fire, random state is as it was."""
+    monkeypatch.setattr(placing, "HOPELESS", float("inf"))  # whatever a busy machine measures, all are timed
     model, x = net(dropout=0.5)
     model.train()
     calls = []

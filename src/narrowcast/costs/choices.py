@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from narrowcast.costs.profile import Device, cache_folder, set_aside
-from narrowcast.files import replace_text
+from narrowcast.files import is_there, replace_text
 
 SCHEMA = "narrowcast.choice/1"
 
@@ -42,7 +42,7 @@ def load_choice(key: str, names: Sequence[str]) -> Choice | None:
     A file that cannot be read is set aside, with a warning.
     """
     path = _path(key)
-    if not path.exists():
+    if not is_there(path):
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -51,8 +51,7 @@ def load_choice(key: str, names: Sequence[str]) -> Choice | None:
         found = Choice(**{**data, "from_disk": True})
         return found if found.chosen in names else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        moved = set_aside(path)
-        warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it is now {moved}", stacklevel=2)
+        warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it {set_aside(path)}", stacklevel=2)
         return None
 
 

@@ -145,7 +145,7 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
     prepared: list[tuple[Measurable, list[Call]]] = []
     # whoever asks may be tracing, on fake tensors
     with (
-        _disable_current_modes(), torch.random.fork_rng(devices=_accelerators()), torch._C._DisableAutocast(),
+        _disable_current_modes(), torch.random.fork_rng(devices=accelerators()), torch._C._DisableAutocast(),
         own_saved_tensors(),
     ):  # fmt: skip
         for call in group:
@@ -165,7 +165,8 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
     return len(prepared)
 
 
-def _accelerators() -> list[int]:
+def accelerators() -> list[int]:
+    """Those whose random numbers are in use."""
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 

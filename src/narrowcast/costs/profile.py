@@ -17,7 +17,7 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from narrowcast.errors import Origin, ProfileError
-from narrowcast.files import replace_text
+from narrowcast.files import is_there, replace_text
 
 SCHEMA = "narrowcast.profile/1"
 
@@ -150,26 +150,25 @@ class Profile:
 def load_profile(device: Device) -> Profile:
     """The saved profile of a device; an empty one if there is none. A file that cannot be read is set aside."""
     path = profile_path(device)
-    if not path.exists():
+    if not is_there(path):
         return Profile(device, path=path)
     try:
         found = Profile.read(path)
     except ProfileError as error:
-        moved = set_aside(path)
-        warnings.warn(f"narrowcast: {error.found}; {path} is now {moved}, and measuring starts anew", stacklevel=3)
+        warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and measuring starts anew", stacklevel=3)
         return Profile(device, path=path)
     return found if found.device == device else Profile(device, path=path)
 
 
-def set_aside(path: Path) -> Path:
-    """Give a file that cannot be read another name, so that nothing in it is lost; the name that it has now."""
+def set_aside(path: Path) -> str:
+    """Give a file that cannot be read another name, so that nothing in it is lost; what became of it, for a reader."""
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
         moved = path.with_name(f"{path.name}.unreadable-{digest}")
         path.rename(moved)
-    except OSError:
-        return path
-    return moved
+    except OSError as error:
+        return f"could not be moved ({type(error).__name__})"
+    return f"is now {moved}"
 
 
 def cache_folder() -> Path:

@@ -137,9 +137,9 @@ def device_of(values: Any, module: Module | None = None) -> str:
 
 
 def policy_on(device_type: str) -> Policy:
-    """The policy in force for a device type; native where there is none."""
+    """The policy in force for a device type, without what was placed for eager code; native where there is none."""
     region = region_on(device_type)
-    return region.prepared.policy if region is not None else Policy.native()
+    return region.prepared.for_graphs.policy if region is not None else Policy.native()
 
 
 # -- for recordings ----------------------------------------------------------------------------------------------------

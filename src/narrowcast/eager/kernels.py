@@ -139,11 +139,15 @@ class Kernel:
         if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)
         tensors = gather(self.facts, args, kwargs)
-        place = find_place(region.prepared.policy.table.asks_for_names)
-        decided = self._decide(tensors, args, kwargs, region, place)
-        is_asked_for = any(self.facts.id in watcher.whole for watcher in watching)
-        if decided.plan.rule is None and decided.plan.changes_nothing and not is_asked_for:
-            return self.run(decided, region, keyset, args, kwargs)  # its parts are watched, if any are
+        traced = tracing_compiled_code()
+        place = (traced_place() if traced else current_place()) or find_place(
+            region.prepared.policy.table.asks_for_names
+        )
+        decided = self._decide(tensors, args, kwargs, region, NOWHERE if traced else place)
+        if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
+            watching = tuple(watcher for watcher in watching if self.facts.id in watcher.whole)
+        if not watching:
+            return self.run(decided, region, keyset, args, kwargs)
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
         call = DecidedCall(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache, args, kwargs)
         for watcher in watching:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -39,10 +40,19 @@ class Registration:
             library._destroy()
 
 
+@dataclass(slots=True)
+class _Visits:
+    """Those that have not ended: how many, the ids of ops that have kernels for them, and what registered these."""
+
+    count: int = 0
+    ids: set[str] = field(default_factory=set)
+    registrations: list[Registration] = field(default_factory=list)
+
+
 _lock = threading.Lock()
 _kernels: dict[tuple[str, str], Kernel] = {}  # by op id and device type
 _staying: dict[str, dict[str, Registration]] = {}  # by device type and op id
-_visiting: dict[str, tuple[int, Registration]] = {}  # by device type: how many recordings, and the registration
+_visiting: dict[str, _Visits] = {}  # by device type
 
 
 def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
@@ -59,24 +69,26 @@ def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) 
 
 
 def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
-    """Register our kernels for these ops until `remove_visiting`; calls for one device type nest."""
+    """Register our kernels for these ops until `remove_visiting`. Visits to one device type overlap as they like: what
+    one has brought stays until the last has ended.
+    """
     with _lock:
-        count, registration = _visiting.get(device_type, (0, None))
-        if registration is None:
-            staying = _staying.get(device_type, {})
-            new = [(op, _kernel(op, device_type)) for op in ops if op_facts(op).id not in staying]
-            registration = Registration(new, device_type)
-        _visiting[device_type] = (count + 1, registration)
+        visits = _visiting.setdefault(device_type, _Visits())
+        there = {*_staying.get(device_type, {}), *visits.ids}
+        new = {op_facts(op).id: op for op in ops if op_facts(op).id not in there}
+        visits.count += 1
+        visits.ids.update(new)
+        visits.registrations.append(Registration([(op, _kernel(op, device_type)) for op in new.values()], device_type))
 
 
 def remove_visiting(device_type: str) -> None:
     """Undo one `install_visiting`."""
     with _lock:
-        count, registration = _visiting.pop(device_type)
-        if count > 1:
-            _visiting[device_type] = (count - 1, registration)
-        else:
-            registration.remove()
+        visits = _visiting[device_type]
+        visits.count -= 1
+        if not visits.count:
+            for registration in _visiting.pop(device_type).registrations:
+                registration.remove()
 
 
 def _kernel(op: OpOverload, device_type: str) -> Kernel:

@@ -35,7 +35,7 @@ def carry(function: F) -> F:
             cache = prepared.grade if prepared.grade in CHECKED else prepared.facts.cache
             found.append(
                 autocast(
-                    device_type, DTYPES[prepared.facts.low], True, cache, policy=prepared.policy,
+                    device_type, DTYPES[prepared.facts.low], True, cache, policy=prepared.for_graphs.policy,
                     cache_limit_bytes=prepared.cache_limit_bytes,
                 )
             )  # fmt: skip
