@@ -168,6 +168,9 @@ class _Around(_Compiled):
 
     def _first_call(self, device_type: str, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         region = self._make(device_type)
+        if torch.compiler.is_dynamo_compiling():  # what is made while Dynamo traces is for what it traces
+            with region:
+                return compiled(*args, **kwargs)
         if not is_raced(region, self._goal):
             self._regions[device_type] = region
         # while it is recorded, or on fake tensors, no time says much; another thread may be here already

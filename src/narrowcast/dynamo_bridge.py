@@ -87,6 +87,11 @@ def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def begins_again(error: Exception) -> bool:
+    """Whether a compiler asks Dynamo with this exception to trace anew: it is nobody's failure, and Dynamo's to see."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
 def never_trace(*functions: Callable[..., Any]) -> None:
     """Dynamo leaves these functions, and what they call, to Python: they change the state that it guards on.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice
-from narrowcast.errors import GoalError, NarrowcastError
+from narrowcast.errors import GoalError
 from narrowcast.formats import fp32
 from narrowcast.fx.candidates import HIGH, PLACED, POLICY
 from narrowcast.fx.choosing import Side, time_sides
@@ -55,7 +55,8 @@ def choose_script(
     inputs: tuple[Any, ...],
     verify: bool,
 ) -> tuple[Any, Choice]:
-    """The fastest script, without gradients; without `verify` the first. Those that give other formats are left out.
+    """The fastest script, without gradients; without `verify` the first. Those that raise, or give other formats than
+    the policy's, are left out.
 
     make: scripts a module under a policy. What runs here are scripts of copies.
     """
@@ -63,8 +64,13 @@ def choose_script(
     wanted: list[Any] | None = None
     with torch.no_grad(), torch.random.fork_rng():
         for name in (POLICY, *(n for n in policies if n != POLICY)):
-            made = make(policies[name], copy.deepcopy(model))
-            dtypes = [t.dtype for t in tensors_in(made(*copy.deepcopy(inputs)))]
+            try:
+                made = make(policies[name], copy.deepcopy(model))
+                dtypes = [t.dtype for t in tensors_in(made(*copy.deepcopy(inputs)))]
+            except Exception:
+                if name == POLICY:
+                    raise
+                continue  # code that takes low formats only cannot run higher
             wanted = dtypes if wanted is None else wanted
             if dtypes == wanted:
                 sides.append(Side(name, made))
@@ -86,7 +92,7 @@ def _placed(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any, goal: 
                 placed = place_graph(exported.graph_module, values, plan, False, "script", weights, rests=False)
     except GoalError:
         raise
-    except (NarrowcastError, RuntimeError, TypeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
+    except Exception as error:  # whatever torch.export raises for what it does not take
         first = str(error).strip().partition("\n")[0]
         warnings.warn(
             "narrowcast: the script's formats are chosen as a whole, not call by call: torch.export does not take the "

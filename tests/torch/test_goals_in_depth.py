@@ -197,3 +197,93 @@ def test_constants_of_a_graph_are_shared_by_its_candidates(goal):
         first, second = run(x), run(x)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, under_autocast(model, x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_race_leaves_inputs_alone_that_share_memory_with_what_is_written(backend):
+    """One that is written to, and a view of it; and one that is given another's memory: each is changed by one call."""
+    linear, whole = nn.Linear(8, 8), torch.randn(4, 8)
+    before = whole.clone()
+
+    def adds(x, view):
+        x.add_(1)
+        return linear(view)
+
+    def takes(x, y):
+        x.data = y
+        return linear(x)
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        nc.compile(adds, dtype=BF16, backend=backend, goal="fast")(whole, whole[1:])
+        assert torch.equal(whole, before + 1)
+        for rows in (3, 5):
+            x, y = torch.randn(3, 8), torch.randn(rows, 8)
+            kept = y.clone()
+            found = nc.compile(takes, dtype=BF16, backend=backend, goal="fast")(x, y)
+            assert torch.equal(y, kept)
+            torch.testing.assert_close(found, under_autocast(linear, kept), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_numbers_that_change_are_no_reason_to_fall_back(goal, backend):
+    """A scale whose second value makes it symbolic, and a layer norm's epsilon under dynamic=True."""
+    linear, x = nn.Linear(8, 8), torch.ones(4, 8)
+    norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    torch._dynamo.reset()
+    run = nc.compile(lambda x, scale: linear(x) * scale, dtype=BF16, backend=backend, goal=goal)
+    other = nc.compile(norm, dtype=BF16, backend=backend, goal=goal, dynamic=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="narrowcast")
+        for scale in (1.5, 2.5, 3.5):
+            torch.testing.assert_close(run(x, scale), under_autocast(linear, x) * scale, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(other(x), under_autocast(norm, x), rtol=2e-2, atol=2e-2)
+
+
+class Filling(nn.Module):
+    """Writes what it computed into a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.keys = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(3, 4))
+
+    def forward(self, x):
+        self.rows[:2] = self.keys(x)
+        return self.rows * 2
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast"])
+def test_a_buffer_that_is_filled_while_gradients_are_on(goal):
+    """The buffer comes without autograd, whatever it is when the graph is traced: explicit casts, eager's gradients."""
+    eager, model, x = Filling(), Filling(), torch.ones(2, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="narrowcast")
+        found = compiled(model, goal=goal)(x)
+    expected = under_autocast(eager, x)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert goal == "fast" or torch.equal(found, expected)
+    torch.testing.assert_close(model.keys.weight.grad, eager.keys.weight.grad)
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast", "memory"])
+def test_a_first_call_that_is_made_in_compiled_code(goal):
+    """torch.compile around it: the calls after it, inside and outside, are as right as the first."""
+    weight, x = torch.randn(8, 8), torch.randn(3, 8)
+    run = compiled(lambda a: a @ weight, goal=goal)
+    around = torch.compile(lambda a: run(a).relu(), backend="aot_eager")
+    expected = under_autocast(lambda a: a @ weight, x)
+    for found in (around(x), around(x), run(x).relu()):
+        torch.testing.assert_close(found, expected.relu(), rtol=2e-2, atol=2e-2)
+
+
+def test_scripts_leave_out_candidates_that_raise():
+    """A layer that takes bf16 alone cannot be given fp32; the policy's script is there."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8).to(BF16)).eval()
+    for verify in (True, False):
+        made = nc.script(model, dtype=BF16, goal="fast", example_inputs=(torch.ones(2, 8),), verify=verify)
+        assert made(torch.ones(2, 8)).dtype is BF16

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
-from narrowcast.dynamo_bridge import inner_compiler
+from narrowcast.dynamo_bridge import begins_again, inner_compiler
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.fx.backward import (
     AS_EAGER,
@@ -30,6 +30,7 @@ from narrowcast.fx.backward import (
     tracing_backward,
     watch_backward,
 )
+from narrowcast.fx.capture import detached
 from narrowcast.fx.check import check_formats
 from narrowcast.fx.compiled import first_place, note_reading, report_graph
 from narrowcast.fx.elsewhere import find_elsewhere
@@ -92,6 +93,8 @@ class GraphBackend:
         except NarrowcastError:
             raise
         except Exception as error:
+            if begins_again(error):
+                raise
             return self._fall_back(graph, inputs, report, error)
         choice = self.backward
         elsewhere = find_elsewhere(graph, explicit)
@@ -115,7 +118,7 @@ class GraphBackend:
 
     def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> Placed:
         """The candidates of the graph."""
-        values = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+        values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, torch._TorchCompileInductorWrapper)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
         with _fake_mode(graph):
@@ -139,8 +142,7 @@ class GraphBackend:
         return compiled, states[0] if states else ()
 
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Resting]:
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        values = [_example(node) for node in placeholders]
+        values = _fake_inputs(graph, inputs)
         resting = Resting(())
         with _fake_mode(graph):
             explicit = make_explicit(graph, values)
@@ -261,6 +263,16 @@ def _has_regions(graph: GraphModule) -> bool:
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
     )
+
+
+def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The graph's inputs as Dynamo's fake tensors, as they come: without the autograd of what was written to them."""
+    found = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+    for n, (fake, given) in enumerate(zip(found, inputs, strict=False)):
+        if isinstance(fake, torch.Tensor) and isinstance(given, torch.Tensor):
+            if fake.requires_grad and not given.requires_grad:
+                found[n] = detached(fake)
+    return found
 
 
 def _example(node: torch.fx.Node) -> Any:

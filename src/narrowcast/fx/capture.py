@@ -89,10 +89,18 @@ def _fresh(value: Any) -> Any:
     """A tensor like this one, on the same memory, whose autograd state may change without touching the original's."""
     if not isinstance(value, torch.Tensor):
         return value
-    with torch.no_grad():
-        fresh = value.detach()
+    fresh = detached(value)
     fresh.requires_grad_(value.requires_grad)
     return fresh if value.is_leaf or not value.requires_grad else fresh.view_as(fresh)
+
+
+def detached(value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, without autograd; of a fake one that stands for a number, still the same number."""
+    with torch.no_grad():
+        made = value.detach()
+    if isinstance(value, FakeTensor) and value.item_memo is not None:
+        made.item_memo = value.item_memo  # type: ignore[attr-defined]
+    return made
 
 
 def _refuse_constants(graph: torch.fx.GraphModule) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError, Origin
+from narrowcast.fx.capture import detached
 from narrowcast.regions.graph_place import node_place
 
 
@@ -20,7 +21,7 @@ def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
     """CaptureError if a call gives another element type than it was captured with, or cannot be called at all."""
     runner = _Checker(graph)
     with torch.no_grad(), torch._C._DisableAutocast(), torch._dynamo.utils.preserve_rng_state():
-        runner.run(*[v.detach() if isinstance(v, torch.Tensor) else v for v in inputs])
+        runner.run(*[detached(v) if isinstance(v, torch.Tensor) else v for v in inputs])
 
 
 class _Checker(torch.fx.Interpreter):

@@ -69,7 +69,10 @@ class Choosing:
     def _choose(self, args: Sequence[Any]) -> None:
         _timing.on = True
         try:
-            choice = time_sides(self.sides, args, self.written)
+            if is_entangled(args, self.written):  # no copies behave as these do: the prediction is taken
+                choice = Choice(self.sides[0].name, {}, {}, 0, 0.0)
+            else:
+                choice = time_sides(self.sides, args, self.written)
         finally:
             _timing.on = False
         self.chosen = next(side.run for side in self.sides if side.name == choice.chosen)
@@ -95,7 +98,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
         with torch.no_grad():  # each run begins with what the call was given
             for n in written:
                 if isinstance(args[n], torch.Tensor):
-                    own[side.name][n].copy_(args[n])
+                    _restore(own[side.name], n, args[n], trains)
         return _run(side.run, own[side.name], trains)
 
     def run_often(side: Side, calls: int) -> float:
@@ -177,6 +180,35 @@ def _own(value: Any, copied: bool, trains: bool) -> Any:
     with torch.no_grad():
         made = value.detach().clone() if copied else value.detach()
     return made.requires_grad_(value.requires_grad and trains)
+
+
+def _restore(own: list[Any], n: int, given: torch.Tensor, trains: bool) -> None:
+    """Give a copy its value again; or make another, if a call made it part of autograd's graph, or gave it the memory
+    of something else (`x.data = y`).
+    """
+    is_alone = all(not _shares(own[n], other) for k, other in enumerate(own) if k != n)
+    if is_alone and own[n].shape == given.shape and own[n].grad_fn is None:
+        own[n].copy_(given)
+    else:
+        own[n] = _own(given, True, trains)
+
+
+def is_entangled(args: Sequence[Any], written: frozenset[int]) -> bool:
+    """Whether an input that is written to shares elements with another: copies of them would not."""
+    return any(_shares(args[n], t) for n in written for k, t in enumerate(args) if k != n)
+
+
+def _shares(a: Any, b: Any) -> bool:
+    """Whether two tensors may have elements in common: the stretches of memory that they span overlap."""
+    first, second = _stretch(a), _stretch(b)
+    return first is not None and second is not None and first[0] < second[1] and second[0] < first[1]
+
+
+def _stretch(value: Any) -> tuple[int, int] | None:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or not value.numel():
+        return None
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + spanned * value.itemsize
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
 from narrowcast.costs.known import foreign_profile, keep, known_profile
 from narrowcast.costs.measure import device_now
-from narrowcast.dynamo_bridge import without_wrappers
+from narrowcast.dynamo_bridge import begins_again, without_wrappers
 from narrowcast.errors import CaptureError
 from narrowcast.fx.candidates import PLACED, Candidate, make_candidates
 from narrowcast.fx.check import check_formats
@@ -115,7 +115,7 @@ def compile_placed(
                 with around(explicit, own):
                     compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
         except Exception as error:
-            if candidate is left[-1] and not sides:
+            if begins_again(error) or (candidate is left[-1] and not sides):
                 raise
             warnings.warn(
                 f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised "
