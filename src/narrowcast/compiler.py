@@ -193,5 +193,6 @@ never_trace(_Around._first_call)  # not even where the call is made by code that
 def _device_of(model: Any) -> str | None:
     if isinstance(model, torch.nn.Module):
         for tensor in (*model.parameters(), *model.buffers()):
-            return tensor.device.type
+            if not tensor.is_meta:  # then it is yet to come to a device
+                return tensor.device.type
     return None

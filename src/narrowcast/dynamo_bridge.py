@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from narrowcast.errors import NarrowcastError
+
 _BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -70,13 +72,18 @@ def watch_frames() -> Iterator[list[tuple[str, int, str]]]:
 def inner_compiler(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """The compiler that torch.compile makes of these arguments; equal arguments give equal compilers."""
-    made: Callable[..., Any]
+    """The compiler that torch.compile makes of these arguments; equal arguments give equal compilers.
+
+    NarrowcastError for a backend that torch.compile does not know.
+    """
     if backend == "inductor":
-        made = torch._TorchCompileInductorWrapper(mode, options, dynamic)
-    else:
-        made = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    return made
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    if not callable(backend) and backend not in torch._dynamo.list_backends(exclude_tags=()):
+        raise NarrowcastError(
+            asked=f"backend={backend!r}", found="torch.compile knows no such backend",
+            advice=f"Give one of {', '.join(torch._dynamo.list_backends())}, or a function.",
+        )  # fmt: skip
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
 def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -328,3 +328,12 @@ def test_a_folder_that_may_not_be_entered_holds_nothing(folder, monkeypatch):
     monkeypatch.setattr(Path, "exists", closed)
     assert not load_profile(H200).samples
     assert load_choice("key", ["placed"]) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("ns", float("inf")), ("upper_ns", float("nan")), ("elements", "many")])
+def test_a_sample_with_numbers_that_are_none_is_refused(name, value):
+    """Infinite times would make every placement's cost infinite."""
+    data = json.loads(Profile(H200, {"a": sample(5.0)}).to_json())
+    data["samples"]["a"][name] = value
+    with pytest.raises(ProfileError, match="a sample with the numbers"):
+        Profile.from_json(json.dumps(data))

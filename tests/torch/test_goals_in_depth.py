@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.errors import GoalError
+from narrowcast.errors import GoalError, NarrowcastError
 from narrowcast.goals import as_goal
 
 BF16 = torch.bfloat16
@@ -287,3 +287,31 @@ def test_scripts_leave_out_candidates_that_raise():
     for verify in (True, False):
         made = nc.script(model, dtype=BF16, goal="fast", example_inputs=(torch.ones(2, 8),), verify=verify)
         assert made(torch.ones(2, 8)).dtype is BF16
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast"])
+def test_an_op_whose_kernel_looks_at_values_is_captured(goal):
+    """istft checks the values of its window: its other version, which does not, gives the same bits."""
+    window = torch.hann_window(64)
+    found = torch.stft(torch.randn(2, 512), 64, 16, window=window, return_complex=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        back = compiled(lambda x: torch.istft(x, 64, 16, window=window), goal=goal)(found)
+    assert torch.equal(back, torch.istft(found, 64, 16, window=window))
+
+
+@pytest.mark.parametrize("backend", [3, "zoom"])
+def test_a_backend_that_does_not_exist_is_an_error_at_once(backend):
+    """With those that do."""
+    with pytest.raises(NarrowcastError, match=r"Give one of .*inductor"):
+        nc.compile(nn.Linear(2, 2), dtype=BF16, backend=backend)
+
+
+def test_a_model_on_meta_is_compiled_for_where_it_comes_to():
+    """Its weights may be loaded after it was compiled."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    torch._dynamo.reset()
+    run = nc.compile(model, dtype=BF16, backend="aot_eager")
+    model.to_empty(device="cpu")
+    assert run(torch.ones(1, 2)).dtype is BF16

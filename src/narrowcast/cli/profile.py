@@ -34,8 +34,9 @@ def measure_command(
     if context.invoked_subcommand is not None:
         return
     _check_here(device)
-    if output is not None and not output.parent.is_dir():
-        raise ProfileError(f"--output {output}", "its folder does not exist", advice="Make it, or name another.")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        found = "it is a folder" if output.is_dir() else "its folder does not exist"
+        raise ProfileError(f"--output {output}", found, advice="Name a file in a folder that is there.")
     if not seconds > 0:
         raise ProfileError(f"--seconds {seconds}", "that is no time to measure in", advice="Give 50, for example.")
     here = device_now(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -134,8 +135,8 @@ class Profile:
     def _take_over(self, path: Path) -> None:
         try:
             there = Profile.read(path)
-        except ProfileError:
-            set_aside(path)
+        except ProfileError as error:
+            warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and is written anew", stacklevel=4)
             return
         if there.device != self.device:
             raise ProfileError(
@@ -186,9 +187,10 @@ def profile_path(device: Device) -> Path:
 
 def _sample(data: dict[str, Any]) -> Sample:
     sample = Sample(**data)
-    numbers = (sample.flops, sample.moved_bytes, sample.ns, sample.lower_ns, sample.upper_ns)
-    if not all(isinstance(n, (int, float)) and n >= 0 for n in numbers) or sample.ns <= 0:
-        raise ValueError(f"a sample with times {numbers}")
+    numbers = (sample.flops, sample.moved_bytes, sample.elements, sample.ns, sample.lower_ns, sample.upper_ns)
+    is_right = all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in (*numbers, sample.rounds))
+    if not is_right or sample.ns <= 0:
+        raise ValueError(f"a sample with the numbers {numbers}, {sample.rounds}")
     return sample
 
 

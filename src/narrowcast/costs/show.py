@@ -106,7 +106,7 @@ def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
 def plot_profile(profile: Profile, path: Path) -> None:
     """Time against work, one panel per family, one line per format; the file's ending says what kind it is.
 
-    ProfileError if matplotlib is not installed.
+    ProfileError if matplotlib is not installed, or there is nothing to plot.
     """
     try:
         from matplotlib.figure import Figure
@@ -116,6 +116,11 @@ def plot_profile(profile: Profile, path: Path) -> None:
             advice='Install it: pip install "narrowcast[plot]"',
         ) from error  # fmt: skip
     rows = {f: calls for f, calls in rows_of(profile).items() if f in FAMILIES}
+    if not rows:
+        raise ProfileError(
+            asked=f"a plot in {path}", found="the profile has no call of a family that is plotted",
+            advice="Measure this device: narrowcast profile",
+        )  # fmt: skip
     columns = 4
     lines = -(-len(rows) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.4 * lines), layout="constrained")

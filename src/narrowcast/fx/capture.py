@@ -113,7 +113,7 @@ def _refuse_constants(graph: torch.fx.GraphModule) -> None:
                 raise CaptureError(
                     asked="a graph with explicit casts",
                     found=f"the tracer lost sight of a value ({name}{key})",
-                    advice="x.detach() is followed where x.data is not.",
+                    advice="Transforms of torch.func (vmap, grad) are not followed, nor is x.data: x.detach() is.",
                 )
 
 

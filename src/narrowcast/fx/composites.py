@@ -89,9 +89,10 @@ def aten_composites() -> tuple[OpOverload, ...]:
 def composite_kernel(op: OpOverload) -> Callable[..., Any]:
     """What runs the calls inside a composite op: those of eager code, not of the Python version that compilers prefer.
 
-    Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone.
+    Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone. But
+    eager code's istft looks at the values of its window, which a capture does not know.
     """
     key = DispatchKey.CompositeImplicitAutograd
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+    if op is not torch.ops.aten.istft.default and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
         return partial(op._op_dk, key)
     return op.decompose
