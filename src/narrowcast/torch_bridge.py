@@ -342,7 +342,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # for these the method is the same 
 
 def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tensor:
     """A tensor without dimensions that promotes as the number would beside these tensors, and keeps its digits."""
-    dtype = torch.result_type(others[0], number) if others else torch.get_default_dtype()
+    like = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool: True}.get(type(number), number)
+    dtype = torch.result_type(others[0], like) if others else torch.get_default_dtype()
     if dtype.is_floating_point and any(t.is_floating_point() and t.dim() for t in others):
         dtype = torch.float64
     return torch.scalar_tensor(number, dtype=dtype)

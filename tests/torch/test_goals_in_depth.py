@@ -315,3 +315,20 @@ def test_a_model_on_meta_is_compiled_for_where_it_comes_to():
     run = nc.compile(model, dtype=BF16, backend="aot_eager")
     model.to_empty(device="cpu")
     assert run(torch.ones(1, 2)).dtype is BF16
+
+
+def test_symbolic_numbers_reach_ops_that_rules_are_about():
+    """A scale and a size that Dynamo makes symbols, in ops that have kernels of ours: the bits of eager code."""
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.mul", "full"), nc.Rule("aten.add", "full"))
+
+    def work(x, scale):
+        return linear(x) * scale + x.shape[0]
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = compiled(work, policy=policy)
+        for rows, scale in ((4, 1.5), (3, 2.5), (2, 3.5)):
+            with nc.autocast("cpu", BF16, policy=policy):
+                expected = work(x[:rows], scale)
+            assert torch.equal(run(x[:rows], scale), expected)

@@ -39,7 +39,8 @@ from narrowcast.torch_bridge import (
     registered_kernel,
 )
 
-_NUMBERS = (float, int, bool, complex)  # `x * 2` reaches us as mul.Tensor with a number in the place of a tensor
+_NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
+"""`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""
 _ELSEWHERE = object()  # stands for a tensor on another device type: such calls are decided anew each time
 
 
