@@ -147,7 +147,10 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
     kept = _result_format(op, as_policy, kinds, FORMATS[region.fast_dtype])
     if kept is None:
         return []
-    full, back = Rule(op_id(op), Action(Kind.FULL)), Rule(op_id(op), Action(Kind.TO, kept), argument=RESULT)
+    full = Rule(op_id(op), Action(Kind.FULL))
+    back = Rule(
+        op_id(op), Action(Kind.TO, kept), argument=RESULT, reason="placed: results keep the policy's format"
+    )  # fmt: skip
     key = choice_key(
         device_now(region.device), region.policy.with_rules(earlier, full, back).digest, str(region), str(leaves),
         str(torch.is_grad_enabled()),
@@ -161,12 +164,7 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
         ]
         choice = time_sides(sides, [_filled(leaf) for leaf in leaves], frozenset())
         save_choice(key, choice)
-    if choice.chosen != HIGH:
-        return []
-    return [
-        Rule(op_id(op), full.action, reason=_reason(choice)),
-        Rule(op_id(op), back.action, argument=RESULT, reason="placed: results keep the policy's format"),
-    ]
+    return [replace(full, reason=_reason(choice)), back] if choice.chosen == HIGH else []
 
 
 def _run(op: OpOverload, around: autocast, calls: list[Any]) -> list[Any]:

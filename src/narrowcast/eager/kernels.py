@@ -104,11 +104,10 @@ class Kernel:
         return decided
 
     def _place(self) -> Place:
-        traced = tracing_compiled_code()
-        place = traced_place() if traced else current_place()
+        place = _noted_place()
         if place is not None:
             return place
-        if traced or in_generated_code():
+        if tracing_compiled_code() or in_generated_code():
             raise RegionError(
                 asked=f"a rule about {self.facts.id} that names a module, class or function, inside torch.compile",
                 found="this backend runs its graphs without saying where their calls are made",
@@ -140,11 +139,8 @@ class Kernel:
         if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)
         tensors = gather(self.facts, args, kwargs)
-        traced = tracing_compiled_code()
-        place = (traced_place() if traced else current_place()) or find_place(
-            region.prepared.policy.table.asks_for_names
-        )
-        decided = self._decide(tensors, args, kwargs, region, NOWHERE if traced else place)
+        place = _noted_place() or find_place(region.prepared.policy.table.asks_for_names)
+        decided = self._decide(tensors, args, kwargs, region, NOWHERE if tracing_compiled_code() else place)
         if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
             watching = tuple(watcher for watcher in watching if self.facts.id in watcher.whole)
         if not watching:
@@ -227,6 +223,11 @@ class Kernel:
 never_trace(Kernel.__call__)  # called from eager code between compiled graphs
 
 Tensors = list[torch.Tensor | None]
+
+
+def _noted_place() -> Place | None:
+    """The place that a graph notes for the call that is traced, or run, now; None where the Python stack must tell."""
+    return traced_place() if tracing_compiled_code() else current_place()
 
 
 def _values(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -93,12 +93,13 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
     trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     devices = sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"})
     own = {side.name: [_own(a, n in written, trains) for n, a in enumerate(args)] for side in sides}
+    homes = {name: {n: _stretch(copies[n]) for n in written} for name, copies in own.items()}
 
     def run(side: Side) -> float:
         with torch.no_grad():  # each run begins with what the call was given
             for n in written:
                 if isinstance(args[n], torch.Tensor):
-                    _restore(own[side.name], n, args[n], trains)
+                    _restore(own[side.name], homes[side.name], n, args[n], trains)
         return _run(side.run, own[side.name], trains)
 
     def run_often(side: Side, calls: int) -> float:
@@ -182,15 +183,15 @@ def _own(value: Any, copied: bool, trains: bool) -> Any:
     return made.requires_grad_(value.requires_grad and trains)
 
 
-def _restore(own: list[Any], n: int, given: torch.Tensor, trains: bool) -> None:
+def _restore(own: list[Any], homes: dict[int, Any], n: int, given: torch.Tensor, trains: bool) -> None:
     """Give a copy its value again; or make another, if a call made it part of autograd's graph, or gave it the memory
-    of something else (`x.data = y`).
+    of something else (`x.data = y`). homes: where in memory the copies were made.
     """
-    is_alone = all(not _shares(own[n], other) for k, other in enumerate(own) if k != n)
-    if is_alone and own[n].shape == given.shape and own[n].grad_fn is None:
+    if _stretch(own[n]) == homes[n] and own[n].shape == given.shape and own[n].grad_fn is None:
         own[n].copy_(given)
     else:
         own[n] = _own(given, True, trains)
+        homes[n] = _stretch(own[n])
 
 
 def is_entangled(args: Sequence[Any], written: frozenset[int]) -> bool:

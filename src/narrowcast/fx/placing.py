@@ -73,7 +73,7 @@ def place_graph(
     right = [c for c in candidates if _is_right(c, values)]
     if not right:
         raise CaptureError("a graph with placed formats", "no candidate gives the formats that were captured")
-    inputs = ", ".join(map(input_text, values))
+    inputs = ", ".join(map(_input_text, values))
     key = choice_key(
         profile.device, *(str(c.outcome.program) for c in right), inputs, backend, goal.kind, goal.weights,
         str(goal.memory_limit_bytes), str(torch.is_grad_enabled()),
@@ -196,8 +196,7 @@ def _written(program: Program) -> frozenset[int]:
     return frozenset(n for n, v in enumerate(program.body.parameters) if writes.is_written_after(v.id, -1))
 
 
-def input_text(value: Any) -> str:
-    """What a choice depends on in an input: dtype, sizes and strides, device, whether it takes a gradient."""
+def _input_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         sizes = [[str(s) for s in value.shape], [str(s) for s in value.stride()]]
         return f"{value.dtype}{sizes}{value.device}{value.requires_grad}"
