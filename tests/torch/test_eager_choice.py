@@ -1,7 +1,9 @@
 """Goals for eager code between graphs: seen in the first call, raced at the same sizes, decided by rules."""
 
 import threading
+import time
 import warnings
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -51,6 +53,11 @@ class Embedded(Tagger):
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
+
+
+def visitors():
+    """How many visits of kernels have not ended."""
+    return sum(visits.count for visits in registered._visiting.values())
 
 
 def given_times(monkeypatch, **ns):
@@ -131,7 +138,7 @@ def test_watching_the_first_call_leaves_no_trace(monkeypatch):
     assert torch.equal(model.norm.running_mean, eager.norm.running_mean)
     results[0].float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
-    assert not registered._visiting
+    assert not visitors()
 
 
 def test_a_model_that_is_captured_whole_has_nothing_to_race(monkeypatch):
@@ -316,7 +323,7 @@ def test_a_recording_and_a_first_call_in_two_threads_see_their_own_ops(monkeypat
     done.set()
     thread.join()
     assert eager_rules(run) == {"aten.lstm.input", "aten.linear.default"}
-    assert not registered._visiting
+    assert not visitors()
 
 
 def test_explaining_inside_a_recording_times_nothing(monkeypatch):
@@ -364,35 +371,54 @@ def test_a_first_call_that_raises_decides_nothing(monkeypatch):
         with pytest.raises(ValueError, match="expected 2D or 3D"):
             run(torch.randn(5, 2, 9, 16))
         assert races == []
-        assert not registered._visiting
+        assert not visitors()
         run(torch.randn(5, 2, 16))
     assert len(races) == 2
 
 
-def test_kernels_come_and_go_between_the_calls_of_other_threads():
-    """Registered and removed again and again while two threads live that call the ops, and wait meanwhile: torch does
-    not lock its tables of kernels.
-    """
+def test_kernels_come_and_go_while_other_threads_call_them():
+    """Registered and removed hundreds of times while threads compute, and wait for the interpreter on their way in."""
     ops = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "linear", "matmul", "addmm"))
-    stop, x, calls, turn = threading.Event(), torch.eye(4), [0, 0], threading.Lock()
+    stop, x, calls, visits = threading.Event(), torch.eye(4), [0, 0], 0
 
     def work(number):
         while not stop.is_set():
-            with turn, torch.autocast("cpu", BF16):
+            with torch.autocast("cpu", BF16):
                 assert torch.equal(nn.functional.linear(x @ x, x), x.to(BF16))
             calls[number] += 1
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    while min(calls) < 30:
-        with turn:
-            registered.install_visiting(ops, "cpu")
-            registered.remove_visiting("cpu")
+    while min(calls) < 30 or visits < 300:
+        registered.install_visiting(ops, "cpu")
+        registered.remove_visiting("cpu")
+        visits += 1
     stop.set()
     for thread in threads:
         thread.join()
-    assert not registered._visiting
+    assert not visitors()
+
+
+def test_many_visits_in_a_minute_free_no_kernel_of_that_minute(monkeypatch):
+    """What was removed a moment ago may still be called: kernels stay for the next visit instead, and go later."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    mm = (torch.ops.aten.mm.default,)
+    kept = registered.Registration._removed
+    monkeypatch.setattr(registered.Registration, "_removed", deque(maxlen=3))
+    monkeypatch.setattr(registered, "_visiting", defaultdict(registered._Visits))
+    monkeypatch.setattr(registered, "_staying", {})
+
+    def removed():
+        registered.install_visiting(mm, "cpu")
+        registered.remove_visiting("cpu")
+        return not registered._visiting["cpu"].registrations
+
+    assert [removed() for _ in range(5)] == [True, True, True, False, False]
+    now += 61
+    assert removed()
+    kept.extend(registered.Registration._removed)
 
 
 def test_a_compiled_call_inside_compiled_code_is_watched_alone(monkeypatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,13 +19,15 @@ from narrowcast.torch_bridge import OpOverload, autocast_key_name, op_facts, reg
 class Registration:
     """Python kernels `kernel(keyset, *args, **kwargs)` registered for ops at an Autocast key, until removed.
 
-    Another thread may be in the middle of one that is removed, so the dispatcher's own objects are kept for some time.
+    A thread that has found one may wait for the interpreter before it enters, while that one is removed, and others
+    are made and removed. So the dispatcher's own objects are kept for a minute, and those of the last 128 in any case.
     """
 
-    _removed: ClassVar[deque[list[Any]]] = deque(maxlen=32)
+    _removed: ClassVar[deque[tuple[float, list[Any]]]] = deque(maxlen=128)
 
     def __init__(self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
         self._of = [(op, device_type) for op, _ in kernels]
+        self.ids = frozenset(op_facts(op).id for op, _ in kernels)
         self._libraries = {op.namespace: torch.library.Library(op.namespace, "IMPL") for op, _ in kernels}
         key = autocast_key_name(device_type)
         with warnings.catch_warnings():
@@ -33,26 +36,29 @@ class Registration:
                 name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
                 self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True)
 
-    def remove(self) -> None:
-        """Give the ops back what they had."""
-        self._removed.append([registered_kernel(op, device_type) for op, device_type in self._of])
+    def remove(self) -> bool:
+        """Give the ops back what they had. False, and they keep these kernels, after many removals in one minute."""
+        now, removed = time.monotonic(), self._removed
+        if len(removed) == removed.maxlen and now - removed[0][0] < 60.0:
+            return False
+        removed.append((now, [registered_kernel(op, device_type) for op, device_type in self._of]))
         for library in self._libraries.values():
             library._destroy()
+        return True
 
 
 @dataclass(slots=True)
 class _Visits:
-    """Those that have not ended: how many, the ids of ops that have kernels for them, and what registered these."""
+    """How many have not ended, and what is registered for them."""
 
     count: int = 0
-    ids: set[str] = field(default_factory=set)
     registrations: list[Registration] = field(default_factory=list)
 
 
 _lock = threading.Lock()
 _kernels: dict[tuple[str, str], Kernel] = {}  # by op id and device type
 _staying: dict[str, dict[str, Registration]] = {}  # by device type and op id
-_visiting: dict[str, _Visits] = {}  # by device type
+_visiting: defaultdict[str, _Visits] = defaultdict(_Visits)  # by device type
 
 
 def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) -> None:
@@ -73,22 +79,22 @@ def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
     one has brought stays until the last has ended.
     """
     with _lock:
-        visits = _visiting.setdefault(device_type, _Visits())
-        there = {*_staying.get(device_type, {}), *visits.ids}
+        visits = _visiting[device_type]
+        there = {*_staying.get(device_type, {}), *(op for made in visits.registrations for op in made.ids)}
         new = {op_facts(op).id: op for op in ops if op_facts(op).id not in there}
         visits.count += 1
-        visits.ids.update(new)
-        visits.registrations.append(Registration([(op, _kernel(op, device_type)) for op in new.values()], device_type))
+        if new:
+            made = Registration([(op, _kernel(op, device_type)) for op in new.values()], device_type)
+            visits.registrations.append(made)
 
 
 def remove_visiting(device_type: str) -> None:
-    """Undo one `install_visiting`."""
+    """Undo one `install_visiting`. Kernels that may not go yet are there for the next, and go with it."""
     with _lock:
         visits = _visiting[device_type]
         visits.count -= 1
         if not visits.count:
-            for registration in _visiting.pop(device_type).registrations:
-                registration.remove()
+            visits.registrations = [made for made in visits.registrations if not made.remove()]
 
 
 def _kernel(op: OpOverload, device_type: str) -> Kernel:
