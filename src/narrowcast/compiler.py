@@ -12,7 +12,7 @@ import torch
 from narrowcast.dynamo_bridge import inner_compiler, never_trace
 from narrowcast.eager import autocast
 from narrowcast.eager.caching import follow_mutators
-from narrowcast.eager_choice import eager_policy, is_raced, watch_eager_calls
+from narrowcast.eager_choice import is_raced, run_watched
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend
@@ -178,9 +178,7 @@ class _Around(_Compiled):
             with region:
                 return compiled(*args, **kwargs)
         try:
-            with watch_eager_calls(region) as calls, region:
-                results = compiled(*args, **kwargs)
-            policy = eager_policy(calls, region)
+            results, policy = run_watched(lambda: compiled(*args, **kwargs), region)
             self._regions[device_type] = region if policy is region.policy else region.with_eager_policy(policy)
             return results
         finally:

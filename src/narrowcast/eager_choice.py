@@ -7,7 +7,7 @@ policy and in fp32. What is found becomes rules: of the policy for eager code, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -75,8 +75,20 @@ class EagerCalls:
         """No floating tensor is kept."""
 
 
+def is_raced(region: autocast, goal: Goal) -> bool:
+    """Whether eager code in the region has formats to choose from, and may be timed."""
+    return goal.kind == FAST and goal.verify and region._enabled and region.fast_dtype.itemsize < 4
+
+
+def run_watched(run: Callable[[], Any], region: autocast) -> tuple[Any, Policy]:
+    """Run in the region; the result, and the policy for eager code in the runs to come. region: not open."""
+    with _watch_eager_calls(region) as calls, region:
+        result = run()
+    return result, _eager_policy(calls, region)
+
+
 @contextmanager
-def watch_eager_calls(region: autocast) -> Iterator[EagerCalls]:
+def _watch_eager_calls(region: autocast) -> Iterator[EagerCalls]:
     """The calls of eager code in the block that the region's policy lowers. Graphs run without autocast: not theirs."""
     calls = EagerCalls()
     lowered = (find_op(r.op) for r in region.policy.resolve(region.device).rules if r.action.kind is Kind.LOWER)
@@ -89,15 +101,10 @@ def watch_eager_calls(region: autocast) -> Iterator[EagerCalls]:
         remove_visiting(region.device)
 
 
-def is_raced(region: autocast, goal: Goal) -> bool:
-    """Whether eager code in the region has formats to choose from, and may be timed."""
-    return goal.kind == FAST and goal.verify and region._enabled and region.fast_dtype.itemsize < 4
-
-
-def eager_policy(calls: EagerCalls, region: autocast) -> Policy:
+def _eager_policy(calls: EagerCalls, region: autocast) -> Policy:
     """The region's policy, with rules for the ops whose calls, each kind once, take less time in fp32.
 
-    Results keep the formats that they have under the policy. region: not open.
+    Results keep the formats that they have under the policy.
     """
     found: list[Rule] = []
     policy = region.policy.resolve(region.device)
@@ -111,7 +118,7 @@ def eager_policy(calls: EagerCalls, region: autocast) -> Policy:
 
 
 def eager_note(policy: Policy) -> str:
-    """What `eager_policy` found, for a reader: a sentence for each op."""
+    """What was found out about eager code, for a reader: a sentence for each op."""
     lifted = [rule for rule in policy.rules if rule.reason.startswith(_MEASURED) and not rule.argument]
     return " ".join(f"{rule.op} in eager code between graphs runs in fp32 ({rule.reason})." for rule in lifted)
 

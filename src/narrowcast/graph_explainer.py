@@ -10,7 +10,7 @@ import torch
 
 from narrowcast.compiler import compile
 from narrowcast.dynamo_bridge import watch_frames
-from narrowcast.eager_choice import eager_note, eager_policy, is_raced, watch_eager_calls
+from narrowcast.eager_choice import eager_note, is_raced, run_watched
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
 from narrowcast.fx.exported import explicit_program, placed_program
@@ -71,9 +71,7 @@ def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
         with region:
             run()
         return ""
-    with watch_eager_calls(region) as calls, region:
-        run()
-    return eager_note(eager_policy(calls, region))
+    return eager_note(run_watched(run, region)[1])
 
 
 def script_graphs_of(model: Callable[..., Any], around: Scopes) -> tuple[CompiledGraph, ...]:
