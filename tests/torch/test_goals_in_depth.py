@@ -105,29 +105,6 @@ def test_casts_do_not_move_where_strides_would_change():
         assert torch.equal(made(x, w), under_autocast(run, x, w))
 
 
-@pytest.mark.parametrize("weights", ["folded", "working_copies"])
-def test_inference_mode_first_and_training_after(weights):
-    """A copy made under inference_mode may be saved for a backward."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].requires_grad_(False)
-    run = compiled(model, weights=weights)
-    x = torch.randn(2, 8)
-    with torch.inference_mode():
-        run(x)
-    run(x).float().sum().backward()
-    assert model[1].weight.grad is not None
-    assert model[0].weight.grad is None
-
-
-def test_a_working_copy_that_gets_no_gradient_gives_none():
-    """As in eager code: zeros would have an optimizer decay the weight."""
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    run = compiled(lambda x: (model[0](x), model[1](x).detach()), weights="working_copies")
-    run(torch.randn(2, 4))[0].float().sum().backward()
-    assert model[0].weight.grad is not None
-    assert model[1].weight.grad is None
-
-
 def test_exporting_and_scripting_leave_model_state_and_inputs_alone():
     """Running statistics, arguments and random state are as before; the program's state, too."""
     torch.manual_seed(0)
