@@ -6,7 +6,8 @@ Before, and after:
     %3: bf16[2, 8] cpu = aten.mm.default(%1, %4)         # %10, a new input, is %0 in bf16
 
 By value and by need: a weight that is read in two formats has both, one that is read as it is stays. Exact: the cast
-that is kept has the bits of the one in the graph. Only parameters and buffers are weights.
+that is kept has the bits of the one in the graph. Where gradients flow each cast is an input of its own, for the
+gradients of two casts meet in the weight's format. Only parameters and buffers are weights.
 """
 
 from __future__ import annotations
@@ -28,26 +29,29 @@ from narrowcast.torch_bridge import DTYPES
 
 @dataclass(slots=True)
 class Resting:
-    """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype.
+    """The casts that a graph takes as inputs: the weight's position among its inputs, the dtype, and whether gradients
+    flow through it.
 
     removed: how many casts of the graph they stand for. copies: what was kept of them at the last call.
     """
 
-    casts: tuple[tuple[int, torch.dtype], ...]
-    trains: bool = False
+    casts: tuple[tuple[int, torch.dtype, bool], ...]
     removed: int = 0
     copies: list[Copy] = field(default_factory=list)
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The weights in their compute formats, in the order of the graph's new inputs."""
-        weights = [args[position] for position, _ in self.casts]
+        weights = [args[position] for position, _, _ in self.casts]
         copies = self.copies  # other threads replace the list, and change none
         lows = lows_of(copies, weights) if len(copies) == len(weights) else None
         if lows is None:
-            found = [at_rest.find(w, dtype) for w, (_, dtype) in zip(weights, self.casts, strict=True)]
+            found = [at_rest.find(w, dtype) for w, (_, dtype, _) in zip(weights, self.casts, strict=True)]
             lows = [low for low, _ in found]
             self.copies = [copy for _, copy in found if copy is not None]
-        return [connected(w, low) for w, low in zip(weights, lows, strict=True)] if self.trains else lows
+        follows = [gradient for _, _, gradient in self.casts]
+        if not any(follows):
+            return lows
+        return [connected(w, low) if f else low for w, low, f in zip(weights, lows, follows, strict=True)]
 
 
 def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -94,7 +98,7 @@ def rest_weights(
     position = {v.id: n for n, v in enumerate(program.body.parameters)}
     writes = Writes(program.body)
     kept_out = {writes.memory(value) for value in program.body.returns}
-    made: dict[tuple[int, torch.dtype], Node] = {}
+    made: dict[tuple[int, torch.dtype, int | None], Node] = {}  # apart by the cast, where gradients flow through it
     removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
@@ -103,7 +107,7 @@ def rest_weights(
         if writes.is_written_after(step.operands[0].value, -1) or writes.is_written_after(step.id, -1):
             continue
         node, weight = nodes[step.id], inputs[source]
-        key = (source, DTYPES[parse_format(step.value.type)])
+        key = (source, DTYPES[parse_format(step.value.type)], step.id if step.value.gradient else None)
         if key not in made:
             made[key] = _input(graph, [*inputs, *made.values()][-1], weight, key[1], step.value.gradient)
         node.replace_all_uses_with(made[key])
@@ -112,7 +116,7 @@ def rest_weights(
     if made:
         graph.graph.lint()
         graph.recompile()
-    return Resting(tuple(made), trains, removed)
+    return Resting(tuple((source, dtype, cast is not None) for source, dtype, cast in made), removed)
 
 
 def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gradient: bool) -> Node:
