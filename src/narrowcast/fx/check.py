@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError, Origin
@@ -18,9 +19,15 @@ from narrowcast.regions.graph_place import node_place
 
 
 def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
-    """CaptureError if a call gives another element type than it was captured with, or cannot be called at all."""
+    """CaptureError if a call gives another element type than it was captured with, or cannot be called at all.
+
+    With the Python dispatcher, as tracing has it: some ops take symbolic sizes there alone.
+    """
     runner = _Checker(graph)
-    with torch.no_grad(), torch._C._DisableAutocast(), torch._dynamo.utils.preserve_rng_state():
+    with (
+        torch.no_grad(), torch._C._DisableAutocast(), torch._dynamo.utils.preserve_rng_state(),
+        enable_python_dispatcher(),
+    ):  # fmt: skip
         runner.run(*[detached(v) if isinstance(v, torch.Tensor) else v for v in inputs])
 
 
