@@ -107,6 +107,7 @@ def explain(
             running anything; or `compile` or `export`: the ledger is that of the graphs, with what the passes shared,
             folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
             model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
+            Where nothing is captured, the ledger is that of eager code.
 
     goal, verify, profile: with the front ends compile and export, as for `narrowcast.compile`: which formats each call
             may have, what they cost, which was chosen, predicted against measured (`graphs[n].placement`).
@@ -143,7 +144,11 @@ def explain(
         found = graph_ledger(graphs)
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
-        ledger, ran_on, note = found, f"eager beside it ran on {ran_on}", f"{note} {eager}".strip()
+        if any(graph.after is not None for graph in graphs):
+            ledger, ran_on = found, f"eager beside it ran on {ran_on}"
+        else:
+            ran_on = f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
+        note = _sentences(note, eager)
     return Explanation(
         subject=subject.name,
         device_type=device_type,
@@ -151,7 +156,7 @@ def explain(
         policy=chosen.name,
         digest=resolved.digest,
         ran_on=ran_on,
-        note=note if front_end == "script" else f"{note} {_script_note(subject)}".strip(),
+        note=note if front_end == "script" else _sentences(note, _script_note(subject)),
         ledger=ledger,
         comparison=_compare(subject, region) if run else None,
         front_end=front_end,
@@ -230,6 +235,12 @@ def _record(
             note = f"The model RAISED under this policy: {_first_line(error)}. What ran before is shown."
             return ledger, "the model itself", note
     return ledger, "the model itself", why
+
+
+def _sentences(*notes: str) -> str:
+    """Those that say something, one after the other."""
+    said = [note for note in notes if note]
+    return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -89,7 +89,7 @@ def test_graph_breaks_are_listed_with_line_and_reason():
 
 
 def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
-    """Dynamo traces no LSTM: there is no graph, and no difference from eager either."""
+    """Dynamo traces no LSTM: there is no graph, and no difference from eager either; what eager code does is listed."""
 
     class Recurrent(nn.Module):
         def __init__(self):
@@ -105,6 +105,8 @@ def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
     assert found.differences == ()
     text = explanation_text(found)
     assert "0 graphs" in text and "runs as eager would run it" in text
+    assert "nothing was captured, so the eager run is listed" in " ".join(text.split())
+    assert found.ledger.calls
 
 
 def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
