@@ -320,6 +320,33 @@ def test_dynamic_shapes(dynamic):
     )
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda y: y + torch.randn_like(y),
+        lambda y: y + torch.randint_like(y, 5),
+        lambda y: torch.fft.rfft(y.transpose(1, 2).float()).abs(),
+    ],
+    ids=["randn_like", "randint_like", "rfft"],
+)
+@pytest.mark.parametrize("goal", ["exact", "fast"])
+def test_other_batches_of_a_training(last, goal):
+    """Sizes that become symbols where gradients flow: draws and transforms are taken as torch.compile takes them."""
+    layer = nn.Linear(8, 8)
+    run = nc.compile(lambda x: last(layer(x)), dtype="bf16", device_type="cpu", backend="aot_eager", goal=goal)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in (4, 6):
+            x = torch.randn(batch, 3, 8)
+            torch.manual_seed(1)
+            found = run(x)
+            found.float().sum().backward()
+            if goal == "exact":
+                torch.manual_seed(1)
+                with torch.autocast("cpu"):
+                    assert torch.equal(found, last(layer(x)))
+
+
 class TestRecompilation:
     """Policy, region and options take part: never a stale graph."""
 
@@ -487,8 +514,9 @@ class TestFallback:
             lambda x, w: (x @ w.data, x @ w),
             lambda x, w: torch.func.grad(lambda y: ((y @ w) ** 2).float().sum())(x),
             lambda x, w: torch.func.vmap(lambda y: (y @ w).float())(x),
+            lambda x, w: torch.func.vmap(torch.func.grad(lambda y: ((y @ w) ** 2).float().sum()))(x),
         ],
-        ids=["data", "weight's data", "func.grad", "func.vmap"],
+        ids=["data", "weight's data", "func.grad", "func.vmap", "grads of samples"],
     )
     def test_values_that_tracing_loses(self, function):
         """No fake tensor becomes a constant of the graph; the backward is checked all the same."""
@@ -504,6 +532,8 @@ class TestFallback:
         if last.requires_grad:
             with torch.autocast("cpu"), pytest.raises(nc.errors.BackwardError):
                 last.sum().backward()
+        hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+        assert hooks() is None  # nothing of the transform is left in force: the next compilation is an ordinary one
 
     def test_inference_mode_inside(self):
         """It is kept."""

@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from narrowcast.costs.profile import Device, Profile, Sample
 from narrowcast.costs.signature import Signature
 from narrowcast.formats import FORMATS as BY_NAME
-from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_bridge import DTYPES, has_saved_tensors_hooks
 
 ROUNDS = 7
 LEAST_NS = 60_000
@@ -216,8 +217,11 @@ def _time(runs: Sequence[Call], repeats: int) -> float:
 
 
 def own_saved_tensors() -> Any:
-    """While it is open, whoever saves tensors in ways of their own (a checkpoint around a call) does not see ours."""
-    return saved_tensors_hooks(_same, _same)
+    """While it is open, whoever saves tensors in ways of their own (a checkpoint around a call) does not see ours.
+
+    Where nobody does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
+    """
+    return saved_tensors_hooks(_same, _same) if has_saved_tensors_hooks() else nullcontext()
 
 
 def _same(tensor: Any) -> Any:

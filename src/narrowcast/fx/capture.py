@@ -30,6 +30,7 @@ from narrowcast.fx.composites import decompositions
 from narrowcast.policy import Place
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
+from narrowcast.torch_bridge import functorch_as_it_was
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _UNTRACEABLE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
@@ -64,7 +65,10 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     captured = Captured(graph)
     runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
     table = decompositions(graph)
-    with torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state(), closing_marked():
+    with (
+        torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state(), functorch_as_it_was(),
+        closing_marked(),
+    ):  # fmt: skip
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *[_fresh(value) for value in inputs]
         )
@@ -168,6 +172,8 @@ class _Runner(torch.fx.Interpreter):
             isinstance(a, torch.fx.GraphModule) for a in torch.utils._pytree.tree_leaves((args, kwargs))
         ):
             return self._higher_order(target, args, kwargs)
+        if target is torch.randint_like:  # drawn without autograd, as torch's function does; the op does not say so
+            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
