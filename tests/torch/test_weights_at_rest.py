@@ -165,3 +165,72 @@ def test_a_working_copy_that_gets_no_gradient_gives_none():
     run(torch.randn(2, 4))[0].float().sum().backward()
     assert model[0].weight.grad is not None
     assert model[1].weight.grad is None
+
+
+class Consistency(nn.Module):
+    """A pass without gradients whose results the other pass is to give, with the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            wanted = self.net(x)
+        return nn.functional.mse_loss(self.net(x + 1).float(), wanted.float())
+
+
+def gradients(model, run, x):
+    model.zero_grad()
+    run(x).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("goal", ["exact", "fast", "memory"])
+def test_a_working_copy_read_with_and_without_gradients_gives_them(goal):
+    """A teacher pass under no_grad first: the gradients of the pass after it are eager's."""
+    torch.manual_seed(0)
+    model, x = Consistency(), torch.randn(8, 16)
+    with torch.autocast("cpu", BF16):
+        expected = gradients(model, model, x)
+    found = gradients(model, compiled(model, goal=goal, weights="working_copies"), x)
+    if goal == "exact":
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.allclose(a, b, rtol=0.05, atol=1e-3) for a, b in zip(found, expected, strict=True))
+
+
+def test_gradients_of_a_weight_that_is_cast_at_each_use_meet_in_fp32():
+    """Without the cache eager casts a weight for each use, and adds up in the weight's format; working copies, too."""
+
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            for _ in range(4):
+                x = torch.tanh(self.linear(x))
+            return x.float().square().mean()
+
+    torch.manual_seed(0)
+    model, x = Repeated(), torch.randn(8, 32)
+    with torch.autocast("cpu", BF16, cache_enabled=False):
+        loss = model(x)
+    loss.backward()
+    expected = [p.grad for p in model.parameters()]
+    found = gradients(model, compiled(model, weights="working_copies", cache_enabled=False), x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"goal": "fast"}, {"weights": "working_copies"}])
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_can_be_swapped_after_a_call(options, grad):
+    """Nothing refers weakly to a weight when it is to be swapped, and the next call sees it."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 4), torch.randn(2, 16)
+    run = compiled(model, **options)
+    with torch.set_grad_enabled(grad):
+        first = run(x).detach()
+        torch.utils.swap_tensors(model.weight, nn.Parameter(2 * model.weight.detach()))
+        torch.utils.swap_tensors(model.bias, nn.Parameter(2 * model.bias.detach()))
+        assert torch.allclose(run(x), 2 * first, rtol=0.02)

@@ -61,6 +61,13 @@ class GraphBackend:
     rules: Policy | None = None
     goal: Goal = field(default_factory=Goal)
 
+    @property
+    def __name__(self) -> str:
+        """What torch calls the compiler inside. After one that it knows, Dynamo leaves no weak references on weights,
+        with which they could not be swapped.
+        """
+        return str(getattr(self.inner, "compiler_name", ""))
+
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
         if not (torch._C._is_any_autocast_enabled() or _has_regions(graph)) and self.rules is None:

@@ -127,6 +127,7 @@ def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> 
     pairs = zip(old.graph.find_nodes(op="placeholder"), new.graph.find_nodes(op="placeholder"), strict=True)
     for before, after in pairs:
         after.meta = {**before.meta, "val": after.meta.get("val", before.meta.get("example_value"))}
+        after.meta.pop("grapharg", None)  # Dynamo's own: it refers to a weight, which could not be swapped any more
 
 
 class _Runner(torch.fx.Interpreter):

@@ -25,12 +25,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Copy:
-    """A weight's cast, and how it is known that the weight is as it was. low: None once it is given up."""
+    """A weight's cast, and how it is known that the weight is as it was. low, weight: None once it is given up."""
 
     __slots__ = ("address", "low", "probes", "shape", "stride", "version", "weight")
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor, forget: Any) -> None:
-        self.weight = weakref.ref(weight, forget)
+        self.weight: weakref.ref[torch.Tensor] | None = weakref.ref(weight, forget)
         self.version = weight._version
         self.address = weight.data_ptr()
         self.shape, self.stride = weight.shape, weight.stride()
@@ -43,7 +43,7 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
     found = []
     for copy, weight in zip(copies, weights, strict=True):
         low = copy.low
-        if low is None or copy.weight() is not weight or copy.version != weight._version:
+        if low is None or (refers := copy.weight) is None or refers() is not weight or copy.version != weight._version:
             return None
         if copy.address != weight.data_ptr() or copy.shape != weight.shape or copy.stride != weight.stride():
             return None
@@ -99,10 +99,10 @@ class WeightsAtRest:
         return made, copy
 
     def _give_up(self, key: tuple[int, torch.dtype]) -> None:
-        """Graphs hold copies, too: the memory goes, and they see that it is gone."""
+        """Graphs hold copies, too: the memory goes, and they see that it is gone. No reference hinders a swap."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            copy.low = None
+            copy.low = copy.weight = None
 
     def forget(self, *weights: torch.Tensor) -> None:
         """Drop the casts of these weights, or all of them."""
