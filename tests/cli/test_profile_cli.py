@@ -48,6 +48,17 @@ def test_a_device_is_measured_shown_plotted_and_compared(folder, capsys):
     assert str(folder / "cache") in capsys.readouterr().out.replace("\n", "")
 
 
+def test_the_file_of_another_device_is_refused_before_anything_is_measured(folder, capsys, monkeypatch):
+    """It stays as it was; a minute of measuring is not lost."""
+    other = folder / "other.json"
+    Profile(Device("cpu", "another machine", (), 4, "2.13.0")).write(other)
+    before = other.read_text()
+    monkeypatch.setattr("narrowcast.cli.profile.measure", lambda *_, **__: pytest.fail("measured"))
+    assert call("profile", "--output", other) == 2
+    assert "another machine" in capsys.readouterr().err
+    assert other.read_text() == before
+
+
 def test_what_cannot_be_done_is_said(folder, capsys):
     """No profile yet, no such device, no time, no folder for the plot, files that are none, nothing in common."""
     assert call("profile", "show") == 2

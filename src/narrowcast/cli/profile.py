@@ -41,6 +41,8 @@ def measure_command(
         raise ProfileError(f"--seconds {seconds}", "that is no time to measure in", advice="Give 50, for example.")
     here = device_now(device)
     profile = Profile(here) if again else load_profile(here)
+    if output is not None:
+        profile.write(output)  # what is wrong with the file is said before a minute is spent
     groups = sweep(device)
     load = machine_load()
     if load > here.threads:
@@ -52,7 +54,8 @@ def measure_command(
     path = profile.write(output or profile_path(here))
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
-    typer.echo(f"{count} calls measured in {time.perf_counter() - start:.1f} s, of {wanted}; {path}")
+    took = f"{time.perf_counter() - start:.1f} s"
+    typer.echo(f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}")
     if missing:
         typer.echo(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
 
