@@ -23,7 +23,7 @@ from narrowcast.fx.placing import place_graph
 from narrowcast.goals import CAST, Goal
 from narrowcast.passes.place import Placement
 from narrowcast.policy import MODULE_CALL, RESULT, Action, Kind, Policy, Rule
-from narrowcast.torch_bridge import FORMATS, tensors_in
+from narrowcast.torch_bridge import FORMATS, find_op, op_id, ops_of, tensors_in
 
 Run = Callable[..., Any]
 _LIFTED = "placed: it costs less in fp32 here"
@@ -39,11 +39,11 @@ def policies_for(
     results = _result_rules(model, inputs, region)
     found: dict[str, Policy] = {}
     placement = _placed(model, inputs, region, goal)
+    free = _free_ops(policy.resolve(device_type))
     if placement is not None and placement.raised:
-        found[PLACED] = policy.with_rules(_rules(placement), results, name=f"{policy.name}, placed")
+        found[PLACED] = policy.with_rules(_rules(placement, free), results, name=f"{policy.name}, placed")
     found[POLICY] = policy
-    lowered = {rule.target for rule in policy.resolve(device_type).rules if rule.action.kind is Kind.LOWER}
-    lifted = [Rule(op, Action(Kind.FULL), reason=_LIFTED) for op in sorted(lowered)]
+    lifted = [Rule(op, Action(Kind.FULL), reason=_LIFTED) for op in sorted(free)]
     found[HIGH] = policy.with_rules(lifted, results, name=f"{policy.name}, all high")
     return found
 
@@ -103,17 +103,42 @@ def _placed(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any, goal: 
     return next(c.placement for c in placed.candidates if c.name == PLACED)
 
 
-def _rules(placement: Placement) -> list[Rule]:
-    """Rules for the ops of modules whose calls, and those of modules inside, all run higher than the policy asks."""
+def _free_ops(policy: Policy) -> set[str]:
+    """`aten.linear`, and so on: what the policy lowers somewhere, and runs low or in fp32 everywhere. Rules of ours are
+    stronger than those of the policy, and what else it asks for (fp64 in one module) is not to be overruled.
+    """
+    lowering = [rule for rule in policy.rules if rule.action.kind is Kind.LOWER]
+    lowered = {_packet(op_id(op)) for rule in lowering if rule.is_pattern for op in ops_of(rule)}
+    lowered |= {_packet(rule.target) for rule in lowering if not rule.is_pattern}
+    held = {
+        _packet(op_id(op))
+        for rule in policy.rules
+        if rule.argument is None and rule.action.kind not in (Kind.LOWER, Kind.FULL)
+        for op in (ops_of(rule) if rule.is_pattern else filter(None, [find_op(rule.target)]))
+    }
+    return lowered - held
+
+
+def _packet(op: str) -> str:
+    """`aten.linear` of `aten.linear.default`: a script may call another overload than the exported graph."""
+    return ".".join(op.split(".")[:2])
+
+
+def _rules(placement: Placement, free: set[str]) -> list[Rule]:
+    """Rules for free ops in modules whose calls, and those of modules inside, all run higher than the policy asks."""
     calls: dict[tuple[str, str], bool] = {}
     for call in placement.calls:
-        op, path = ".".join(call.op.split(".")[:2]), call.place.module_path.split(".")
+        op, path = _packet(call.op), call.place.module_path.split(".")
         is_high = call.chosen is fp32 and call.formats[0] is not fp32
         for around in range(len(path) + 1):
             key = (op, ".".join(path[:around]))
             calls[key] = calls.get(key, True) and is_high
-    wanted = dict.fromkeys((".".join(c.op.split(".")[:2]), c.place.module_path) for c in placement.calls)
-    return [Rule(op, Action(Kind.FULL), module=path, reason=_LIFTED) for op, path in wanted if calls[op, path]]
+    wanted = dict.fromkeys((_packet(c.op), c.place.module_path) for c in placement.calls)
+    return [
+        Rule(op, Action(Kind.FULL), module=path, reason=_LIFTED)
+        for op, path in wanted
+        if calls[op, path] and op in free
+    ]
 
 
 def _result_rules(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any) -> list[Rule]:

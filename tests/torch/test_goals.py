@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast import script_choice
 from narrowcast.costs import Profile
 from narrowcast.costs.known import known_profile
 from narrowcast.costs.measure import device_now
@@ -376,6 +377,33 @@ def test_scripts_have_goals(prefer):
         assert torch.equal(made(x), model(x).to(BF16))
         assert timed(x).dtype is BF16
         assert timed.narrowcast_chosen in {"placed", "policy", "high"}
+
+
+def test_no_candidate_of_a_script_overrules_what_a_policy_asks_for_besides(prefer):
+    """fp64 for one module's calls stays fp64, whichever candidate is the fastest; other ops are free to run high."""
+    prefer("fp32")
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.conv = nn.Linear(64, 64), nn.Linear(64, 64), nn.Conv1d(2, 2, 3)
+
+        def forward(self, x):
+            return self.one(x), self.two(x), self.conv(x.view(4, 2, 32))
+
+    torch.manual_seed(0)
+    model, x = Two().eval(), torch.randn(4, 64)
+    policy = nc.Policy.native("cpu").with_rules(nc.Rule("aten.linear", "to(fp64)", module="two"))
+    region = nc.autocast("cpu", BF16, policy=policy)
+    candidates = script_choice.policies_for(model, (x,), policy, region, "cpu", as_goal("fast"))
+    assert set(candidates) == {"placed", "policy", "high"}
+    with torch.no_grad(), region:
+        expected = model(x)
+    for name, found in candidates.items():
+        with torch.no_grad():
+            one, two, conv = nc.script(model, dtype=BF16, policy=found)(x)
+        assert torch.equal(one, expected[0]) and torch.equal(two, expected[1])
+        assert torch.equal(conv, model.conv(x.view(4, 2, 32)).to(BF16) if name != "policy" else expected[2])
 
 
 def test_an_explanation_shows_what_each_call_may_cost():
