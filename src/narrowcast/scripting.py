@@ -16,10 +16,11 @@ from narrowcast.eager import autocast
 from narrowcast.errors import GoalError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
-from narrowcast.policy import Policy, as_policy
+from narrowcast.policy import Action, Kind, Policy, Rule, as_policy
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.script_choice import choose_script, policies_for
 from narrowcast.torch_bridge import DTYPES, tensors_in
+from narrowcast.torchscript.calls import CALLING
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
 from narrowcast.torchscript.scripted import (
@@ -205,7 +206,7 @@ def trace(
     device = ""
     if policy is not None or dtype is not None or device_type is not None:
         device = device_type or _device_of(target, example_inputs)
-        region = autocast(device, dtype, enabled, cache_enabled, policy=policy)
+        region = _casting_composites(autocast(device, dtype, enabled, cache_enabled, policy=policy))
     with warnings.catch_warnings(), region:
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.clear_autocast_cache()
@@ -222,6 +223,21 @@ def trace(
         if checked and "example_kwarg_inputs" not in options:
             _check_trace(target, made, example_inputs)
     return made
+
+
+def _casting_composites(region: autocast) -> autocast:
+    """A region like this one for code that is traced: composite ops are cast as one call, where the policy lowers what
+    they call, for torch does not record what an op casts inside. A `gru` is left alone: it casts only its products.
+    """
+    policy = region.policy.resolve(region.device)
+    rules = [
+        Rule(op, Action(Kind.LOWER), reason="traced: what it casts inside is not recorded")
+        for op, inner in CALLING.items()
+        if not op.startswith("aten.gru") and not policy.table.candidates(op, True).whole
+        and (found := policy.table.candidates(inner, True).whole)
+        and found[0].is_unconditional and found[0].action.kind is Kind.LOWER
+    ]  # fmt: skip
+    return region.with_eager_policy(region.policy.with_rules(rules, name=region.policy.name)) if rules else region
 
 
 def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:
