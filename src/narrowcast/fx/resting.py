@@ -29,29 +29,29 @@ from narrowcast.torch_bridge import DTYPES
 
 @dataclass(slots=True)
 class Resting:
-    """The casts that a graph takes as inputs: the weight's position among its inputs, the dtype, and whether gradients
-    flow through it.
+    """The casts that a graph takes as inputs: the weight's position among its inputs, and the dtype.
 
-    removed: how many casts of the graph they stand for. copies: what was kept of them at the last call.
+    gradients: numbers of those through which gradients flow. removed: how many casts of the graph they stand for.
+    copies: what was kept of them at the last call.
     """
 
-    casts: tuple[tuple[int, torch.dtype, bool], ...]
+    casts: tuple[tuple[int, torch.dtype], ...]
+    gradients: tuple[int, ...] = ()
     removed: int = 0
     copies: list[Copy] = field(default_factory=list)
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The weights in their compute formats, in the order of the graph's new inputs."""
-        weights = [args[position] for position, _, _ in self.casts]
+        weights = [args[position] for position, _ in self.casts]
         copies = self.copies  # other threads replace the list, and change none
         lows = lows_of(copies, weights) if len(copies) == len(weights) else None
         if lows is None:
-            found = [at_rest.find(w, dtype) for w, (_, dtype, _) in zip(weights, self.casts, strict=True)]
+            found = [at_rest.find(w, dtype) for w, (_, dtype) in zip(weights, self.casts, strict=True)]
             lows = [low for low, _ in found]
             self.copies = [copy for _, copy in found if copy is not None]
-        follows = [gradient for _, _, gradient in self.casts]
-        if not any(follows):
-            return lows
-        return [connected(w, low) if f else low for w, low, f in zip(weights, lows, follows, strict=True)]
+        for n in self.gradients:
+            lows[n] = connected(weights[n], lows[n])
+        return lows
 
 
 def with_stand_ins(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -116,7 +116,8 @@ def rest_weights(
     if made:
         graph.graph.lint()
         graph.recompile()
-    return Resting(tuple((source, dtype, cast is not None) for source, dtype, cast in made), removed)
+    gradients = tuple(n for n, (_, _, cast) in enumerate(made) if cast is not None)
+    return Resting(tuple((source, dtype) for source, dtype, _ in made), gradients, removed)
 
 
 def _input(graph: GraphModule, after: Node, weight: Node, dtype: torch.dtype, gradient: bool) -> Node:

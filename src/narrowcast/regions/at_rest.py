@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Copy:
-    """A weight's cast, and how it is known that the weight is as it was. low, weight: None once it is given up."""
+    """A weight's cast, and how it is known that the weight is as it was. Given up, it has no low."""
 
     __slots__ = ("address", "low", "probes", "shape", "stride", "version", "weight")
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor, forget: Any) -> None:
-        self.weight: weakref.ref[torch.Tensor] | None = weakref.ref(weight, forget)
+        self.weight: Callable[[], torch.Tensor | None] = weakref.ref(weight, forget)
         self.version = weight._version
         self.address = weight.data_ptr()
         self.shape, self.stride = weight.shape, weight.stride()
@@ -43,7 +43,7 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
     found = []
     for copy, weight in zip(copies, weights, strict=True):
         low = copy.low
-        if low is None or (refers := copy.weight) is None or refers() is not weight or copy.version != weight._version:
+        if low is None or copy.weight() is not weight or copy.version != weight._version:
             return None
         if copy.address != weight.data_ptr() or copy.shape != weight.shape or copy.stride != weight.stride():
             return None
@@ -52,6 +52,10 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
                 return None
         found.append(low)
     return found
+
+
+def _nobody() -> None:
+    """What refers to no weight."""
 
 
 def _probes(weight: torch.Tensor) -> list[Any]:
@@ -102,7 +106,7 @@ class WeightsAtRest:
         """Graphs hold copies, too: the memory goes, and they see that it is gone. No reference hinders a swap."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            copy.low = copy.weight = None
+            copy.low, copy.weight = None, _nobody
 
     def forget(self, *weights: torch.Tensor) -> None:
         """Drop the casts of these weights, or all of them."""
