@@ -372,22 +372,6 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-@contextmanager
-def functorch_as_it_was() -> Iterator[None]:
-    """Transforms (torch.func) that are entered inside, and not left because of an error, are left after it."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    try:
-        yield
-    finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() != refusal:
-            if refusal is None:
-                torch._C._autograd._saved_tensors_hooks_enable()
-            else:
-                torch._C._autograd._saved_tensors_hooks_disable(refusal)
-
-
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
     """Every tensor in nested lists, tuples and dicts of arguments, in order."""
     found: list[torch.Tensor] = []

@@ -30,7 +30,6 @@ from narrowcast.fx.composites import decompositions
 from narrowcast.policy import Place
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
-from narrowcast.torch_bridge import functorch_as_it_was
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _UNTRACEABLE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
@@ -66,7 +65,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
     table = decompositions(graph)
     with (
-        torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state(), functorch_as_it_was(),
+        torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state(), _functorch_as_it_was(),
         closing_marked(),
     ):  # fmt: skip
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
@@ -80,6 +79,21 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
         nodes = module.graph.find_nodes(op="placeholder")
         captured.flags.update(zip(nodes, found, strict=False))
     return captured
+
+
+@contextmanager
+def _functorch_as_it_was() -> Iterator[None]:
+    """Transforms (torch.func) that are entered inside, and not left because of an error, are left after it."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if refusal is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        else:
+            torch._C._autograd._saved_tensors_hooks_disable(refusal)
 
 
 def _flags(value: Any) -> tuple[bool, bool]:
