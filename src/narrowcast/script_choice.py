@@ -23,7 +23,7 @@ from narrowcast.fx.placing import place_graph
 from narrowcast.goals import CAST, Goal
 from narrowcast.passes.place import Placement
 from narrowcast.policy import MODULE_CALL, RESULT, Action, Kind, Policy, Rule
-from narrowcast.torch_bridge import FORMATS, find_op, op_id, ops_of, tensors_in
+from narrowcast.torch_bridge import FORMATS, op_id, ops_of, tensors_in
 
 Run = Callable[..., Any]
 _LIFTED = "placed: it costs less in fp32 here"
@@ -107,15 +107,13 @@ def _free_ops(policy: Policy) -> set[str]:
     """`aten.linear`, and so on: what the policy lowers somewhere, and runs low or in fp32 everywhere. Rules of ours are
     stronger than those of the policy, and what else it asks for (fp64 in one module) is not to be overruled.
     """
-    lowering = [rule for rule in policy.rules if rule.action.kind is Kind.LOWER]
-    lowered = {_packet(op_id(op)) for rule in lowering if rule.is_pattern for op in ops_of(rule)}
-    lowered |= {_packet(rule.target) for rule in lowering if not rule.is_pattern}
-    held = {
-        _packet(op_id(op))
-        for rule in policy.rules
-        if rule.argument is None and rule.action.kind not in (Kind.LOWER, Kind.FULL)
-        for op in (ops_of(rule) if rule.is_pattern else filter(None, [find_op(rule.target)]))
-    }
+    lowered, held = set(), set()
+    for rule in policy.rules:
+        named = {_packet(op_id(op)) for op in ops_of(rule)} if rule.is_pattern else {_packet(rule.target)}
+        if rule.action.kind is Kind.LOWER:
+            lowered |= named
+        elif rule.action.kind is not Kind.FULL and rule.argument is None:
+            held |= named
     return lowered - held
 
 
