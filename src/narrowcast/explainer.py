@@ -6,7 +6,7 @@ It stands above the front ends because each of them will be explained by it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,10 +144,7 @@ def explain(
         found = graph_ledger(graphs)
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
-        if any(graph.after is not None for graph in graphs):
-            ledger, ran_on = found, f"eager beside it ran on {ran_on}"
-        else:
-            ran_on = f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
+        ledger, ran_on = _listed(ledger, ran_on, found, graphs)
         note = _sentences(note, eager)
     return Explanation(
         subject=subject.name,
@@ -235,6 +232,13 @@ def _record(
             note = f"The model RAISED under this policy: {_first_line(error)}. What ran before is shown."
             return ledger, "the model itself", note
     return ledger, "the model itself", why
+
+
+def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
+    """The graphs' ledger, or that of eager code where nothing was captured; and what is said of the eager run."""
+    if any(graph.after is not None for graph in graphs):
+        return found, f"eager beside it ran on {ran_on}"
+    return eager, f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
 
 
 def _sentences(*notes: str) -> str:

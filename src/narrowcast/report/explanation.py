@@ -107,8 +107,8 @@ class Explanation:
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
-    graphs, and `differences` are calls that eager code decides otherwise: none, unless there is a fault. rules: the
-    policy's own, without those of what it extends.
+    graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
+    none, unless there is a fault. rules: the policy's own, without those of what it extends.
     """
 
     subject: str
