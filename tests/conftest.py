@@ -13,14 +13,27 @@ ALLOWED_SKIPS = int(os.environ.get("NARROWCAST_ALLOWED_SKIPS", "0"))
 
 
 @pytest.fixture(autouse=True, scope="session")
-def profiles_and_choices_go_to_a_folder_of_their_own(tmp_path_factory):
-    """Tests neither read what a user has measured, nor write among it."""
-    given = os.environ.get("NARROWCAST_CACHE_DIR")
-    os.environ["NARROWCAST_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+def caches_are_folders_of_their_own(tmp_path_factory):
+    """Tests neither read what a user has measured or compiled, nor write among it.
+
+    Code that Inductor compiled under a limited instruction set, or for another number of threads, corrupts memory in a
+    process that has other ones: its cache does not tell them apart (torch 2.13).
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folders = {
+        "NARROWCAST_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "TORCHINDUCTOR_CACHE_DIR": str(shared / "inductor"),
+    }
+    given = {name: os.environ.get(name) for name in folders}
+    os.environ.update(folders)
     yield
-    del os.environ["NARROWCAST_CACHE_DIR"]
-    if given is not None:
-        os.environ["NARROWCAST_CACHE_DIR"] = given
+    for name, before in given.items():
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +60,14 @@ def _ambient_state() -> dict | None:
         "gradients": torch.is_grad_enabled(),
         "modes": torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
         "script": torch._C._get_graph_executor_optimize(),
+        "replaced": _held(),
     }
+
+
+def _held() -> list:
+    """What of torch stands replaced for a while: nothing between tests."""
+    patches = sys.modules.get("narrowcast.torch_surface.patches")
+    return [] if patches is None else [line for line in patches.standing() if line.holders]
 
 
 @pytest.hookimpl(trylast=True)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowcast.dynamo_bridge import inner_compiler, never_trace
 from narrowcast.eager import autocast
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager_choice import is_raced, run_watched
@@ -20,6 +19,8 @@ from narrowcast.fx.backward import parse_backward
 from narrowcast.goals import CAST, Goal, as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import check_ops, tensors_in
+from narrowcast.torch_surface.dispatch import count_dispatch_modes
+from narrowcast.torch_surface.dynamo import BackendCompilerFailed, OptimizedModule, inner_compiler, never_trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,7 +110,7 @@ def compile(
     return run
 
 
-class CompiledModule(torch._dynamo.OptimizedModule):
+class CompiledModule(OptimizedModule):  # type: ignore[misc]
     """A compiled module that runs in its region. Parameters, state_dict and attributes are the original's."""
 
     _around: _Compiled
@@ -132,7 +133,7 @@ class _Compiled:
     def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self._call(compiled, args, kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except BackendCompilerFailed as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, NarrowcastError):
                 raise inner from None
@@ -174,7 +175,7 @@ class _Around(_Compiled):
         if not is_raced(region, self._goal):
             self._regions[device_type] = region
         # while it is recorded, or on fake tensors, no time says much; another thread may be here already
-        if device_type in self._regions or torch._C._len_torch_dispatch_stack() or not self._lock.acquire(False):
+        if device_type in self._regions or count_dispatch_modes() or not self._lock.acquire(False):
             with region:
                 return compiled(*args, **kwargs)
         try:

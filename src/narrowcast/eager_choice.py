@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
 from narrowcast.costs.measure import LARGEST_BYTES, Operand, accelerators, device_now, make_tensor
@@ -25,7 +24,9 @@ from narrowcast.fx.candidates import HIGH, POLICY
 from narrowcast.fx.choosing import Side, time_sides
 from narrowcast.goals import FAST, Goal
 from narrowcast.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy, Rule
-from narrowcast.torch_bridge import FORMATS, OpFacts, OpOverload, find_op, op_facts, op_id, short_type, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
+from narrowcast.torch_surface.dispatch import OpOverload, tree_flatten, tree_map, tree_unflatten
+from narrowcast.torch_surface.state import is_enabled
 
 RECURRENT = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -57,11 +58,11 @@ class EagerCalls:
         lowers = call.plan.rule is not None and call.plan.rule.action.kind is Kind.LOWER
         if is_inside or is_module or not (lowers or call.facts.id in self.whole):
             return
-        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided for t in tensors):
             kept = [_kept(leaf) for leaf in leaves]
-            self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), pytree.tree_unflatten(kept, spec))
+            self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), tree_unflatten(kept, spec))
 
     def end(self, result: Any) -> None:
         """The call returned."""
@@ -77,7 +78,7 @@ class EagerCalls:
 
 def is_raced(region: autocast, goal: Goal) -> bool:
     """Whether eager code in the region has formats to choose from, and may be timed."""
-    return goal.kind == FAST and goal.verify and region._enabled and region.fast_dtype.itemsize < 4
+    return goal.kind == FAST and goal.verify and is_enabled(region) and region.fast_dtype.itemsize < 4
 
 
 def run_watched(run: Callable[[], Any], region: autocast) -> tuple[Any, Policy]:
@@ -146,7 +147,7 @@ def _is_free(facts: OpFacts, policy: Policy) -> bool:
 
 def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
     """The rules for one op, if its calls together take less time in fp32."""
-    leaves, spec = pytree.tree_flatten(kinds)
+    leaves, spec = tree_flatten(kinds)
     if sum(leaf.bytes for leaf in leaves if isinstance(leaf, Operand)) > LARGEST_BYTES:
         return []
 
@@ -166,7 +167,7 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
     if choice is None:
         in_fp32 = region.with_eager_policy(region.policy.with_rules(earlier, full, back))
         sides = [
-            Side(name, lambda *flat, around=around: _run(op, around, pytree.tree_unflatten(list(flat), spec)))
+            Side(name, lambda *flat, around=around: _run(op, around, tree_unflatten(list(flat), spec)))
             for name, around in ((POLICY, as_policy), (HIGH, in_fp32))
         ]
         choice = time_sides(sides, [_filled(leaf) for leaf in leaves], frozenset())
@@ -187,15 +188,15 @@ def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Form
 
     def formats(calls: list[Any]) -> set[Format | None]:
         with torch.no_grad():
-            return {FORMATS.get(t.dtype) for t in tensors_in(_run(op, around, pytree.tree_map(_filled, calls)))}
+            return {FORMATS.get(t.dtype) for t in tensors_in(_run(op, around, tree_map(_filled, calls)))}
 
-    leaves, spec = pytree.tree_flatten(kinds[0])
+    leaves, spec = tree_flatten(kinds[0])
     floats = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
     found = formats(kinds)
     for changed in (floats, *([n] for n in floats)):
         tried = [_other(leaf, low) if n in changed else leaf for n, leaf in enumerate(leaves)]
         with suppress(RuntimeError):  # mixed formats may be an error
-            found |= formats([pytree.tree_unflatten(tried, spec)])
+            found |= formats([tree_unflatten(tried, spec)])
     return found.pop() if len(found) == 1 else None
 
 

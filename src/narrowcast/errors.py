@@ -117,3 +117,7 @@ class ProfileError(NarrowcastError, ValueError):
 
 class GoalError(NarrowcastError, ValueError):
     """A goal, or what goes with it, is not one that there is."""
+
+
+class SurfaceError(NarrowcastError, RuntimeError):
+    """This torch is not as Narrowcast takes it to be: which assumption does not hold, and for which version."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from narrowcast.eager import autocast, record
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
@@ -31,6 +30,7 @@ from narrowcast.report import (
     graph_ledger,
 )
 from narrowcast.torch_bridge import FORMATS, tensors_in, to_dtype
+from narrowcast.torch_surface.dispatch import tree_leaves
 from narrowcast.torchscript.compiling import around as scopes_around
 
 Metric = Callable[..., Mapping[str, float] | float]
@@ -198,7 +198,7 @@ def _device_type(subject: Subject) -> str:
     tensors: list[torch.Tensor] = []
     if isinstance(subject.model, torch.nn.Module):
         tensors += list(subject.model.parameters()) + list(subject.model.buffers())
-    tensors += tensors_in(*pytree.tree_leaves((subject.args, subject.kwargs)))
+    tensors += tensors_in(*tree_leaves((subject.args, subject.kwargs)))
     found = next((t.device.type for t in tensors), "cpu")
     return "cpu" if found == "meta" else found
 

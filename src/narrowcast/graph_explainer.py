@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from narrowcast.compiler import compile
-from narrowcast.dynamo_bridge import watch_frames
 from narrowcast.eager_choice import eager_note, is_raced, run_watched
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
@@ -19,6 +18,8 @@ from narrowcast.isolation import isolated
 from narrowcast.policy import Place
 from narrowcast.report import CompiledGraph
 from narrowcast.scripting import script
+from narrowcast.torch_surface.dispatch import count_dispatch_modes
+from narrowcast.torch_surface.dynamo import forget_compiled_code, watch_frames
 from narrowcast.torchscript.scopes import Scopes
 from narrowcast.torchscript.scripted import methods_of
 
@@ -67,7 +68,7 @@ def graphs_of(
 
 def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
     """Run in the region; what is to be said of its eager code."""
-    if not races_eager_code or torch._C._len_torch_dispatch_stack():  # recorded: no time says much
+    if not races_eager_code or count_dispatch_modes():  # recorded: no time says much
         with region:
             run()
         return ""
@@ -84,14 +85,14 @@ def _through(front_end: str, goal: Goal, backend: str) -> Callable[..., Any]:
     """What runs a copy of the model."""
 
     def compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        torch._dynamo.reset()
+        forget_compiled_code()
         try:
             if not goal.places:
                 return compile(model, backend="aot_eager")(*args, **kwargs)
             made = compile(model, backend=backend, goal=goal.kind, verify=goal.verify, profile=goal.profile)
             return made(*args, **kwargs)
         finally:
-            torch._dynamo.reset()
+            forget_compiled_code()
 
     def exported(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(model, torch.nn.Module):

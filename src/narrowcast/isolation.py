@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from narrowcast.torch_surface.dispatch import tree_map, without_modes
+from narrowcast.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
 
 def is_here(device_type: str) -> bool:
@@ -48,7 +48,7 @@ def isolated(
             stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
         if mode is not None:
-            stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+            stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
             stack.enter_context(mode)
         if through is None:
             yield lambda: own_model(*own_args, **own_kwargs)
@@ -118,7 +118,7 @@ def _copied(everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor]) -
         with _ReplaceTensors(stand_in):
             return copy.deepcopy(everything, memo)
     except Exception:
-        replaced = pytree.tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        replaced = tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
         return model, *replaced
 
 
@@ -132,8 +132,8 @@ def _restored_attributes() -> Iterator[None]:
         if id(module) not in before:
             kept = {name: dict(v) if type(v) is dict else v for name, v in module.__dict__.items()}
             before[id(module)] = (module, kept)
-            with _disable_current_modes():
-                own = [b for b in module._buffers.values() if b is not None and not isinstance(b, FakeTensor)]
+            with without_modes():
+                own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
                 buffers.extend((b, b.detach().clone()) for b in own)
 
     hook = register_module_forward_pre_hook(keep)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from narrowcast.policy import DEVICE_TYPES, Policy
-from narrowcast.torch_bridge import OpOverload, op_facts
+from narrowcast.torch_bridge import op_facts
+from narrowcast.torch_surface.dispatch import OpOverload, can_decompose, op_name, schema_of
 
 _MAKES_NEW = frozenset(
     """
@@ -24,11 +25,11 @@ _MAKES_NEW = frozenset(
 @cache
 def alias_names(op: OpOverload) -> frozenset[str] | None:
     """The arguments whose memory the result may share; None if that may be any."""
-    schema = op._schema
+    schema = schema_of(op)
     if any(r.alias_info is not None for r in schema.returns):
         return frozenset(a.name for a in schema.arguments if a.alias_info is not None)
     if (
-        op._opname in _MAKES_NEW
+        op_name(op) in _MAKES_NEW
         or not _has_composite_kernel(op)
         or any(Policy.native(device).table.candidates(op_facts(op).id, True).whole for device in DEVICE_TYPES)
     ):
@@ -38,6 +39,6 @@ def alias_names(op: OpOverload) -> frozenset[str] | None:
 
 def _has_composite_kernel(op: OpOverload) -> bool:
     try:
-        return op._can_decompose()
+        return can_decompose(op)
     except RuntimeError:  # an op that only TorchScript has
-        return any("Tensor" in str(r.type) for r in op._schema.returns)
+        return any("Tensor" in str(r.type) for r in schema_of(op).returns)

@@ -20,6 +20,7 @@ from narrowcast.policy import Action, Kind, Policy, Rule, as_policy
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.script_choice import choose_script, policies_for
 from narrowcast.torch_bridge import DTYPES, tensors_in
+from narrowcast.torch_surface.jit import function_from_graph
 from narrowcast.torchscript.calls import CALLING
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
@@ -130,7 +131,7 @@ def convert(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if isinstance(script, torch.jit.ScriptFunction):
-            copied = torch._C._create_function_from_graph(str(script.name), script.graph.copy())
+            copied = function_from_graph(str(script.name), script.graph.copy())
             return explicit_function(copied, scopes)
         if not isinstance(script, torch.jit.ScriptModule):
             raise ScriptError(
@@ -169,7 +170,7 @@ def _scopes(
         return {}
     device_type = device_type or _device_of(target)
     region = autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
-    facts = region._prepared.facts
+    facts = region.prepared.facts
     return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy)
 
 

@@ -5,21 +5,26 @@ Every branch on the torch version, and every use of a private torch name that ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 
 from narrowcast import formats
 from narrowcast.errors import PolicyError, UnknownOpError
 from narrowcast.formats import Format
 from narrowcast.policy import Kind, Policy, Rule, did_you_mean, known_ops
+from narrowcast.torch_surface.dispatch import (
+    OpOverload,
+    OpOverloadPacket,
+    all_op_names,
+    op_name,
+    overload_name,
+    schema_of,
+)
 
-OpOverload = torch._ops.OpOverload
+OpOverload = OpOverload
 
 DTYPES: dict[Format, torch.dtype] = {
     formats.fp64: torch.float64,
@@ -85,7 +90,7 @@ class OpFacts:
 
 def op_id(op: OpOverload) -> str:
     """`aten.mm.default`: the id under which policies name the overload."""
-    return f"{op.namespace}.{op._opname}.{op._overloadname}"
+    return f"{op.namespace}.{op_name(op)}.{overload_name(op)}"
 
 
 # Functional ops whose result is their input moved, converted or only shaped: patterns in a policy pass them by.
@@ -105,7 +110,7 @@ _NO_COMPUTATION = frozenset(
 @cache
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of an overload, read from its schema once."""
-    schema = op._schema
+    schema = schema_of(op)
     slots = []
     dtype_position = None
     writes = False
@@ -114,15 +119,15 @@ def op_facts(op: OpOverload) -> OpFacts:
         if kind in ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"):
             declared = argument.alias_info is not None and argument.alias_info.is_write
             writes = writes or declared
-            hidden = argument.name in ("running_mean", "running_var") and "norm" in op._opname
+            hidden = argument.name in ("running_mean", "running_var") and "norm" in op_name(op)
             slots.append(Slot(position, argument.name, "List" in kind, declared or hidden))
         elif argument.name == "dtype":
             dtype_position = position
     aliases = any(r.alias_info is not None for r in schema.returns)
     makes_tensor = any("Tensor" in str(r.type) for r in schema.returns)
     computes = (
-        bool(slots) and makes_tensor and not writes and not aliases and op._opname not in _NO_COMPUTATION
-        and not op._opname.endswith("_copy")
+        bool(slots) and makes_tensor and not writes and not aliases and op_name(op) not in _NO_COMPUTATION
+        and not op_name(op).endswith("_copy")
     )  # fmt: skip
     has_lists = any(slot.is_list for slot in slots)
     is_view = aliases and not writes
@@ -134,7 +139,7 @@ def find_op(identity: str) -> OpOverload | None:
     namespace, _, rest = identity.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace), name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return None
     found: OpOverload | None = getattr(packet, overload, None)
     return found
@@ -152,7 +157,7 @@ def _aten_ops() -> tuple[OpOverload, ...]:
 
 def _ops_in(namespace: str) -> tuple[OpOverload, ...]:
     found = []
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
+    for name in sorted(all_op_names()):
         space, _, rest = name.partition("::")
         if space == namespace:
             op = find_op(f"{space}.{rest if '.' in rest else rest + '.default'}")
@@ -180,7 +185,7 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
             advice="Name the overload exactly, aten.add_.Tensor for example, if you mean it.",
         )
     if not found and not any(ch in rule.target for ch in "*?["):
-        packets = {n.replace("::", ".").rpartition(".")[0] for n in torch._C._dispatch_get_all_op_names() if "." in n}
+        packets = {n.replace("::", ".").rpartition(".")[0] for n in all_op_names() if "." in n}
         raise UnknownOpError(
             asked=f"op {rule.op!r}",
             found=f"this torch has no such op that a rule can change{did_you_mean(rule.target, sorted(packets))}",
@@ -199,7 +204,7 @@ def _check_fit(rule: Rule, ops: tuple[OpOverload, ...]) -> None:
         found = f"{unfit} returns what it writes to"
         raise PolicyError(f"a rule about the result of {rule.op}", found, where, "Write a rule about what reads it.")
     part = (rule.argument or "").partition(".")[2] if rule.is_about_result else ""
-    counts = [len(op._schema.returns) for op in ops if not any("List" in str(r.type) for r in op._schema.returns)]
+    counts = [len(schema_of(op).returns) for op in ops if not any("List" in str(r.type) for r in schema_of(op).returns)]
     if part and counts and not (part.isdigit() and int(part) < min(counts)):
         found = f"{rule.op} has no result of that position"
         raise PolicyError(f"{rule.argument} of {rule.op}", found, where, "Count from 0: result.0, result.1.")
@@ -229,11 +234,11 @@ def check_ops(policy: Policy) -> None:
 @cache
 def overload_with_dtype(op: OpOverload) -> OpOverload | None:
     """The overload of the same op that takes the same arguments and a dtype (norm.Scalar -> ScalarOpt_dtype)."""
-    names = [a.name for a in op._schema.arguments]
+    names = [a.name for a in schema_of(op).arguments]
     packet = op.overloadpacket
     for overload in packet.overloads():
         other = getattr(packet, overload)
-        arguments = other._schema.arguments
+        arguments = schema_of(other).arguments
         if [a.name for a in arguments] == [*names, "dtype"] and not op_facts(other).writes:
             found: OpOverload = other
             return found
@@ -242,87 +247,12 @@ def overload_with_dtype(op: OpOverload) -> OpOverload | None:
 
 def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
     """The default values of the positional arguments from number `given` on (trailing ones are left out)."""
-    return tuple(a.default_value for a in op._schema.arguments[given:] if not a.kwarg_only)
+    return tuple(a.default_value for a in schema_of(op).arguments[given:] if not a.kwarg_only)
 
 
 def is_random(op: OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
-
-
-# -- dispatch keys and kernels -----------------------------------------------------------------------------------------
-
-
-def autocast_key_name(device_type: str) -> str:
-    """AutocastCPU for cpu and so on."""
-    return f"Autocast{device_type.upper()}"
-
-
-@cache
-def autocast_key(device_type: str) -> DispatchKey:
-    """The key of that name. Parsed, not looked up: Python's enum lacks some (AutocastMTIA in torch 2.13)."""
-    key: DispatchKey = torch._C._dispatch_key_parse(autocast_key_name(device_type))
-    return key
-
-
-def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
-    """The kernel at the device type's Autocast key, or None where the op falls through it."""
-    key = autocast_key_name(device_type)
-    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-        return None
-    return torch.library.get_kernel(name, autocast_key(device_type))
-
-
-def registered_ops(device_type: str) -> tuple[str, ...]:
-    """The ids of all aten ops that have a native kernel at the device's Autocast key, sorted."""
-    key = autocast_key_name(device_type)
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            if not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key):
-                short = name.removeprefix("aten::")
-                found.append(f"aten.{short}" if "." in short else f"aten.{short}.default")
-    return tuple(sorted(found))
-
-
-def below(key: DispatchKey) -> DispatchKeySet:
-    """All keys that come after this one."""
-    return torch._C._dispatch_keyset_full_after(key)
-
-
-excluding = torch._C._ExcludeDispatchKeyGuard
-"""`with excluding(keyset):` ops inside skip these keys."""
-
-
-def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
-    """Inside `__torch_dispatch__`: those of the Autocast keys that are off now, and were on when the op was called.
-
-    torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
-    """
-    keys = tuple(key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key))
-    if not keys:
-        return ()
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        on = tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
-        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    # On its way out that guard takes the present state for the snapshot. Leaving it again in the old state mends it.
-    restore = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
-    with torch._C._ForceDispatchKeyGuard(include, exclude), restore():
-        pass
-    return on
-
-
-@contextmanager
-def switched_on(keys: tuple[DispatchKey, ...]) -> Iterator[None]:
-    """Autocast on for these keys, though torch has excluded them."""
-    for key in keys:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        yield
-    finally:
-        for key in keys:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -347,29 +277,6 @@ def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tenso
     if dtype.is_floating_point and any(t.is_floating_point() and t.dim() for t in others):
         dtype = torch.float64
     return torch.scalar_tensor(number, dtype=dtype)
-
-
-def autocast_nesting() -> int:
-    """How many autocast regions this thread is in, native ones included."""
-    depth: int = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth - 1
-
-
-def next_sequence_number() -> int:
-    """The sequence number that the next autograd node of this thread will get."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
-
-
-def current_autograd_node() -> Any | None:
-    """The autograd node that is running its backward on this thread, if any."""
-    return torch._C._current_autograd_node()
-
-
-def has_saved_tensors_hooks() -> bool:
-    """Whether what autograd saves on this thread goes through somebody's hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def tensors_in(*trees: Any) -> list[torch.Tensor]:

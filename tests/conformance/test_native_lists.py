@@ -31,7 +31,7 @@ FAKED = ("cpu", "cuda", "xpu", "mps", "mtia")
 
 def registered_ops(device_type):
     """What a fresh process has registered: here, other tests have added kernels of ours."""
-    code = f"from narrowcast.torch_bridge import registered_ops; print(*registered_ops({device_type!r}))"
+    code = f"from narrowcast.torch_surface.dispatch import registered_ops; print(*registered_ops({device_type!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowcast.costs.profile import Device, Profile, Sample
 from narrowcast.costs.signature import Signature
 from narrowcast.formats import FORMATS as BY_NAME
-from narrowcast.torch_bridge import DTYPES, has_saved_tensors_hooks
+from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.autograd import has_saved_tensors_hooks
+from narrowcast.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten, without_modes
+from narrowcast.torch_surface.state import autocast_off
 
 ROUNDS = 7
 LEAST_NS = 60_000
@@ -146,7 +147,7 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
     prepared: list[tuple[Measurable, list[Call]]] = []
     # whoever asks may be tracing, on fake tensors
     with (
-        _disable_current_modes(), torch.random.fork_rng(devices=accelerators()), torch._C._DisableAutocast(),
+        without_modes(), torch.random.fork_rng(devices=accelerators()), autocast_off(),
         own_saved_tensors(),
     ):  # fmt: skip
         for call in group:
@@ -236,7 +237,7 @@ def synchronize() -> None:
 
 def _prepare(call: Measurable) -> list[Call]:
     """The call on tensors of its own; several where operands are streamed."""
-    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    leaves, spec = tree_flatten((call.args, call.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
     if sum(o.bytes for o in operands) > LARGEST_BYTES:
         raise MemoryError
@@ -258,7 +259,7 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
             filled.append(shared[number])
         else:
             filled.append(leaf)
-    args, kwargs = pytree.tree_unflatten(filled, spec)
+    args, kwargs = tree_unflatten(filled, spec)
     op = call.op
     if not call.signature.backward:
 
@@ -272,7 +273,7 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
     def both() -> object:
         with torch.enable_grad():
             made = op(*args, **kwargs)
-        outs = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad][:1]
+        outs = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad][:1]
         return torch.autograd.grad(outs, wanted, [torch.ones_like(t) for t in outs], allow_unused=True)
 
     return both

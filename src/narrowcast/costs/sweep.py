@@ -11,6 +11,7 @@ from narrowcast.costs.measure import Measurable, Operand
 from narrowcast.costs.signature import Signature, cast_signature
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.torch_bridge import DTYPES, op_id
+from narrowcast.torch_surface.dispatch import TO_COPY
 
 aten = torch.ops.aten
 FORMATS: tuple[Format, ...] = (fp32, bf16, fp16)
@@ -51,7 +52,7 @@ def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]
             for dst in formats:
                 if fp32 in (src, dst):
                     operand = Operand((size,), (1,), src.name, device)
-                    op = torch.clone if src is dst else aten._to_copy.default
+                    op = torch.clone if src is dst else TO_COPY
                     kwargs = {} if src is dst else {"dtype": DTYPES[dst]}
                     calls.append(Measurable(cast_signature((size,), src, dst), op, (operand,), kwargs))
         yield calls

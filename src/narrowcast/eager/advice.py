@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from narrowcast.policy import DEVICE_TYPES, Kind, Place, Policy
 from narrowcast.regions.place import find_place
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.torch_bridge import FORMATS, OpFacts
+from narrowcast.torch_surface.autograd import current_graph_task
+from narrowcast.torch_surface.dispatch import op_name, overload_name
+from narrowcast.torch_surface.state import is_enabled, native_regions_replaced
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -53,11 +56,10 @@ class Adviser:
             register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._step(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped()),
         )
-        _add(self)
         try:
-            yield
+            with _told_of_regions(self):
+                yield
         finally:
-            _remove(self)
             for step in steps:
                 step.remove()
             self._judge()
@@ -66,7 +68,7 @@ class Adviser:
 
     def entered(self, region: Any) -> None:
         """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
-        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+        if threading.get_ident() != self._thread or current_graph_task() != -1:
             return
         seen = self._regions.get(id(region))
         if seen is None:
@@ -92,7 +94,7 @@ class Adviser:
     def _judge(self) -> None:
         """Regions that cast nothing in the whole recording; one around a generator is entered step by step."""
         for seen in self._regions.values():
-            if seen.calls and not seen.casts and not seen.raised and seen.region._enabled:
+            if seen.calls and not seen.casts and not seen.raised and is_enabled(seen.region):
                 self.add(
                     "no casts",
                     f"the region on {seen.region.device} casts nothing: {seen.calls} calls ran in it, and none was to "
@@ -104,7 +106,7 @@ class Adviser:
 
     @property
     def _is_on(self) -> bool:
-        return bool(self._open[-1].seen.region._enabled) if self._open else self._on_at_start
+        return is_enabled(self._open[-1].seen.region) if self._open else self._on_at_start
 
     def converted(self) -> None:
         """A conversion to a low format that no call of ours asked for: TorchScript's, in a region."""
@@ -127,7 +129,7 @@ class Adviser:
 
     def backward(self) -> None:
         """An op runs in the backward; asked once per backward."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task in self._tasks:
             return
         self._tasks.add(task)
@@ -176,15 +178,15 @@ class Adviser:
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op that writes runs in a region: autocast passes it by."""
-        name = facts.op._opname
-        base = name if facts.op._overloadname.endswith("out") else name.removesuffix("_")
+        name = op_name(facts.op)
+        base = name if overload_name(facts.op).endswith("out") else name.removesuffix("_")
         floats = [t for t in tensors if t.is_floating_point()]
         kind = _listed(floats[0].device.type).get(base) if floats else None
         if self._stepping or kind is Kind.PROMOTE:
             return
         if kind in _FULL and all(t.dtype is torch.float32 for t in floats):
             return  # as a region would compute it
-        if kind is not None and (base != name or facts.op._overloadname.endswith("out")):
+        if kind is not None and (base != name or overload_name(facts.op).endswith("out")):
             formats = ", ".join(dict.fromkeys(str(FORMATS[t.dtype]) for t in tensors if t.dtype in FORMATS))
             self.add(
                 "skipped by autocast",
@@ -199,7 +201,7 @@ class Adviser:
         if low is None:
             return
         meets = any(t.dtype is torch.float32 and t.dim() for t in tensors)
-        base = facts.op._opname.strip("_").removesuffix("_forward")
+        base = op_name(facts.op).strip("_").removesuffix("_forward")
         precise = _listed(tensors[0].device.type).get(base) in _FULL or base in _LOSSES
         if not (meets or precise):
             return
@@ -258,34 +260,23 @@ def _listed(device_type: str) -> dict[str, Kind]:
 
 # -- torch.autocast tells of its regions, too, while there are recordings --------------------------------------------
 
-_lock = threading.Lock()
-_enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
 
-
-def _entered(region: Any) -> Any:
-    result = _enter(region)
+def _entered(enter: Any, region: Any) -> Any:
+    result = enter(region)
     tell_entered(region)
     return result
 
 
-def _left(region: Any, *raised: Any) -> Any:
+def _left(leave: Any, region: Any, *raised: Any) -> Any:
     tell_left(region, bool(raised and raised[0]))
-    return _exit(region, *raised)
+    return leave(region, *raised)
 
 
-def _add(adviser: Adviser) -> None:
-    global _enter, _exit
-    with _lock:
-        native: Any = torch.autocast
-        if not region_watchers:
-            _enter, _exit = native.__enter__, native.__exit__
-            native.__enter__, native.__exit__ = _entered, _left
+@contextmanager
+def _told_of_regions(adviser: Adviser) -> Iterator[None]:
+    with native_regions_replaced(lambda e: partial(_entered, e), lambda e: partial(_left, e), "recordings see regions"):
         region_watchers.append(adviser)
-
-
-def _remove(adviser: Adviser) -> None:
-    with _lock:
-        native: Any = torch.autocast
-        region_watchers.remove(adviser)
-        if not region_watchers:
-            native.__enter__, native.__exit__ = _enter, _exit
+        try:
+            yield
+        finally:
+            region_watchers.remove(adviser)

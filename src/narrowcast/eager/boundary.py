@@ -15,13 +15,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Place, Policy
 from narrowcast.torch_bridge import DTYPES, cast
+from narrowcast.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 

@@ -13,7 +13,6 @@ from torch.fx.traceback import annotate
 from torch.nn import Module
 
 from narrowcast.decide import Argument, Call, decide
-from narrowcast.dynamo_bridge import never_begin_at, never_trace
 from narrowcast.eager.boundary import Boundary, Entry, cast_parts, cast_tree, first_floating
 from narrowcast.eager.region import autocast
 from narrowcast.eager.watch import DecidedCall, watchers
@@ -22,6 +21,9 @@ from narrowcast.regions.marks import BOUNDARY as NOTE
 from narrowcast.regions.place import called_modules, find_place, module_path
 from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, tensors_in
+from narrowcast.torch_surface.dynamo import never_begin_at, never_trace
+from narrowcast.torch_surface.jit import tracing_state
+from narrowcast.torch_surface.state import any_autocast, count_function_modes
 
 
 def run_bounded(
@@ -89,12 +91,12 @@ def _cast_noted(value: Any, entry: Entry, boundary: Boundary, name: str) -> Any:
 
 def _run_off(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The call with autocasting off. Where a graph is made, regions that it can see; else a flag, which is cheaper."""
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return call(*args, **kwargs)
     on = [d for d in _USUAL if torch.is_autocast_enabled(d)]
     if any(map(torch.is_autocast_enabled, _UNUSUAL)):
         on = list(ruled_device_types())
-    if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() or torch.compiler.is_exporting():
+    if count_function_modes() or tracing_state() or torch.compiler.is_exporting():
         with ExitStack() as regions:
             for device_type in on:
                 regions.enter_context(_off(device_type))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from narrowcast.errors import CacheError
 from narrowcast.regions.at_rest import at_rest
 from narrowcast.regions.state import innermost, open_anywhere
 from narrowcast.regions.weight_cache import CacheInfo, mutations
+from narrowcast.torch_surface.modules import mutators
+from narrowcast.torch_surface.patches import note_staying, once, stay
 
 
 def cache_info() -> CacheInfo:
@@ -74,7 +76,7 @@ def _weights_of(item: Any) -> list[torch.Tensor]:
 # -- the mutators that everybody uses ----------------------------------------------------------------------------------
 
 
-@cache
+@once
 def follow_mutators() -> None:
     """Have the casts of weights forgotten by what changes weights while a region of ours is open. Done once.
 
@@ -84,17 +86,13 @@ def follow_mutators() -> None:
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    vectors = torch.nn.utils.convert_parameters
-    for owner, name in (
-        (Module, "load_state_dict"), (Module, "_apply"),
-        (torch.optim.swa_utils.AveragedModel, "update_parameters"),
-        (torch.nn.utils, "vector_to_parameters"), (vectors, "vector_to_parameters"),
-        (vectors, "_check_param_device"),  # which it calls, whoever has imported it before
-        (torch.utils, "swap_tensors"),
-    ):  # fmt: skip
-        if hasattr(owner, name):
-            setattr(owner, name, _forgetting(getattr(owner, name)))
-    torch.utils.swap_tensors = _letting_go(torch.utils.swap_tensors)
+    note_staying("hooks on every optimizer's step", _WHY)
+    for owner, name in mutators():
+        stay(owner, name, _forgetting, _WHY)
+    stay(torch.utils, "swap_tensors", lambda swap: _letting_go(_forgetting(swap)), _WHY)
+
+
+_WHY = "casts of weights are forgotten by what changes weights"
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from narrowcast.regions.graph_place import traced_place
 from narrowcast.regions.place import called_modules, find_place, module_path
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.state import OpenRegion, innermost
+from narrowcast.torch_surface.autograd import current_graph_task
 
 ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none
 
@@ -33,7 +34,7 @@ def ruling_region() -> OpenRegion | None:
     """The innermost region of ours whose policy has rules about modules, and which rules its device type now."""
     region = innermost()
     if region is None or not region.is_innermost:
-        return _carried() if torch._C._current_graph_task_id() != -1 else None
+        return _carried() if current_graph_task() != -1 else None
     passed: list[str] = []
     while region is not None:
         device_type = region.prepared.facts.device_type

@@ -15,6 +15,7 @@ from narrowcast.eager.traced_calls import traced_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.torch_bridge import tensors_in, to_dtype
+from narrowcast.torch_surface.autograd import note_forward, noted_forward
 
 
 def custom_fwd(
@@ -42,8 +43,7 @@ def custom_fwd(
         ctx: Any = _NoContext() if without else args[0]
         device = device_type if device_type is not None else _device_of(args, kwargs)
         enabled = torch.is_autocast_enabled(device)
-        ctx._dtype = torch.get_autocast_dtype(device)
-        ctx._fwd_used_autocast = enabled and dtype is None
+        note_forward(ctx, torch.get_autocast_dtype(device), enabled and dtype is None)
         policy = traced_policy(device) if torch.compiler.is_dynamo_compiling() else policy_on(device)
         ctx._narrowcast_region = (device, policy)
         if dtype is None or not enabled:
@@ -73,7 +73,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             )  # fmt: skip
         device, policy = ctx._narrowcast_region
         chosen = device if device_type is None else device_type
-        with autocast(chosen, ctx._dtype, ctx._fwd_used_autocast, policy=policy if chosen == device else None):
+        with autocast(chosen, *noted_forward(ctx), policy=policy if chosen == device else None):
             return function(ctx, *args, **kwargs)
 
     return backward

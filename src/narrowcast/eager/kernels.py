@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import DispatchKeySet
 
 from narrowcast.decide import Argument, Call, Plan, decide
-from narrowcast.dynamo_bridge import never_trace, tracing_compiled_code
 from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.results import cast_results
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
@@ -26,18 +24,16 @@ from narrowcast.torch_bridge import (
     DTYPES,
     FORMATS,
     OpFacts,
-    OpOverload,
     Slot,
-    autocast_key,
-    below,
     cast,
     defaults_after,
-    excluding,
     number_as_tensor,
     op_facts,
     overload_with_dtype,
-    registered_kernel,
 )
+from narrowcast.torch_surface.dispatch import DispatchKeySet, OpOverload, is_view, registered_kernel
+from narrowcast.torch_surface.dynamo import never_trace, tracing_compiled_code
+from narrowcast.torch_surface.state import autocast_key, below, excluding
 
 _NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
 """`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""
@@ -314,7 +310,7 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         and region.prepared.facts.cache
         and tensor.is_leaf
         and tensor.dtype is torch.float32
-        and not tensor._is_view()
+        and not is_view(tensor)
         and not torch.is_inference_mode_enabled()
         and not tensor.is_inference()
         and torch.is_autocast_cache_enabled()

@@ -7,8 +7,6 @@ module, and nothing of a module changes but one attribute of a pinned one.
 
 from __future__ import annotations
 
-import importlib
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,25 +14,30 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from narrowcast.dynamo_bridge import never_begin_at, never_trace
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import find_boundary
 from narrowcast.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
 from narrowcast.regions.state import innermost
+from narrowcast.torch_surface.autograd import current_graph_task
+from narrowcast.torch_surface.dynamo import never_begin_at, never_trace, takes_what_it_finds
+from narrowcast.torch_surface.modules import CALL
+from narrowcast.torch_surface.patches import note_staying, once, stay
+from narrowcast.torch_surface.probes import require
 
 ATTRIBUTE = "_narrowcast_pin"
-_lock = threading.Lock()
 
 
+@once
 def watch_module_calls() -> None:
     """Put our question before torch's call of modules, once."""
-    if hasattr(Module, ATTRIBUTE):
-        return
-    importlib.import_module("torch._dynamo.variables.nn_module")  # it takes what it finds then for torch's own
-    with _lock:
-        if not hasattr(Module, ATTRIBUTE):
-            setattr(Module, ATTRIBUTE, None)
-            Module._call_impl = _watching(Module._call_impl)  # type: ignore[method-assign]
+    require("calls of modules go through _call_impl")
+    takes_what_it_finds()
+    setattr(Module, ATTRIBUTE, None)
+    note_staying(f"torch.nn.modules.module.Module.{ATTRIBUTE}", _WHY)
+    stay(Module, CALL, _watching, _WHY)
+
+
+_WHY = "pins, and rules about the calls of modules"
 
 
 def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +50,7 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
                 with pin.region.again():
                     return _called_traced(original, self, pin, args, kwargs)
             return _called_traced(original, self, pin, args, kwargs)
-        if pin is None and innermost() is None and torch._C._current_graph_task_id() == -1:
+        if pin is None and innermost() is None and current_graph_task() == -1:
             return original(self, *args, **kwargs)
         if pin is not None and pin.region is not None:
             with pin.region:

@@ -8,12 +8,15 @@ cache. That is one function, which is wrapped once so that ours is cleared with 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from narrowcast.regions.weight_cache import mutations
 from narrowcast.torch_bridge import cast
+from narrowcast.torch_surface.jit import tracing_state
+from narrowcast.torch_surface.patches import stay
 
 
 class _Casts(threading.local):
@@ -34,7 +37,7 @@ def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> t
     if _casts.mutations != mutations.count:  # of another thread, whose step cannot reach this one's casts
         _casts.by_id.clear()
         _casts.mutations = mutations.count
-    key = (id(weight), torch._C._get_tracing_state())
+    key = (id(weight), tracing_state())
     entry = _casts.by_id.get(key)
     if entry is not None:
         return entry[1]
@@ -52,13 +55,12 @@ def native_cache_size() -> tuple[int, int]:
 
 
 def _clear_with_torch() -> None:
-    original = torch.clear_autocast_cache
-    if getattr(original, "clears_narrowcast", False):
-        return
+    stay(torch, "clear_autocast_cache", _clearing_ours, "casts in native regions go with torch's own")
 
+
+def _clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
     def clear_autocast_cache() -> None:
         _casts.by_id.clear()
         original()
 
-    clear_autocast_cache.clears_narrowcast = True  # type: ignore[attr-defined]
-    torch.clear_autocast_cache = clear_autocast_cache
+    return clear_autocast_cache

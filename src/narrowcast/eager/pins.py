@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
 from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_surface.dynamo import forget_compiled_code
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -160,9 +160,7 @@ def _set(target: Any, made: Pin) -> Any:
 
 def _forget_compiled() -> None:
     """Compiled code that has the module inside was traced without the pin, or with it."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.reset()
+    forget_compiled_code()
 
 
 # -- what a pin asks for -----------------------------------------------------------------------------------------------

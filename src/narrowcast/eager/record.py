@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
@@ -30,21 +29,12 @@ from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Place, Policy
 from narrowcast.regions.place import find_place
-from narrowcast.torch_bridge import (
-    FORMATS,
-    OpFacts,
-    OpOverload,
-    autocast_key,
-    autocast_was_on,
-    current_autograd_node,
-    find_op,
-    next_sequence_number,
-    op_facts,
-    switched_on,
-    tensors_in,
-)
+from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, op_facts, tensors_in
+from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
+from narrowcast.torch_surface.dispatch import TO_COPY, OpOverload, TorchDispatchMode, version_of
+from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
-_TO_COPY = torch.ops.aten._to_copy.default
+_TO_COPY = TO_COPY
 _DETACH = torch.ops.aten.detach.default
 _UNLISTED = "runs as its inputs are"
 
@@ -301,7 +291,7 @@ class Recorder(TorchDispatchMode):
         node = current_autograd_node()
         if node is None:
             return False
-        cast = self._forward_casts.get(node._sequence_nr())
+        cast = self._forward_casts.get(sequence_number(node))
         if cast is None or not node.name().startswith("ToCopyBackward"):
             return False
         elements = src.numel()
@@ -328,7 +318,7 @@ class Recorder(TorchDispatchMode):
             elements, src_size, src = tensor.numel(), tensor.itemsize, str(FORMATS[tensor.dtype])
             kind = self._kind(tensor)
             if how == "copied":
-                key = (id(tensor), tensor._version if not tensor.is_inference() else 0, dst)
+                key = (id(tensor), version_of(tensor) if not tensor.is_inference() else 0, dst)
                 before = self._cast_before.get(key)
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.decide import Region
-from narrowcast.dynamo_bridge import never_trace
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.registered import install
 from narrowcast.eager.steps import run_inside
@@ -21,11 +19,14 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
 from narrowcast.regions.identity import Identity
-from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, mark, note_exported
+from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, hold, mark, note_exported
 from narrowcast.regions.native_state import NativeState, enter_native, leave_native
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.state import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
-from narrowcast.torch_bridge import FORMATS, OpOverload, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.torch_bridge import FORMATS, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.torch_surface.dispatch import OpOverload
+from narrowcast.torch_surface.dynamo import constant_for_dynamo, never_trace
+from narrowcast.torch_surface.state import caches, is_enabled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,14 +93,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         else:
             native = torch.autocast(device_type, fast, enabled, cache_enabled)
         self.fast_dtype: torch.dtype = fast
-        self._enabled = native._enabled
-        grade = checked or ("native" if native._cache_enabled else "off")
-        # A library loaded later may register more ops that an open pattern names.
-        prepare = _prepare.__wrapped__ if self.policy.has_open_patterns else _prepare
-        facts = Region(device_type, FORMATS[fast], native._enabled, native._cache_enabled)
-        self._prepared: Prepared = prepare(self.policy, facts, grade, cache_limit_bytes, self.policy.wording)
+        self._enabled = is_enabled(native)
+        grade = checked or ("native" if caches(native) else "off")
+        facts = Region(device_type, FORMATS[fast], self._enabled, caches(native))
+        self.prepared: Prepared = _prepared(self.policy, facts, grade, cache_limit_bytes)
         follow_mutators()
-        self._state: NativeState = (device_type, native._enabled, fast, native._cache_enabled)
+        self._state: NativeState = (device_type, self._enabled, fast, caches(native))
         self._digest = self.policy.digest
         self._key = f"{facts} {grade} {cache_limit_bytes} {self.policy.digest}"
         mark(self._key, self)
@@ -107,17 +106,17 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
     def __enter__(self) -> autocast:
         if torch.compiler.is_dynamo_compiling():
-            allow_marks()
+            allow_marks(self._key)
             enter_marked(self._key)
             return self
-        prepared = self._prepared
+        prepared = self.prepared
         outer = stack.innermost
         if outer is not None and self._cache is None and outer.prepared.grade in CHECKED and prepared.grade == "native":
             grade, limit = (
                 outer.prepared.grade,
                 outer.prepared.cache_limit_bytes,
             )  # what is checked stays checked inside
-            checked = _prepare(self.policy, prepared.facts, grade, limit, self.policy.wording)
+            checked = _prepared(self.policy, prepared.facts, grade, limit)
             prepared = replace(checked, graphs=prepared.graphs)
         special = bool(prepared.ops) or prepared.policy.has_module_rules
         if special and self._enabled:
@@ -135,6 +134,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if region_watchers:
             tell_entered(self)
         if torch.compiler.is_exporting():
+            hold(self._key)
             note = note_exported(self._key, depth)
             note.__enter__()
             self._notes.append(note)
@@ -147,7 +147,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         exc_tb: TracebackType | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
-            allow_marks()
+            allow_marks(self._key)
             exit_marked(self._key)
             return
         inner, region, later = None, stack.innermost, None
@@ -215,7 +215,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             self.device, self.fast_dtype, self._enabled, self._cache, policy=policy,
             cache_limit_bytes=self._cache_limit_bytes,
         )  # fmt: skip
-        made._prepared = replace(made._prepared, graphs=self._prepared)
+        made.prepared = replace(made.prepared, graphs=self.prepared)
         return made
 
     def __reduce__(self) -> Any:
@@ -223,7 +223,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return _rebuilt, (self.device, self.fast_dtype, self._enabled, self._cache, self.policy, limit)
 
     def __repr__(self) -> str:
-        cache = "" if self._prepared.grade == "native" else f", cache={self._prepared.grade}"
+        cache = "" if self.prepared.grade == "native" else f", cache={self.prepared.grade}"
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}, policy={self.policy}{cache})"
 
 
@@ -238,10 +238,12 @@ def _marked_key(
     device_type: str, dtype: Any, enabled: bool, cache: bool | str | None, policy: str | None, limit: int | None
 ) -> str:
     """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
-    return autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)._key
+    region = autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)
+    hold(region._key)  # nobody else does
+    return region._key
 
 
-_marked_key._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+constant_for_dynamo(_marked_key)
 
 
 def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
@@ -317,9 +319,16 @@ def _has_autocast(device_type: str) -> bool:
         return False
 
 
-@lru_cache(maxsize=256)
-def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None, wording: str) -> Prepared:
-    del wording  # in the key: equal policies may differ in names, reasons and places
+def _prepared(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
+    """What alike regions share, made once per policy."""
+    key = (facts, grade, limit_bytes)
+    found: Prepared | None = policy.memory.get(key)
+    if found is None or policy.has_open_patterns:  # a library loaded later may register more ops that these name
+        found = policy.memory[key] = _prepare(policy, facts, grade, limit_bytes)
+    return found
+
+
+def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
     if facts.device_type not in DEVICE_TYPES:
         return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
     resolved = policy.resolve(facts.device_type)

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from narrowcast.eager.kernels import Kernel
-from narrowcast.torch_bridge import OpOverload, autocast_key_name, op_facts, registered_kernel
+from narrowcast.torch_bridge import op_facts
+from narrowcast.torch_surface.dispatch import OpOverload, op_name, overload_name, registered_kernel, release
+from narrowcast.torch_surface.state import autocast_key_name
 
 
 class Registration:
@@ -33,7 +35,7 @@ class Registration:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
             for op, kernel in kernels:
-                name = op._opname if op._overloadname == "default" else f"{op._opname}.{op._overloadname}"
+                name = op_name(op) if overload_name(op) == "default" else f"{op_name(op)}.{overload_name(op)}"
                 self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True)
 
     def remove(self) -> bool:
@@ -43,7 +45,7 @@ class Registration:
             return False
         removed.append((now, [registered_kernel(op, device_type) for op, device_type in self._of]))
         for library in self._libraries.values():
-            library._destroy()
+            release(library)
         return True
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx.traceback import annotate
 
-from narrowcast.dynamo_bridge import traced_local
 from narrowcast.eager.boundary import Boundary, cast_part, cast_tree, first_floating
 from narrowcast.eager.bounded import device_of, policy_on
 from narrowcast.eager.find_boundary import find_boundary, ruling_region
@@ -17,6 +16,7 @@ from narrowcast.policy import RESULT
 from narrowcast.regions.marks import BOUNDARY as NOTE
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.dynamo import constant_for_dynamo, traced_local
 
 _traced: dict[str, Boundary] = {}
 
@@ -115,7 +115,7 @@ for _function in (
     paths_matter, rules_hold, traced_entry, traced_exactly, traced_note, traced_results, traced_part, traced_dtype,
     traced_exact_result, traced_inside, traced_off, traced_policy,
 ):  # fmt: skip
-    _function.__dict__["_dynamo_marked_constant"] = True  # torch._dynamo.assume_constant_result
+    constant_for_dynamo(_function)
 
 
 def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,8 @@ import torch
 
 from narrowcast.decide import Plan
 from narrowcast.policy import DEVICE_TYPES, Place, Policy
-from narrowcast.torch_bridge import OpFacts, OpOverload, Slot
+from narrowcast.torch_bridge import OpFacts, Slot
+from narrowcast.torch_surface.dispatch import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
-from narrowcast.dynamo_bridge import begins_again, inner_compiler
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.fx.backward import (
     AS_EAGER,
@@ -42,9 +40,12 @@ from narrowcast.goals import CAST, WORKING, Goal, as_goal
 from narrowcast.policy import Policy
 from narrowcast.regions.marks import MARKS
 from narrowcast.report import CompiledGraph
+from narrowcast.torch_surface.dynamo import InductorCompiler, begins_again, functorch_config, inner_compiler
+from narrowcast.torch_surface.fx import FakeTensor, FakeTensorMode
+from narrowcast.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
 Compiled = Callable[..., Any]
-_ENTER = torch.amp.autocast_mode._enter_autocast
+_ENTER = ENTER_AUTOCAST
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class GraphBackend:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
-        if not (torch._C._is_any_autocast_enabled() or _has_regions(graph)) and self.rules is None:
+        if not (any_autocast() or _has_regions(graph)) and self.rules is None:
             return self._without_regions(graph, inputs)
         report = report_graph(first_place(graph))
         _note_break(report, graph)
@@ -109,7 +110,7 @@ class GraphBackend:
         def run(*args: Any) -> Any:
             if elsewhere is not None and elsewhere.is_elsewhere():
                 return elsewhere.run(*args)
-            with torch._C._DisableAutocast():
+            with autocast_off():
                 results = compiled(*args)
             if torch.is_grad_enabled():
                 watch_backward(results, expected, choice)
@@ -126,7 +127,7 @@ class GraphBackend:
     def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> Placed:
         """The candidates of the graph."""
         values = _fake_inputs(graph, inputs)
-        fused = isinstance(self.inner, torch._TorchCompileInductorWrapper)
+        fused = isinstance(self.inner, InductorCompiler)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
         with _fake_mode(graph):
             placed = place_graph(
@@ -181,14 +182,14 @@ class GraphBackend:
             stacklevel=2,
         )
         same = self.backward.kind == SAME
-        with torch._functorch.config.patch(backward_pass_autocast="same_as_forward" if same else "off"):
+        with functorch_config.patch(backward_pass_autocast="same_as_forward" if same else "off"):
             compiled: Compiled = self.inner(graph, inputs)
         return _watched(compiled, autocast_state() if same else (), self.backward)
 
     @contextmanager
     def _joint(self, explicit: Explicit, report: CompiledGraph) -> Any:
         """While the inner compiler runs: its joint graph goes through the passes for after autograd."""
-        config: Any = torch._functorch.config
+        config = functorch_config
         earlier = config.joint_custom_pass
         program = explicit.reading.program
         weights = frozenset(k for k, value in enumerate(program.body.parameters) if value.weight)

@@ -20,6 +20,14 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.errors import BackwardError, RegionError
+from narrowcast.torch_surface.dynamo import functorch_config
+from narrowcast.torch_surface.state import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    any_autocast,
+    autocast_device_types,
+    autocast_off,
+)
 
 AS_EAGER, OFF, SAME, LISTED = "as_eager", "off", "same_as_forward", "listed"
 State = tuple[tuple[str, torch.dtype], ...]
@@ -63,7 +71,7 @@ def autocast_state() -> State:
     """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
     return tuple(
         (device, torch.get_autocast_dtype(device))
-        for device in torch._C._autocast_supported_devices()
+        for device in autocast_device_types()
         if torch.is_autocast_enabled(device)
     )
 
@@ -74,14 +82,14 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
 
     Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
     """
-    config: Any = torch._functorch.config
+    config = functorch_config
     if choice.kind in (AS_EAGER, OFF):
-        with torch._C._DisableAutocast(), config.patch(backward_pass_autocast="off"):
+        with autocast_off(), config.patch(backward_pass_autocast="off"):
             yield ()
         return
     with ExitStack() as stack:
         if choice.kind == LISTED:
-            stack.enter_context(torch._C._DisableAutocast())
+            stack.enter_context(autocast_off())
             for keywords in choice.keywords():
                 stack.enter_context(torch.autocast(**keywords))
         expected = autocast_state()
@@ -102,9 +110,9 @@ def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
     for device in devices:
         low = torch.get_autocast_dtype(device)
         with code.inserting_before(first):
-            enter = code.call_function(torch.amp.autocast_mode._enter_autocast, (device, low, False, False))
+            enter = code.call_function(ENTER_AUTOCAST, (device, low, False, False))
         with code.inserting_before(code.output_node()):
-            leave = code.call_function(torch.amp.autocast_mode._exit_autocast, (enter,))
+            leave = code.call_function(EXIT_AUTOCAST, (enter,))
         added += [leave, enter]
     graph.recompile()
     try:
@@ -131,7 +139,7 @@ class _Check:
     choice: Backward
 
     def __call__(self, gradients: Any) -> None:
-        if not self.expected and not torch._C._is_any_autocast_enabled():
+        if not self.expected and not any_autocast():
             return
         found = autocast_state()
         if found != self.expected:

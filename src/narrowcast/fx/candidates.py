@@ -32,7 +32,7 @@ from narrowcast.passes.memory import KeptBytes, place_within, smallest
 from narrowcast.passes.place import Chooser, Placement, as_high, as_the_policy, place_formats
 from narrowcast.passes.prices import CastBytes
 from narrowcast.program import Edit, Program, Step
-from narrowcast.torch_bridge import OpOverload
+from narrowcast.torch_surface.dispatch import OpOverload
 
 PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
 WAYS: dict[str, Chooser | None] = {PLACED: None, POLICY: as_the_policy, HIGH: as_high}

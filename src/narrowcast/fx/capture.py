@@ -14,11 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._higher_order_ops.utils import reenter_make_fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
-    _temp_remove_pre_dispatch_torch_function_mode,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
@@ -30,9 +26,25 @@ from narrowcast.fx.composites import decompositions
 from narrowcast.policy import Place
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
+from narrowcast.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
+from narrowcast.torch_surface.dispatch import (
+    HigherOrderOperator,
+    higher_order_name,
+    is_view,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
+from narrowcast.torch_surface.fx import (
+    FakeTensor,
+    is_functorch_wrapped_tensor,
+    reenter_make_fx,
+    same_random_numbers,
+    without_pre_dispatch_mode,
+)
+from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GraphRegion, autocast_off, cast_for_autocast
 
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-_UNTRACEABLE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
+_ENTER, _EXIT = ENTER_AUTOCAST, EXIT_AUTOCAST
 # Higher-order ops whose bodies eager code runs as they stand; others run theirs without the weight cache.
 _PLAIN_BODIES = frozenset(
     ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
@@ -65,7 +77,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
     table = decompositions(graph)
     with (
-        torch.fx.traceback.preserve_node_meta(), torch._dynamo.utils.preserve_rng_state(), _functorch_as_it_was(),
+        torch.fx.traceback.preserve_node_meta(), same_random_numbers(), transforms_as_they_were(),
         closing_marked(),
     ):  # fmt: skip
         made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
@@ -81,26 +93,11 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     return captured
 
 
-@contextmanager
-def _functorch_as_it_was() -> Iterator[None]:
-    """Transforms (torch.func) that are entered inside, and not left because of an error, are left after it."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    try:
-        yield
-    finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        if refusal is None:
-            torch._C._autograd._saved_tensors_hooks_enable()
-        else:
-            torch._C._autograd._saved_tensors_hooks_disable(refusal)
-
-
 def _flags(value: Any) -> tuple[bool, bool]:
     """Whether a value requires grad, and whether the weight cache would keep its cast."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False, False
-    return True, value.is_leaf and value.dtype is torch.float32 and not value._is_view()
+    return True, value.is_leaf and value.dtype is torch.float32 and not is_view(value)
 
 
 def _fresh(value: Any) -> Any:
@@ -168,7 +165,7 @@ class _Runner(torch.fx.Interpreter):
         return node_place(node.meta, self.outside)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in _UNTRACEABLE:
+        if target in INFERENCE_MODE:
             raise CaptureError(
                 asked="a graph with explicit casts", found=f"{target.__name__} inside it",
                 advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
@@ -183,12 +180,12 @@ class _Runner(torch.fx.Interpreter):
             return self._mark(target, args)
         if target is torch.ops.higher_order.wrap_with_autocast:
             return self._inline(args)
-        if isinstance(target, torch._ops.HigherOrderOperator) and any(
-            isinstance(a, torch.fx.GraphModule) for a in torch.utils._pytree.tree_leaves((args, kwargs))
+        if isinstance(target, HigherOrderOperator) and any(
+            isinstance(a, torch.fx.GraphModule) for a in tree_leaves((args, kwargs))
         ):
             return self._higher_order(target, args, kwargs)
         if target is torch.randint_like:  # drawn without autograd, as torch's function does; the op does not say so
-            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +195,7 @@ class _Runner(torch.fx.Interpreter):
         """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
         device, dtype, enabled, cache = args
         cache = self.cached[-1] if cache is None else cache
-        region = torch.amp.autocast_mode._UnmanagedAutocast(device, dtype, enabled, False)
+        region = GraphRegion(device, dtype, enabled, False)
         region.__enter__()
         node = next(reversed(_tracer().graph.nodes))
         node.args = (*node.args[:3], cache)
@@ -212,41 +209,41 @@ class _Runner(torch.fx.Interpreter):
             self.cached.append(self.cached[-1])
         else:
             self.cached.pop()
-        with _temp_remove_pre_dispatch_torch_function_mode():  # it would record torch's region inside ours, too
+        with without_pre_dispatch_mode():  # it would record torch's region inside ours, too
             target(*args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op with its bodies captured. Its results are those that Dynamo foresaw."""
         tracer = _tracer()
-        if target._name in _CAST_ARGUMENTS:
+        if higher_order_name(target) in _CAST_ARGUMENTS:
             return self._as_it_stands(target, args, kwargs)
         bodies = 0
         grad_mode = torch.is_grad_enabled()
-        if target._name == "wrap_with_set_grad_enabled":
+        if higher_order_name(target) == "wrap_with_set_grad_enabled":
             grad_mode = bool(args[0])
-        backward = _BACKWARD_BODIES.get(target._name)
+        backward = _BACKWARD_BODIES.get(higher_order_name(target))
 
         def captured_body(leaf: Any) -> Any:
             nonlocal bodies
             if not isinstance(leaf, torch.fx.GraphModule):
                 return leaf
-            off = torch._C._DisableAutocast() if bodies == backward else nullcontext()
+            off = autocast_off() if bodies == backward else nullcontext()
             bodies += 1
             with off, _not_recorded(), torch.set_grad_enabled(grad_mode):
-                made = self._body(leaf, keeps_cache=target._name in _PLAIN_BODIES)
+                made = self._body(leaf, keeps_cache=higher_order_name(target) in _PLAIN_BODIES)
             name = tracer.get_fresh_qualname("body")
             tracer.root.register_module(name, made)
             return made
 
-        new_args, new_kwargs = torch.utils._pytree.tree_map(captured_body, (args, kwargs))
-        proxies = torch.utils._pytree.tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
-        out = tracer.create_proxy("call_function", target, *proxies, name=target._name)
+        new_args, new_kwargs = tree_map(captured_body, (args, kwargs))
+        proxies = tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
+        out = tracer.create_proxy("call_function", target, *proxies, name=higher_order_name(target))
         return self._track(out)
 
     def _track(self, out: Any) -> Any:
         """The foreseen results of the current node, known to the tracer as what `out` is."""
         with _not_recorded():
-            example = torch.utils._pytree.tree_map(_fresh, _noted(self.current) if self.current else None)
+            example = tree_map(_fresh, _noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=_tracer())
 
     def _as_it_stands(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,17 +251,17 @@ class _Runner(torch.fx.Interpreter):
         tracer = _tracer()
         device = args[0].device.type
         if torch.is_autocast_enabled(device):
-            low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[target._name]
-            args = (*(torch.amp.autocast_mode._cast(a, device, low) for a in args[:count]), *args[count:])
+            low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[higher_order_name(target)]
+            args = (*(cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
 
         def registered(leaf: Any) -> Any:
             if isinstance(leaf, torch.fx.GraphModule):
                 tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
             return leaf
 
-        new = torch.utils._pytree.tree_map(registered, (args, kwargs))
+        new = tree_map(registered, (args, kwargs))
         out = tracer.create_proxy(
-            "call_function", target, *torch.utils._pytree.tree_map(tracer.unwrap_proxy, new), name=target._name
+            "call_function", target, *tree_map(tracer.unwrap_proxy, new), name=higher_order_name(target)
         )
         return self._track(out)
 
@@ -272,7 +269,7 @@ class _Runner(torch.fx.Interpreter):
         """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""
         tracer = _tracer()
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        unwrapped = torch.utils._pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+        unwrapped = tree_map(tracer.unwrap_proxy, (args, kwargs))
         out = tracer.create_proxy(node.op, node.target, *unwrapped, name=node.name)
         out.node.meta.update(node.meta)
         if any(user not in self.batched for user in node.users):
@@ -341,7 +338,7 @@ def _noted(node: torch.fx.Node) -> Any:
 @contextmanager
 def _not_recorded() -> Iterator[None]:
     """Calls inside are not part of the graph that is being captured."""
-    with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
+    with disable_proxy_modes_tracing(), without_pre_dispatch_mode():
         yield
 
 

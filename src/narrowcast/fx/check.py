@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError, Origin
 from narrowcast.fx.capture import detached
 from narrowcast.regions.graph_place import node_place
+from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
+from narrowcast.torch_surface.dispatch import HigherOrderOperator, OpOverload, enable_python_dispatcher
+from narrowcast.torch_surface.fx import same_random_numbers
+from narrowcast.torch_surface.state import autocast_off
 
 
 def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
@@ -25,7 +28,7 @@ def check_formats(graph: GraphModule, inputs: Sequence[Any]) -> None:
     """
     runner = _Checker(graph)
     with (
-        torch.no_grad(), torch._C._DisableAutocast(), torch._dynamo.utils.preserve_rng_state(),
+        torch.no_grad(), autocast_off(), same_random_numbers(),
         enable_python_dispatcher(),
     ):  # fmt: skip
         runner.run(*[detached(v) if isinstance(v, torch.Tensor) else v for v in inputs])
@@ -36,7 +39,7 @@ class _Checker(torch.fx.Interpreter):
         expected = n.meta.get("val")
         if n.op != "call_function":
             return super().run_node(n)
-        if not isinstance(n.target, torch._ops.OpOverload):
+        if not isinstance(n.target, OpOverload):
             return self._other(n, expected)
         try:
             found = super().run_node(n)
@@ -48,9 +51,9 @@ class _Checker(torch.fx.Interpreter):
 
     def _other(self, node: Node, expected: Any) -> Any:
         """Higher-order ops are taken at their word; grad mode is of no interest here."""
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return expected
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             return None
         return super().run_node(node)
 

@@ -6,23 +6,25 @@ Eager autocast works so by itself: such an op has no autocast kernel, and the op
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from narrowcast.policy import NOWHERE
 from narrowcast.regions.graph_place import traced_place
 from narrowcast.regions.state import region_on
-from narrowcast.torch_bridge import OpOverload, find_op, op_facts, tensors_in
+from narrowcast.torch_bridge import find_op, op_facts, tensors_in
+from narrowcast.torch_surface import dispatch as surface
+from narrowcast.torch_surface.dispatch import OpOverload, all_op_names, can_decompose, has_kernel
+from narrowcast.torch_surface.state import any_autocast
 
 
 def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
     """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
     ops = dict.fromkeys(aten_composites())
     for node in graph.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and node.target._can_decompose():
+        if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and can_decompose(node.target):
             ops[node.target] = None
     return {op: _decomposed_if_undecided(op) for op in ops}
 
@@ -32,7 +34,7 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
     inside = _dropout if op is torch.ops.aten.dropout.default else composite_kernel(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
+        if not any_autocast():
             return NotImplemented
         for device in dict.fromkeys(t.device.type for t in tensors_in(args, kwargs)):
             region = region_on(device)
@@ -67,21 +69,21 @@ def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 @cache
 def is_composite(op: OpOverload, device_type: str) -> bool:
     """Whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
-    if not op._can_decompose():
+    if not can_decompose(op):
         return False
     own = (device_type.upper(), f"Autograd{device_type.upper()}")
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in own)
+    return not any(has_kernel(op, key) for key in own)
 
 
 @lru_cache(maxsize=1)
 def aten_composites() -> tuple[OpOverload, ...]:
     """Every aten overload that is made of others on some device type."""
     found = []
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
+    for name in sorted(all_op_names()):
         space, _, rest = name.partition("::")
         if space == "aten":
             op = find_op(f"aten.{rest if '.' in rest else rest + '.default'}")
-            if op is not None and op._can_decompose():
+            if op is not None and can_decompose(op):
                 found.append(op)
     return tuple(found)
 
@@ -92,7 +94,5 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any]:
     Those two differ: dropout on the cpu, for example, rounds its scale to the input's format in eager code alone. But
     eager code's istft looks at the values of its window, which a capture does not know.
     """
-    key = DispatchKey.CompositeImplicitAutograd
-    if op is not torch.ops.aten.istft.default and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
-        return partial(op._op_dk, key)
-    return op.decompose
+    found = surface.composite_kernel(op) if op is not torch.ops.aten.istft.default else None
+    return found or op.decompose

@@ -15,8 +15,9 @@ from narrowcast.fx.capture import capture
 from narrowcast.fx.edit import write_passes
 from narrowcast.fx.read import Ambient, Reading, read_graph
 from narrowcast.passes import Outcome, before_autograd
+from narrowcast.torch_surface.dispatch import ASSERT_METADATA
 
-_ASSERT = torch.ops.aten._assert_tensor_metadata.default
+_ASSERT = ASSERT_METADATA
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
@@ -20,6 +19,7 @@ from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.folding import fold_weights
 from narrowcast.fx.placing import choose_now, place_graph, tell
 from narrowcast.goals import CAST, FOLDED, Goal
+from narrowcast.torch_surface.fx import FakeTensor, FakeTensorMode, rename, updated_program
 
 _TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
 
@@ -51,7 +51,7 @@ def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> E
         fold_weights(made, signature, state)
     made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
     made.recompile()
-    result = program._update(made, signature, state_dict=state, constants=constants)
+    result = updated_program(program, made, signature, state_dict=state, constants=constants)
     result.graph_module.meta.update(made.meta)
     result.validate()
     return result
@@ -123,7 +123,7 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
     for before, after in zip(old.find_nodes(op="placeholder"), graph.graph.find_nodes(op="placeholder"), strict=True):
         if after.name != before.name and before.name in taken:
             clash = next(n for n in graph.graph.nodes if n.name == before.name)
-            clash._rename(f"{before.name}_value")
+            rename(clash, f"{before.name}_value")
         after.name = after.target = before.name  # `_rename` would not take names such as input
     outputs = [n.name if isinstance(n, Node) else n for n in _flat(graph.graph.output_node().args[0])]
     signature: ExportGraphSignature = copy.deepcopy(program.graph_signature)

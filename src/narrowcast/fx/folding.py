@@ -8,7 +8,9 @@ import torch
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node
 
-_CAST = torch.ops.aten._to_copy.default
+from narrowcast.torch_surface.dispatch import TO_COPY
+
+_CAST = TO_COPY
 
 
 def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dict[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from narrowcast.fx.read import Ambient, Reading
 from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
 from narrowcast.regions.state import Prepared
-from narrowcast.torch_bridge import OpOverload, op_facts
+from narrowcast.torch_bridge import op_facts
+from narrowcast.torch_surface.dispatch import OpOverload, op_name
 
 
 def edit_joint(
@@ -79,4 +80,4 @@ _SUMS = ("add", "neg", "_unsafe_view", "convert_element_type")
 def _adds_up(node: Node) -> bool:
     """Whether a call only adds gradients up."""
     target: Any = node.target
-    return target._opname in _SUMS
+    return op_name(target) in _SUMS

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from narrowcast.torch_bridge import OpOverload
+from narrowcast.torch_surface.dispatch import OpOverload, schema_of
 
 
 def operands_of(node: Node) -> list[tuple[str, Node]]:
@@ -37,7 +37,7 @@ def replace_operands(node: Node, new: list[Node]) -> None:
 
 def _arguments(node: Node) -> Iterator[tuple[str, Any]]:
     op = node.target
-    names = [a.name for a in op._schema.arguments] if isinstance(op, OpOverload) else []
+    names = [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else []
     for place, value in _places(node):
         yield (names[place] if isinstance(place, int) else place), value
 
@@ -46,7 +46,7 @@ def _places(node: Node) -> Iterator[tuple[int | str, Any]]:
     """Positional arguments, then those given by name, in the order of the schema."""
     yield from enumerate(node.args)
     op = node.target
-    order = [a.name for a in op._schema.arguments] if isinstance(op, OpOverload) else list(node.kwargs)
+    order = [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else list(node.kwargs)
     for name in order:
         if name in node.kwargs:
             yield name, node.kwargs[name]

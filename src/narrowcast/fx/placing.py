@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
 from narrowcast.costs.known import foreign_profile, keep, known_profile
 from narrowcast.costs.measure import device_now
-from narrowcast.dynamo_bridge import begins_again, without_wrappers
 from narrowcast.errors import CaptureError
 from narrowcast.fx.candidates import PLACED, Candidate, make_candidates
 from narrowcast.fx.check import check_formats
@@ -25,6 +24,7 @@ from narrowcast.fx.resting import Resting, with_stand_ins
 from narrowcast.goals import FAST, Goal
 from narrowcast.program import Program, Writes
 from narrowcast.report import CandidateTime, CompiledGraph
+from narrowcast.torch_surface.dynamo import begins_again, without_wrappers
 
 Compiled = Callable[..., Any]
 Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]

@@ -18,11 +18,14 @@ from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, 
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
 from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
 from narrowcast.regions.state import Prepared, region_on
-from narrowcast.torch_bridge import FORMATS, OpOverload, is_random, op_facts, short_type
+from narrowcast.torch_bridge import FORMATS, is_random, op_facts, short_type
+from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
+from narrowcast.torch_surface.dispatch import TO_COPY, HigherOrderOperator, OpOverload, higher_order_name, schema_of
+from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
 
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_ENTER, _EXIT = ENTER_AUTOCAST, EXIT_AUTOCAST
 _TO = torch.ops.aten.to.dtype
-_CASTS = (torch.ops.aten._to_copy.default, _TO, torch.ops.prims.convert_element_type.default)
+_CASTS = (TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
 
 Flags = Mapping[Node, tuple[bool, bool]]
 Open = tuple[int, int, frozenset[str]]  # a region's numbers, for torch's ops and for those that its policy changes
@@ -172,7 +175,7 @@ class _Reader:
             return self._enter(node)
         if target is _EXIT or target is exit_marked:
             return self._exit(node)
-        if target is torch._C._set_grad_enabled:
+        if target is SET_GRAD_ENABLED:
             self.grad_mode = bool(node.args[0])
             return Step(self._value(node, False), "set_grad_enabled", constants=str(node.args[0]), effects=("order",))
         if isinstance(target, OpOverload):
@@ -337,8 +340,8 @@ def _attribute(graph: GraphModule, node: Node) -> Any:
 
 def _target_name(node: Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return f"higher_order.{target._name}"
+    if isinstance(target, HigherOrderOperator):
+        return f"higher_order.{higher_order_name(target)}"
     return str(getattr(target, "__qualname__", target)).replace(" ", "_").replace("(", "[").replace(")", "]")
 
 
@@ -354,7 +357,7 @@ def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
     """Names of arguments that were given and are no tensors, and all of them as text."""
     given = []
     texts = []
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     for position, value in enumerate(node.args):
         if not isinstance(value, Node) and value is not None:
             given.append(arguments[position].name)

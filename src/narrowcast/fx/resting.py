@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from narrowcast.formats import parse_format
 from narrowcast.program import Program, Writes
 from narrowcast.regions.at_rest import Copy, at_rest, connected, lows_of
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.fx import FakeTensor
 
 
 @dataclass(slots=True)

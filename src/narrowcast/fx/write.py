@@ -9,9 +9,10 @@ from narrowcast.formats import fp32, parse_format
 from narrowcast.fx.operands import replace_operands
 from narrowcast.fx.read import Reading
 from narrowcast.program import Block, Program, Step
-from narrowcast.torch_bridge import DTYPES, OpOverload, defaults_after, find_op, op_facts
+from narrowcast.torch_bridge import DTYPES, defaults_after, find_op, op_facts
+from narrowcast.torch_surface.dispatch import TO_COPY, OpOverload
 
-CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CASTS = (TO_COPY, torch.ops.prims.convert_element_type.default)
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
 
 

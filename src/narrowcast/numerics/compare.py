@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.report import Comparison, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
+from narrowcast.torch_surface.dispatch import TorchDispatchMode, keystr, storage_key, tree_flatten_with_path
 
 Run = Callable[[], Any]
 
@@ -78,8 +77,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
-    leaves, _ = pytree.tree_flatten_with_path(tree)
-    return [(pytree.keystr(path).lstrip(".") or "output", leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(keystr(path).lstrip(".") or "output", leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
 
 
 def compare(
@@ -149,13 +148,13 @@ class _PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
+        before = {storage_key(t) for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             if tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_key(tensor)
             if key in self._seen or key in before:
                 continue
             size = storage.nbytes()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 from packaging.specifiers import SpecifierSet
@@ -137,7 +138,21 @@ class Policy:
 
     def resolve(self, device_type: str) -> Policy:
         """This policy with the built-in layers for one device type written out. Cheap after the first time."""
-        return self if not self.extends and not self._has_versions else _resolve(self, device_type, self.wording)
+        if not self.extends and not self._has_versions:
+            return self
+        resolved: Policy | None = self.memory.get(device_type)
+        if resolved is None:
+            resolved = self.memory[device_type] = _resolve(self, device_type)
+        return resolved
+
+    @cached_property
+    def memory(self) -> dict[Any, Any]:
+        """What was worked out about this policy, in words and rules: it goes when the last policy like it goes."""
+        key = (self.digest, self.wording)
+        found = _memories.get(key)
+        if found is None:
+            found = _memories[key] = _Memory()
+        return found
 
     # -- questions
 
@@ -232,6 +247,10 @@ class Policy:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles have the fields; what was worked out about them is worked out again."""
+        return Policy, tuple(getattr(self, f.name) for f in fields(self))
+
     def __str__(self) -> str:
         return f"{self.name} ({self.digest[:8]})"
 
@@ -258,6 +277,13 @@ def as_policy(wanted: Policy | str | Path | None) -> Policy:
     return load_builtin(str(wanted))
 
 
+class _Memory(dict[Any, Any]):
+    """A dict that may be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+_memories: WeakValueDictionary[tuple[str, str], _Memory] = WeakValueDictionary()  # by digest and wording
 _known: WeakValueDictionary[int, Policy] = WeakValueDictionary()  # by id: equal ones may come and go
 
 
@@ -320,9 +346,7 @@ def _existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], .
     )
 
 
-@lru_cache(maxsize=256)
-def _resolve(policy: Policy, device_type: str, wording: str) -> Policy:
-    del wording  # in the key: equal policies may differ in names, reasons and places
+def _resolve(policy: Policy, device_type: str) -> Policy:
     below: list[tuple[Rule, ...]] = []
     for name in policy.extends:
         base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from narrowcast.torch_bridge import cast
+from narrowcast.torch_surface.dispatch import version_of
+from narrowcast.torch_surface.state import autocast_off
 
 PROBES, FEW, SMALL = 16, 4, 2**14
 """Elements that are looked at: of weights, of small ones, and how many elements these have at most."""
@@ -31,7 +33,7 @@ class Copy:
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor, forget: Any) -> None:
         self.weight: Callable[[], torch.Tensor | None] = weakref.ref(weight, forget)
-        self.version = weight._version
+        self.version = version_of(weight)
         self.address = weight.data_ptr()
         self.shape, self.stride = weight.shape, weight.stride()
         self.low: torch.Tensor | None = low
@@ -43,7 +45,7 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
     found = []
     for copy, weight in zip(copies, weights, strict=True):
         low = copy.low
-        if low is None or copy.weight() is not weight or copy.version != weight._version:
+        if low is None or copy.weight() is not weight or copy.version != version_of(weight):
             return None
         if copy.address != weight.data_ptr() or copy.shape != weight.shape or copy.stride != weight.stride():
             return None
@@ -89,7 +91,7 @@ class WeightsAtRest:
         lows = lows_of([kept], [weight]) if kept is not None else None
         if lows is not None:
             return lows[0], kept
-        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+        with torch.inference_mode(False), torch.no_grad(), autocast_off():
             made = cast(weight.detach(), dtype)
         if type(weight) not in _PLAIN or weight.is_inference():
             return made, None

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import Module
 
-from narrowcast.dynamo_bridge import dynamo_frames
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.place import called_modules, find_place, is_user_file, module_path, name_in
+from narrowcast.torch_surface.dynamo import dynamo_frames
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowcast.dynamo_bridge import never_trace
+from narrowcast.torch_surface.dynamo import never_trace
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers

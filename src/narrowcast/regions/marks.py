@@ -10,19 +10,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
-from torch.fx.node import _side_effectful_functions
 
-from narrowcast.dynamo_bridge import on_dynamo_cleanup
 from narrowcast.regions.state import Prepared
-from narrowcast.torch_bridge import autocast_nesting
+from narrowcast.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
+from narrowcast.torch_surface.fx import keep_calls
+from narrowcast.torch_surface.patches import note_staying, once
+from narrowcast.torch_surface.state import autocast_nesting
 
 
 class Markable(Protocol):
     """A region that can be entered and left: `narrowcast.autocast`."""
 
-    _prepared: Prepared
+    prepared: Prepared
 
     def __enter__(self) -> Any: ...
 
@@ -36,23 +38,57 @@ class _Open(threading.local):
         self.keys: list[str] = []
 
 
-_marked: dict[str, Markable] = {}
+_made: dict[str, WeakSet[Markable]] = {}  # by key: equal keys mean equal regions, so any of them will do
+_in_graphs: dict[str, Markable] = {}  # those that a graph names, which nobody else may hold any more
 _open = _Open()
+_lock = threading.Lock()
+_crowd = 256
 
 
 def mark(key: str, region: Markable) -> None:
-    """Keep a region under a key, so that a graph may name it. Equal keys mean equal regions: the first stays."""
-    _marked.setdefault(key, region)
+    """Know a region by a key, so that a graph may name it. It is held only once a graph does."""
+    global _crowd
+    _keep_marks()
+    alike = _made.get(key)
+    if alike is None:
+        with _lock:
+            if len(_made) > _crowd:
+                for gone in [k for k, regions in _made.items() if not regions]:
+                    del _made[gone]
+                _crowd = 256 + 2 * len(_made)
+            alike = _made.setdefault(key, WeakSet())
+            alike.add(region)
+        return
+    alike.add(region)
+
+
+@once
+def _keep_marks() -> None:
+    keep_calls(*MARKS)
+    note_staying("torch.fx.node: calls that stay in graphs", "regions of ours are calls in graphs")
+
+
+def hold(key: str) -> None:
+    """Hold a region from here on: a graph is about to name it."""
+    _in_graphs[key] = _find(key)
+
+
+def _find(key: str) -> Markable:
+    return _in_graphs.get(key) or next(iter(_made[key]))
+
+
+def _is_known(key: str) -> bool:
+    return key in _in_graphs or bool(_made.get(key))
 
 
 def marked_region(key: str) -> Prepared:
     """The facts of the region with that key."""
-    return _marked[key]._prepared
+    return _find(key).prepared
 
 
 def enter_marked(key: str) -> None:
     """In a graph: open the region. While Dynamo traces, it is closed at the latest when that ends."""
-    _marked[key].__enter__()
+    _find(key).__enter__()
     _open.keys.append(key)
     depth = len(_open.keys)
     on_dynamo_cleanup(lambda: _close_down_to(depth - 1))
@@ -61,7 +97,7 @@ def enter_marked(key: str) -> None:
 def exit_marked(key: str) -> None:
     """In a graph: close the region."""
     _open.keys.remove(key)
-    _marked[key].__exit__(None, None, None)
+    _find(key).__exit__(None, None, None)
 
 
 @contextmanager
@@ -76,7 +112,7 @@ def closing_marked() -> Iterator[None]:
 
 def _close_down_to(depth: int) -> None:
     while len(_open.keys) > depth:
-        _marked[_open.keys.pop()].__exit__(None, None, None)
+        _find(_open.keys.pop()).__exit__(None, None, None)
 
 
 MARKS = (enter_marked, exit_marked)
@@ -100,17 +136,14 @@ def exported_key(body: torch.fx.GraphModule) -> str | None:
         note = (node.meta.get("custom") or {}).get(_NOTE)
         if node.op == "call_function" and note is not None:
             noted, _, key = note.partition(" ")
-            return key if int(noted) == depth and key in _marked else None
+            return key if int(noted) == depth and _is_known(key) else None
     return None
 
 
-_side_effectful_functions.update(MARKS)
+def allow_marks(key: str) -> None:
+    """Have Dynamo put the marks of this region into its graphs. It runs this while it traces."""
+    hold(key)
+    allow_in_graph(*MARKS)
 
 
-def allow_marks() -> None:
-    """Have Dynamo put the marks into its graphs. It runs this while it traces; before, it may not be loaded."""
-    for function in MARKS:
-        torch._dynamo.allow_in_graph(function)
-
-
-allow_marks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+constant_for_dynamo(allow_marks)

@@ -6,11 +6,9 @@ model that takes a fraction of a millisecond, a region's own cost counts.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
-from torch._C import _is_torch_function_mode_enabled as has_function_modes
+
+from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST, has_function_modes, tell_export
 
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
@@ -31,7 +29,7 @@ def enter_native(state: NativeState) -> tuple[NativeState, int]:
     depth = _deeper()
     _set_cached(cache)
     if has_function_modes():
-        _tell_export(torch.amp.autocast_mode._enter_autocast, (device_type, dtype, enabled, cache))
+        tell_export(ENTER_AUTOCAST, (device_type, dtype, enabled, cache))
     return before, depth
 
 
@@ -44,14 +42,4 @@ def leave_native(before: NativeState) -> None:
     _set_dtype(device_type, dtype)
     _set_cached(cache)
     if has_function_modes():
-        _tell_export(torch.amp.autocast_mode._exit_autocast, ())
-
-
-def _tell_export(what: Any, args: tuple[Any, ...]) -> None:
-    """torch.export keeps regions as calls in the graph that it makes before dispatch."""
-    tracing: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if tracing is not None:  # what was never imported traces nothing
-        for mode in torch.overrides._get_current_function_mode_stack():
-            if isinstance(mode, tracing.PreDispatchTorchFunctionMode):
-                mode.__torch_function__(what, (), args)
-                return
+        tell_export(EXIT_AUTOCAST, ())

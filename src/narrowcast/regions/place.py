@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.module import Module
 
 from narrowcast.policy import Place
+from narrowcast.torch_surface.modules import children, module_call_code
 
 _LIBRARIES = tuple(
     f"{path}{os.sep}"
@@ -26,7 +27,7 @@ _LIBRARIES = tuple(
 _PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule")
 
-_CALL = Module._call_impl.__code__
+_CALL = module_call_code()
 _names: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
 
 
@@ -42,7 +43,7 @@ def called_modules() -> list[Module]:
     """The modules that are being called on this thread's Python stack, innermost first."""
     found: list[Module] = []
     frame: FrameType | None = sys._getframe(1)
-    code = Module._call_impl.__code__
+    code = module_call_code()
     while frame is not None:
         if frame.f_code is code:
             found.append(frame.f_locals["self"])
@@ -111,7 +112,7 @@ def module_path(modules: list[Module]) -> str:
 
 def _is_wrapper(module: Module) -> bool:
     """Whether a module only stands around the user's: of torch's own, or torch.export's while it traces."""
-    return type(module).__name__ in _WRAPPERS or "_export_root" in module._modules
+    return type(module).__name__ in _WRAPPERS or "_export_root" in children(module)
 
 
 def name_in(parent: Module, module: Module) -> str:
@@ -135,5 +136,5 @@ def _is_at(parent: Module, name: str, module: Module) -> bool:
     """Whether a name that was found before still leads to the module."""
     found: Module | None = parent
     for part in name.split("."):
-        found = found._modules.get(part) if found is not None else None
+        found = children(found).get(part) if found is not None else None
     return found is module

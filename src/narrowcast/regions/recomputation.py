@@ -16,14 +16,15 @@ import torch.utils.checkpoint
 
 from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.autograd import current_graph_task
+from narrowcast.torch_surface.modules import CHECKPOINT_STATE, carried_state
+from narrowcast.torch_surface.patches import stay
+from narrowcast.torch_surface.probes import require
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from narrowcast.regions.state import OpenRegion
-
-_FILE = torch.utils.checkpoint.__file__
-_FUNCTION = "_get_autocast_kwargs"
 
 
 class _Carrier(dict[str, Any]):
@@ -34,11 +35,13 @@ class _Carrier(dict[str, Any]):
 
 
 def carry_into_recomputation() -> None:
-    """Wrap checkpoint's function, once. A torch that has none is left alone."""
-    original = getattr(torch.utils.checkpoint, _FUNCTION, None)
-    if original is None or getattr(original, "carries_narrowcast", False):
-        return
+    """Wrap checkpoint's function, once."""
+    require("checkpoints ask for autocast's state")
+    why = "the forward that a checkpoint recomputes runs in the region that it ran in"
+    stay(torch.utils.checkpoint, CHECKPOINT_STATE, _with_region, why)
 
+
+def _with_region(original: Any) -> Any:
     def with_region(*args: Any, **kwargs: Any) -> Any:
         from narrowcast.regions.state import innermost
 
@@ -49,8 +52,7 @@ def carry_into_recomputation() -> None:
             cpu.region = region
         return device, cpu
 
-    with_region.carries_narrowcast = True  # type: ignore[attr-defined]
-    setattr(torch.utils.checkpoint, _FUNCTION, with_region)
+    return with_region
 
 
 def carried_region(device_type: str) -> OpenRegion | None:
@@ -58,14 +60,12 @@ def carried_region(device_type: str) -> OpenRegion | None:
 
     Its weight cache is not taken along: the casts in it belong to a graph that may be gone.
     """
-    if torch._C._current_graph_task_id() == -1:  # no backward is running
+    if current_graph_task() == -1:  # no backward is running
         return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _FILE and code.co_name in ("recompute_fn", "backward"):
-            found = frame.f_locals
-            carrier = found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
+        carrier = carried_state(frame)
+        if carrier is not None:
             if not isinstance(carrier, _Carrier):
                 return None
             return _of_device(carrier.region, device_type, _casts_of(carrier, frame))
@@ -75,7 +75,7 @@ def carried_region(device_type: str) -> OpenRegion | None:
 
 def _casts_of(carrier: _Carrier, frame: FrameType) -> WeightCache:
     """The weight cache of this recomputation: its own, and one."""
-    key = (torch._C._current_graph_task_id(), id(frame))
+    key = (current_graph_task(), id(frame))
     if carrier.casts is None or carrier.casts[0] != key:
         carrier.casts = (key, WeightCache())
     return carrier.casts[1]

@@ -15,7 +15,9 @@ from narrowcast.regions.identity import Identity
 from narrowcast.regions.native_state import NativeState
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.weight_cache import WeightCache
-from narrowcast.torch_bridge import FORMATS, OpOverload, autocast_nesting
+from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_surface.dispatch import OpOverload
+from narrowcast.torch_surface.state import autocast_nesting
 
 Step = tuple[int, str, int | None, torch.dtype]  # argument position, name, index if it is a list, dtype to cast to
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowcast.errors import CacheError, Origin
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.place import find_place
 from narrowcast.torch_bridge import cast
+from narrowcast.torch_surface.dispatch import storage_key, version_of, without_modes
+from narrowcast.torch_surface.jit import tracing_state
+from narrowcast.torch_surface.state import autocast_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +103,13 @@ class WeightCache:
         if the weight was changed behind its version counter.
         """
         try:
-            address = weight.data_ptr() if type(weight) in _PLAIN else weight.untyped_storage()._cdata
+            address = weight.data_ptr() if type(weight) in _PLAIN else storage_key(weight)
         except (NotImplementedError, RuntimeError):  # without memory of its own: wrappers of torch.func, sparse tensors
             return cast(weight, dtype)
-        trace = torch._C._get_tracing_state()
+        trace = tracing_state()
         checks = checks and trace is None and type(weight) in _PLAIN  # what is fake has no bits
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
-        made_of = (weight._version, mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
+        made_of = (version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
         limit = _least(limit_bytes, self.limit_bytes)
         entry = self.entries.get(key)
         if entry is not None and entry.made_of == made_of and entry.weight() is weight and not entry.storage.expired():
@@ -144,7 +146,7 @@ class WeightCache:
 
     def forget(self, weight: torch.Tensor) -> None:
         """Drop the casts of a weight, and of whatever shares its memory."""
-        address = weight.untyped_storage()._cdata if weight.layout is torch.strided else None
+        address = storage_key(weight) if weight.layout is torch.strided else None
         for key, entry in list(self.entries.items()):
             if entry.weight() is weight or entry.storage.cdata == address:
                 self._drop(key)
@@ -201,7 +203,7 @@ def _multipliers(device: torch.device) -> torch.Tensor:
 
 def checksum(tensor: torch.Tensor) -> int:
     """A number that almost surely changes when any element does, or two change places: a weighted sum, modulo 2^64."""
-    with torch.no_grad(), torch._C._DisableAutocast(), _disable_current_modes():
+    with torch.no_grad(), autocast_off(), without_modes():
         bits = tensor.detach().contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.uint8).reshape(-1)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for chunk in bits.split(_CHUNK):

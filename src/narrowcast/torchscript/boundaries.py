@@ -19,6 +19,7 @@ from narrowcast.errors import ScriptError
 from narrowcast.formats import fp32
 from narrowcast.policy import MODULE_CALL_OP, Kind, Place, Policy
 from narrowcast.torch_bridge import DTYPES, FORMATS
+from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
 from narrowcast.torchscript.callers import mark_whole
 from narrowcast.torchscript.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes
 from narrowcast.torchscript.source import shown_at
@@ -50,15 +51,15 @@ class Modules:
         """Of a script module. module: what it was made of, if that is known."""
         found = Modules()
         for part in script.modules():
-            if "forward" in part._c._method_names():
-                names = [a.name for a in part._c._get_method("forward").schema.arguments][1:]
-                found.arguments[part._c._type().qualified_name()] = names
+            if "forward" in method_names(part):
+                names = [a.name for a in compiled_method(part, "forward").schema.arguments][1:]
+                found.arguments[find_type(part)] = names
         if module is not None:
             originals = dict(module.named_modules(remove_duplicate=False))
             for path, part in script.named_modules(remove_duplicate=False):
                 pin = getattr(originals.get(path), "_narrowcast_pin", None)
                 if pin is not None:
-                    found.pins[part._c._type().qualified_name()] = pin
+                    found.pins[find_type(part)] = pin
         return found
 
     def bound(self, graph: Any, call: Node) -> tuple[dict[str, Any], Node, Node]:
@@ -250,7 +251,7 @@ class ModuleBounds(Bounds):
         return Frame(around), self._inside(scopes, plans, scanner)
 
     def _in_region(self, scopes: Scopes, region: Any, scanner: Scanner) -> Scopes:
-        facts = region._prepared.facts
+        facts = region.prepared.facts
         session = next(iter(scopes.values())).session if scopes else scanner.new_session()
         low, digest = DTYPES[facts.low], region.policy.digest
         return {**scopes, facts.device_type: Scope(facts.device_type, facts.enabled, low, digest, facts.cache, session)}

@@ -13,6 +13,7 @@ from typing import Any
 
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.place import is_user_file
+from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
 from narrowcast.torchscript.source import place_of
 
 _MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it where one is left
@@ -77,8 +78,8 @@ def graphs_of(module: Any) -> list[Any]:
     """The graphs of a script module's methods and of its submodules', each once: modules may share their classes."""
     methods: dict[tuple[str, str], Any] = {}
     for part in module.modules():
-        for name in part._c._method_names():
-            methods.setdefault((part._c._type().qualified_name(), name), part._c._get_method(name))
+        for name in method_names(part):
+            methods.setdefault((find_type(part), name), compiled_method(part, name))
     return [method.graph for method in methods.values()]
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
-
 from narrowcast.torch_bridge import OpFacts, find_op, op_facts
+from narrowcast.torch_surface.dispatch import parse_schema
 from narrowcast.torchscript.scopes import constant
 
 
@@ -74,7 +73,7 @@ def is_only_read(value: Any) -> bool:
         schema = use.user.schema()
         if not schema or schema.startswith("(no"):
             return False
-        arguments = torch._C.parse_schema(schema).arguments
+        arguments = parse_schema(schema).arguments
         alias = arguments[use.offset].alias_info if use.offset < len(arguments) else None
         if alias is not None and alias.is_write:
             return False

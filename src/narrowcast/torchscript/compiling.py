@@ -9,14 +9,19 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import _jit_internal
-from torch.jit import _recursive, _script, frontend
 
 from narrowcast.errors import Origin, ScriptError
 from narrowcast.policy import Policy
+from narrowcast.torch_surface.jit import (
+    compiled_method,
+    compiler_replaced,
+    method_names,
+    script_function,
+    script_module,
+)
+from narrowcast.torch_surface.state import caches, is_enabled
 from narrowcast.torchscript.boundaries import bound_whole, close_passages
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
-from narrowcast.torchscript.patched import patched
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
 from narrowcast.torchscript.source import OURS, Signature, rewriting
@@ -29,12 +34,12 @@ def compiling(region_class: type) -> Iterator[None]:
     region_class: `narrowcast.autocast`, which this cannot import.
     """
 
-    def get_closure(function: Any) -> dict[str, Any]:
-        return {**original_closure(undecorated(function)), OURS: region_class}
+    def with_regions(get_closure: Any) -> Any:
+        return lambda function: {**get_closure(undecorated(function)), OURS: region_class}
 
-    def try_compile_fn(function: Any, location: Any) -> Any:
+    def compile_called(compile: Any, function: Any, location: Any) -> Any:
         check_pins(function)
-        made = original_compile(undecorated(function), location)
+        made = compile(undecorated(function), location)
         if isinstance(made, torch.jit.ScriptFunction):
             make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
             mark_calls(made.graph)
@@ -49,9 +54,8 @@ def compiling(region_class: type) -> Iterator[None]:
     register_region(region_class)
     with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class), _signature_of):
         warnings.simplefilter("ignore", DeprecationWarning)
-        original_closure, original_compile = _jit_internal.get_closure, _recursive.try_compile_fn
         try:
-            with patched(_jit_internal, get_closure=get_closure), patched(_recursive, try_compile_fn=try_compile_fn):
+            with compiler_replaced(with_regions, lambda compile: functools.partial(compile_called, compile)):
                 yield
         finally:
             for made in marked:
@@ -65,10 +69,10 @@ def _described(region_class: type, value: Any) -> dict[str, Any] | None:
         return None
     value = cast(Any, value)
     facts: dict[str, Any] = {"device_type": value.device, "dtype": number_of(value.fast_dtype)}
-    facts["enabled"] = value._enabled
+    facts["enabled"] = is_enabled(value)
     if isinstance(value, torch.autocast):
-        return {**facts, "cache_enabled": value._cache_enabled, "policy": ""}
-    return {**facts, "cache_enabled": value._prepared.facts.cache, "policy": value.policy.digest}
+        return {**facts, "cache_enabled": caches(value), "policy": ""}
+    return {**facts, "cache_enabled": value.prepared.facts.cache, "policy": value.policy.digest}
 
 
 def _signature_of(value: Any) -> Signature | None:
@@ -124,24 +128,16 @@ def _check_methods(module: torch.nn.Module) -> None:
 def compile_function(function: Callable[..., Any]) -> Any:
     """A new script function, which nobody shares."""
     check_pins(function)
-    function = undecorated(function)
-    definition = frontend.get_jit_def(function, function.__name__)
-    callback = _jit_internal.createResolutionCallbackFromClosure(function)
-    name = _jit_internal._qualified_name(function)
-    defaults = frontend.get_default_args(function)
-    made = torch._C._jit_script_compile(name, definition, callback, defaults)
-    made.__doc__ = function.__doc__
-    return made
+    return script_function(undecorated(function))
 
 
 def compile_module(module: torch.nn.Module) -> Any:
     """A new script module, whose types no other module shares."""
     _check_methods(module)
-    prepared = _script.call_prepare_scriptable_func(module)
-    made = _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
+    made = script_module(module)
     for part in made.modules():
-        for name in part._c._method_names():
-            make_edges(part._c._get_method(name).graph)
+        for name in method_names(part):
+            make_edges(compiled_method(part, name).graph)
     return made
 
 

@@ -12,6 +12,8 @@ from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import NOWHERE, Place, Policy, as_policy, known_policy
 from narrowcast.program import Program
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torch_surface.jit import BOOL, INT, drop_unused, forget_shapes, inline, simplify
+from narrowcast.torch_surface.state import autocast_off
 from narrowcast.torchscript.boundaries import ModuleBounds
 from narrowcast.torchscript.callers import path_of
 from narrowcast.torchscript.cells import open_cells
@@ -24,12 +26,8 @@ from narrowcast.torchscript.write import write_graph
 
 def inline_calls(graph: Any) -> None:
     """Put the functions and methods that a graph calls into it, in place, and mark its regions' edges as nodes."""
-    earlier = torch._C._jit_set_autocast_mode(False)  # what is called comes without the casts of torch's own pass
-    try:
-        with torch._C._DisableAutocast():
-            torch._C._jit_pass_inline(graph)
-    finally:
-        torch._C._jit_set_autocast_mode(earlier)
+    with autocast_off():
+        inline(graph)
     make_edges(graph)
     _read_attributes_once(graph)
 
@@ -77,8 +75,7 @@ def make_graph_explicit(
 
     Raises ScriptError for what cannot be cast.
     """
-    torch._C._jit_pass_peephole(graph)
-    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
+    simplify(graph)
     scanner = Scanner(graph, around, caller, _caches, ModuleBounds(policy_of))
     section = scanner.scan()
     if open_cells(graph, section, policy_of):
@@ -92,8 +89,8 @@ def make_graph_explicit(
     outcome = run_passes(reading.program, passes, reading.policies, _overload)
     write_graph(graph, section, reading, outcome.program)
     scanner.finish()
-    torch._C._jit_pass_erase_shape_information(graph)
-    torch._C._jit_pass_dce(graph)
+    forget_shapes(graph)
+    drop_unused(graph)
     keep_until_last_use(graph)
     return reading.program, outcome, reading.policies
 
@@ -103,7 +100,14 @@ def _caches(policy: str) -> bool:
 
 
 def _named(policy: str) -> Policy:
-    return known_policy(policy) or as_policy(policy)
+    found = _in_scripts.get(policy)
+    if found is None:
+        found = known_policy(policy) or as_policy(policy)
+        _in_scripts[found.digest] = found
+    return found
+
+
+_in_scripts: dict[str, Policy] = {}  # by digest, which is all that a graph can hold; torch never frees scripts either
 
 
 def policy_of(scope: Scope) -> Policy:
@@ -153,8 +157,8 @@ def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
         made.setType(kind)
         return made
 
-    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, torch._C.BoolType.get())
-    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, torch._C.IntType.get())
+    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, BOOL)
+    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, INT)
     return replace(scope, enabled=enabled, low=low)
 
 

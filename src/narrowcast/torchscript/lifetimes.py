@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from narrowcast.torch_surface.jit import TensorType
 
 
 def keep_until_last_use(graph: Any) -> None:
@@ -35,7 +35,7 @@ def _keep_in(graph: Any, block: Any) -> set[str]:
             if not other.output().uses():
                 other.destroy()
         in_loops |= read
-        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), torch._C.TensorType))
+        made.update((v.debugName(), v) for v in node.outputs() if isinstance(v.type(), TensorType))
     return in_loops
 
 

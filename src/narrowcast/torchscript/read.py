@@ -14,6 +14,7 @@ from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value, reaching
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
+from narrowcast.torch_surface.dispatch import op_name, schema_of
 from narrowcast.torchscript.boundaries import passage
 from narrowcast.torchscript.callers import place_in
 from narrowcast.torchscript.calls import (
@@ -188,7 +189,7 @@ class Reader:
     def _result(self, item: Item, facts: OpFacts) -> str:
         """The type of what a call gives, after its casts."""
         node = item.node
-        name = facts.op._opname
+        name = op_name(facts.op)
         found = _sources(item, facts)
         given = [self._type(s.value) for s in found]
         if name in COUNTING:
@@ -299,7 +300,7 @@ class Reader:
         """A call of an op as a step. numbers: of what it reads, as found."""
         node = item.node
         written = {slot.name for slot in facts.slots if slot.written}
-        names = [facts.op._schema.arguments[s.position].name for s in found]
+        names = [schema_of(facts.op).arguments[s.position].name for s in found]
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
         place = place_in(item.caller, node)

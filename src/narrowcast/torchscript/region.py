@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any, Optional
 
 import torch
-from torch import _jit_internal
 
+from narrowcast.torch_surface.jit import add_script_class
 from narrowcast.torchscript.scopes import REGION
 
 
@@ -38,6 +38,4 @@ class autocast:  # noqa: N801 (in scripts it has this name)
 @cache
 def register_region(named: type) -> None:
     """Have TorchScript take this class where a script names `named`, which is `narrowcast.autocast`."""
-    callback = _jit_internal.createResolutionCallbackForClassMethods(autocast)
-    compiled = torch.jit._recursive._compile_and_register_class(autocast, callback, f"__torch__.{REGION}")
-    torch.jit._state._add_script_class(named, compiled)
+    add_script_class(named, autocast, f"__torch__.{REGION}")

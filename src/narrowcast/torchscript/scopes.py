@@ -15,6 +15,7 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place
+from narrowcast.torch_surface.jit import BOOL, INT, NONE
 from narrowcast.torchscript.callers import cross, is_caller_mark
 from narrowcast.torchscript.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
 
@@ -250,7 +251,7 @@ class Scanner:
             return makers[0][name]
         read = self.graph.create("prim::GetAttr", [node.inputsAt(0)], 1)
         read.s_("name", name)
-        read.output().setType(torch._C.BoolType.get() if name == "_enabled" else torch._C.IntType.get())
+        read.output().setType(BOOL if name == "_enabled" else INT)
         read.insertBefore(node)
         return read.output()
 
@@ -340,7 +341,7 @@ def make_edges(graph: Any) -> None:
         if edge is None:
             continue
         made = graph.create("prim::Exit" if edge == EXIT_MARK else "prim::Enter", [node.inputsAt(0)], 1)
-        made.output().setType(torch._C.NoneType.get() if edge == EXIT_MARK else node.inputsAt(0).type())
+        made.output().setType(NONE if edge == EXIT_MARK else node.inputsAt(0).type())
         if edge == AGAIN_MARK:
             made.s_("name", AGAIN_MARK)
         made.insertBefore(node)

@@ -24,6 +24,16 @@ from narrowcast.program import Program
 from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.jit import (
+    compiled_method,
+    find_type,
+    function_from_graph,
+    method_names,
+    module_type,
+    optimizes,
+    wrap_module,
+)
+from narrowcast.torch_surface.state import any_autocast, autocast_off
 from narrowcast.torchscript.boundaries import Modules, Pin, bound_whole, close_passages
 from narrowcast.torchscript.callers import class_name, function_name, graphs_of, mark_calls, method_name, unmark
 from narrowcast.torchscript.convert import inline_calls, make_graph_explicit
@@ -55,25 +65,25 @@ class Method:
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
-        ambient = torch._C._is_any_autocast_enabled()
+        ambient = any_autocast()
         if not ambient and not self.called:
             with _eager_gradients():
                 return plain(*args, **kwargs)
         key, scopes = _ambient(self.around) if ambient and not self.fixed else ((), {})
         if not scopes and not self.called:
-            with torch._C._DisableAutocast(), _eager_gradients():
+            with autocast_off(), _eager_gradients():
                 return plain(*args, **kwargs)
         with self.lock:
             variant = self.variants.get(key)
             if variant is None:
                 variant = self.variants[key] = self._variant(scopes)
-        with torch._C._DisableAutocast(), _eager_gradients():
+        with autocast_off(), _eager_gradients():
             return variant(*self._bound(args, kwargs))
 
     def _variant(self, scopes: Scopes) -> Any:
         graph = self.raw.copy()
         self.make_explicit(graph, scopes)
-        return torch._C._create_function_from_graph(self.name, graph)
+        return function_from_graph(self.name, graph)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All arguments by position: functions made of graphs know no names and no defaults."""
@@ -111,7 +121,7 @@ class Method:
 
 def _eager_gradients() -> Any:
     """Leave gradients to autograd: TorchScript's own formulas give some in the format of the wrong operand."""
-    if torch.is_grad_enabled() and torch._C._get_graph_executor_optimize():
+    if torch.is_grad_enabled() and optimizes():
         return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
     return nullcontext()
 
@@ -147,14 +157,14 @@ class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defi
         """A method that runs in whatever region it is called, or anything else that a script module has."""
         methods = self.__dict__.get("_narrowcast_methods", {})
         if attr in methods:
-            return BoundMethod(methods[attr], self._c._get_method(attr))
+            return BoundMethod(methods[attr], compiled_method(self, attr))
         return super().__getattr__(attr)
 
     def __copy__(self) -> ExplicitModule:
-        return _as_explicit(torch.jit._recursive.wrap_cpp_module(copy.copy(self._c)), methods_of(self))
+        return _as_explicit(wrap_module(copy.copy(self._c)), methods_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExplicitModule:
-        return _as_explicit(torch.jit._recursive.wrap_cpp_module(copy.deepcopy(self._c, memo)), methods_of(self))
+        return _as_explicit(wrap_module(copy.deepcopy(self._c, memo)), methods_of(self))
 
 
 class BoundMethod:
@@ -190,20 +200,20 @@ def explicit_function(
 
 def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None = None) -> ExplicitModule:
     """The script module, all methods of its own with explicit casts from here on. written: what it was made of."""
-    names = module._c._method_names()
+    names = method_names(module)
     modules = Modules.of(module, written)
     for graph in graphs_of(module):
         mark_calls(graph, modules.bound)
-    graphs = {name: module._c._get_method(name).graph for name in names}
+    graphs = {name: compiled_method(module, name).graph for name in names}
     called = {node.s("name") for graph in graphs.values() for node in graph.findAllNodes("prim::CallMethod")}
-    kind = module._c._type().qualified_name()
+    kind = find_type(module)
     if "forward" in graphs:
         bound_whole(graphs["forward"], modules.arguments[kind], modules.pins.get(kind), is_method=True)
     for graph in graphs.values():  # before any is changed: they call each other
         inline_calls(graph)
     methods = {}
     for name, graph in graphs.items():
-        schema, caller = module._c._get_method(name).schema, caller_of(module, name)
+        schema, caller = compiled_method(module, name).schema, caller_of(module, name)
         methods[name] = Method(name, schema, graph.copy(), around, module, caller, called=name in called)
     for name, graph in graphs.items():
         methods[name].make_explicit(graph, {})
@@ -237,7 +247,7 @@ def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
 
 def caller_of(module: Any, method: str) -> Place:
     """What is around everything in a method: the module's class, and the method itself."""
-    kind = class_name(module._c._type())
+    kind = class_name(module_type(module))
     name = method_name(kind, method)
     return Place(classes=(kind,), functions=(name,) if name else ())
 

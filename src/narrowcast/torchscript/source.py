@@ -19,19 +19,18 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.jit import frontend as _frontend
 
 from narrowcast.errors import Origin, ScriptError
 from narrowcast.regions.place import is_user_file
-from narrowcast.torchscript.patched import patched
+from narrowcast.torch_surface.jit import parser_replaced
 
 frontend: Any = _frontend
-_lock = threading.RLock()
 _numbers = itertools.count()
 _FRAME = re.compile(r"(.+)\((\d+)\): ")
 OURS = "__narrowcast_region_ours"
@@ -50,15 +49,13 @@ def rewriting(
     signature_of: from torch's region classes to their signature, or None for any other object.
     """
 
-    def parse(function: Any) -> Any:
-        parsed = original(function)
+    def parse_rewritten(parse: Any, function: Any) -> Any:
+        parsed = parse(function)
         _Rewriter(function, parsed, describe, signature_of).run()
         return parsed
 
-    with _lock:
-        original = frontend.parse_def
-        with patched(frontend, parse_def=parse):
-            yield
+    with parser_replaced(lambda parse: partial(parse_rewritten, parse)):
+        yield
 
 
 class _Rewriter:

@@ -6,18 +6,29 @@ own leaves the part as it is, and torch's own pass does, too. What no region rul
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from narrowcast.policy import NOWHERE
+from narrowcast.torch_surface.jit import (
+    NONE,
+    compiled_method,
+    compiled_module,
+    compiler_lock,
+    inline,
+    method_names,
+    script_calls_replaced,
+    simplify,
+    traced_graph,
+    tracing_state,
+)
+from narrowcast.torch_surface.state import any_autocast, native_regions_replaced
 from narrowcast.torchscript.callers import graphs_of, mark_calls, unmark
 from narrowcast.torchscript.convert import inline_calls
-from narrowcast.torchscript.patched import patched
 from narrowcast.torchscript.scripted import (
     ExplicitFunction,
     ExplicitModule,
@@ -28,8 +39,6 @@ from narrowcast.torchscript.scripted import (
     with_methods,
 )
 
-_lock = threading.RLock()
-
 
 @contextmanager
 def tracing() -> Iterator[None]:
@@ -38,30 +47,29 @@ def tracing() -> Iterator[None]:
     One thread at a time.
     """
     kept: list[Method] = []
-    _mark()  # TorchScript compiles the class of native regions for it, as that class is outside
-    with _lock, _following(kept), _marking():
-        yield
+    with compiler_lock:
+        _mark()  # TorchScript compiles the class of native regions for it, as that class is outside
+        with _following(kept), _marking():
+            yield
 
 
 @contextmanager
 def _following(kept: list[Method]) -> Iterator[None]:
     """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
 
-    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled() or methods_of(self):
-            return of_function(self, *args, **kwargs)
+    def call_function(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any_autocast() or methods_of(self):
+            return call(self, *args, **kwargs)
         kept.append(_method_of(self, None))
         return kept[-1].run(self, args, kwargs)
 
-    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
-            return of_method(self, *args, **kwargs)
+    def call_method(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any_autocast():
+            return call(self, *args, **kwargs)
         kept.append(_method_of(self, self.owner))
         return kept[-1].run(self, args, kwargs)
 
-    function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
-    of_function, of_method = function.__call__, method.__call__
-    with patched(function, __call__=call_function), patched(method, __call__=call_method):
+    with script_calls_replaced(lambda call: partial(call_function, call), lambda call: partial(call_method, call)):
         yield
 
 
@@ -79,29 +87,23 @@ def _marking() -> Iterator[None]:
     """Every region enters a native one: there the mark is made."""
     open_marks: dict[int, list[Any]] = {}
 
-    def enter(self: Any) -> Any:
-        entered = of_enter(self)
-        state = torch._C._get_tracing_state()
+    def enter(enter: Any, self: Any) -> Any:
+        entered = enter(self)
+        state = tracing_state()
         if state is not None:
-            open_marks.setdefault(id(self), []).append(mark_entered(_graph(state), self.device))
+            open_marks.setdefault(id(self), []).append(mark_entered(traced_graph(state), self.device))
         return entered
 
-    def leave(self: Any, *raised: Any) -> Any:
+    def leave(leave: Any, self: Any, *raised: Any) -> Any:
         if open_marks.get(id(self)):
             instance = open_marks[id(self)].pop()
-            state = torch._C._get_tracing_state()
+            state = tracing_state()
             if state is not None:
-                mark_left(_graph(state), instance)
-        return of_leave(self, *raised)
+                mark_left(traced_graph(state), instance)
+        return leave(self, *raised)
 
-    native: Any = torch.autocast
-    of_enter, of_leave = native.__enter__, native.__exit__
-    with patched(native, __enter__=enter, __exit__=leave):
+    with native_regions_replaced(lambda e: partial(enter, e), lambda e: partial(leave, e), "traces mark regions"):
         yield
-
-
-def _graph(state: Any) -> Any:
-    return state.graph() if callable(state.graph) else state.graph
 
 
 def mark_entered(graph: Any, device_type: str) -> Any:
@@ -113,7 +115,7 @@ def mark_entered(graph: Any, device_type: str) -> Any:
 def mark_left(graph: Any, instance: Any) -> None:
     """Leave it."""
     node = graph.create("prim::Exit", [instance], 1)
-    node.output().setType(torch._C.NoneType.get())
+    node.output().setType(NONE)
     graph.insertNode(node)
 
 
@@ -128,13 +130,8 @@ def _region_that_is_off(device_type: str):  # type: ignore[no-untyped-def]
 def _mark() -> Any:
     """The graph of the function above, without the exit: it makes the region, enters it, and gives it."""
     graph = torch.jit.script(_region_that_is_off).graph.copy()
-    earlier = torch._C._jit_set_autocast_mode(False)
-    try:
-        torch._C._jit_pass_inline(graph)
-    finally:
-        torch._C._jit_set_autocast_mode(earlier)
-    torch._C._jit_pass_peephole(graph)
-    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
+    inline(graph)
+    simplify(graph)
     graph.findNode("prim::Exit").destroy()
     return graph
 
@@ -156,10 +153,10 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
         mark_calls(graph)
     for graph in graphs:
         inline_calls(graph)
-    module = torch.jit._recursive.wrap_cpp_module(traced._c)
+    module = compiled_module(traced)
     methods = {}
-    for name in module._c._method_names():
-        plain = module._c._get_method(name)
+    for name in method_names(module):
+        plain = compiled_method(module, name)
         _mark_whole(plain.graph, regions)
         methods[name] = _method(name, plain, module, regions)
     for graph in graphs_of(module):

@@ -14,6 +14,7 @@ import torch
 
 from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.jit import INT, TENSOR, ListType, OptionalType
 from narrowcast.torchscript import runtime
 from narrowcast.torchscript.calls import facts_of, is_optional_tensor, is_tensor_list
 from narrowcast.torchscript.read import Reading
@@ -155,12 +156,12 @@ class _Writer:
             return [found]
         unpack = self.graph.create("prim::ListUnpack", [found], len(values))
         for output in unpack.outputs():
-            output.setType(torch._C.TensorType.get())
+            output.setType(TENSOR)
         self.graph.insertNode(unpack)
         return list(unpack.outputs())
 
     def _list(self, values: list[Any]) -> Any:
-        return self._node("prim::ListConstruct", values, torch._C.ListType(torch._C.TensorType.get()))
+        return self._node("prim::ListConstruct", values, ListType(TENSOR))
 
     # -- calls that change
 
@@ -204,7 +205,7 @@ class _Writer:
         if facts is not None and step.op == self.before[step.id].op:  # not another overload
             position = facts.dtype_position or 0
             given = list(node.inputs())[position]
-            kind = torch._C.OptionalType(torch._C.IntType.get())
+            kind = OptionalType(INT)
             chosen = self._call(runtime.chosen_dtype, [first, given, on, device])
             chosen.setType(kind)
             node.replaceInput(position, chosen)

@@ -1,20 +1,34 @@
 """Between Dynamo and us: what it traces, how it is told what not to trace, the compilers that it drives.
 
-Private names of torch._dynamo are used here only. Importing Dynamo takes a second: only what runs it already does.
+Importing Dynamo takes a second: only what runs it already does, so its classes are looked up when they are asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_configuration
 
 from narrowcast.errors import NarrowcastError
 
+InductorCompiler = torch._TorchCompileInductorWrapper
+"""What torch.compile makes of backend="inductor"."""
+functorch_config: Any = functorch_configuration
+"""The settings of AOTAutograd."""
 _BACKENDS_MODES = (torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OptimizedModule":  # the class of compiled modules
+        return torch._dynamo.OptimizedModule
+    if name == "BackendCompilerFailed":  # what Dynamo wraps errors of backends in
+        return torch._dynamo.exc.BackendCompilerFailed
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None:
@@ -97,6 +111,29 @@ def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def begins_again(error: Exception) -> bool:
     """Whether a compiler asks Dynamo with this exception to trace anew: it is nobody's failure, and Dynamo's to see."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
+def forget_compiled_code() -> None:
+    """Code that Dynamo has compiled is compiled anew at its next call. Nothing if Dynamo never ran."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def constant_for_dynamo(function: Callable[..., Any]) -> None:
+    """Dynamo runs this function while it traces, and takes what it returns for a constant."""
+    function.__dict__["_dynamo_marked_constant"] = True  # torch._dynamo.assume_constant_result, without its import
+
+
+def allow_in_graph(*functions: Callable[..., Any]) -> None:
+    """Dynamo puts calls of these functions into its graphs. Asked for while it traces: before, it may not be loaded."""
+    for function in functions:
+        torch._dynamo.allow_in_graph(function)
+
+
+def takes_what_it_finds() -> None:
+    """Have Dynamo look at torch's call of modules now: it takes what it finds there first for torch's own."""
+    importlib.import_module("torch._dynamo.variables.nn_module")
 
 
 def never_trace(*functions: Callable[..., Any]) -> None:

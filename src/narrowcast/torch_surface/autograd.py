@@ -1,0 +1,65 @@
+"""Autograd: the backward that is running, its nodes, what is saved for it, the modes that switch it off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def note_forward(ctx: Any, dtype: torch.dtype, used_autocast: bool) -> None:
+    """Note on an autograd function's context what `torch.amp.custom_bwd` reads: the low dtype, and whether it is on."""
+    ctx._dtype, ctx._fwd_used_autocast = dtype, used_autocast
+
+
+def noted_forward(ctx: Any) -> tuple[torch.dtype, bool]:
+    """What `note_forward` noted."""
+    return ctx._dtype, ctx._fwd_used_autocast
+
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""What `torch.no_grad` is as a call in a graph."""
+INFERENCE_MODE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
+"""What `torch.inference_mode` is as calls in a graph."""
+
+current_graph_task = torch._C._current_graph_task_id
+"""The number of the backward that runs on this thread; -1 if none does."""
+
+
+def next_sequence_number() -> int:
+    """The sequence number that the next autograd node of this thread will get."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def sequence_number(node: Any) -> int:
+    """The sequence number of an autograd node."""
+    return int(node._sequence_nr())
+
+
+def current_autograd_node() -> Any | None:
+    """The autograd node that is running its backward on this thread, if any."""
+    return torch._C._current_autograd_node()
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether what autograd saves on this thread goes through somebody's hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextmanager
+def transforms_as_they_were() -> Iterator[None]:
+    """Transforms (torch.func) that are entered inside, and not left because of an error, are left after it."""
+    functorch, saved = torch._C._functorch, torch._C._autograd
+    depth = functorch.get_dynamic_layer_stack_depth()
+    refusal = saved._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    finally:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if refusal is None:
+            saved._saved_tensors_hooks_enable()
+        else:
+            saved._saved_tensors_hooks_disable(refusal)

@@ -1,0 +1,128 @@
+"""The dispatcher: overloads and their schemas, the kernels that are registered, dispatch modes, facts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+from narrowcast.torch_surface.state import autocast_key, autocast_key_name
+
+__all__ = [  # what comes from torch under its own name
+    "DispatchKey", "DispatchKeySet", "TorchDispatchMode", "enable_python_dispatcher", "keystr", "tree_flatten",
+    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+]  # fmt: skip
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+TO_COPY = torch.ops.aten._to_copy.default
+"""The op that a conversion of element types ends in."""
+ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
+without_modes = _disable_current_modes
+"""`with without_modes():` no dispatch mode sees what runs inside."""
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes of users are on."""
+all_op_names = torch._C._dispatch_get_all_op_names
+"""`aten::mm`, `aten::add.Tensor`: everything that is registered now."""
+parse_schema = torch._C.parse_schema
+
+
+# -- overloads ---------------------------------------------------------------------------------------------------------
+
+
+def schema_of(op: OpOverload) -> Any:
+    """The overload's schema."""
+    return op._schema
+
+
+def op_name(op: OpOverload) -> str:
+    """`mm` of aten.mm.default."""
+    return str(op._opname)
+
+
+def overload_name(op: OpOverload) -> str:
+    """`default` of aten.mm.default."""
+    return str(op._overloadname)
+
+
+def higher_order_name(op: Any) -> str:
+    """`wrap_with_autocast`: the name of a higher-order op."""
+    return str(op._name)
+
+
+def can_decompose(op: OpOverload) -> bool:
+    """Whether the overload is made of calls of others on some device type."""
+    return bool(op._can_decompose())
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The kernel that runs the calls inside a composite op; None if none is registered."""
+    key = DispatchKey.CompositeImplicitAutograd
+    return partial(op._op_dk, key) if has_kernel(op, key) else None
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def has_kernel(op: OpOverload, key: DispatchKey | str) -> bool:
+    """Whether a kernel is registered for the overload at a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
+    """The kernel at the device type's Autocast key, or None where the op falls through it."""
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, autocast_key_name(device_type)):
+        return None
+    return torch.library.get_kernel(name, autocast_key(device_type))
+
+
+def registered_ops(device_type: str) -> tuple[str, ...]:
+    """The ids of all aten ops that have a native kernel at the device's Autocast key, sorted."""
+    key = autocast_key_name(device_type)
+    found = []
+    for name in all_op_names():
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            if not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key):
+                short = name.removeprefix("aten::")
+                found.append(f"aten.{short}" if "." in short else f"aten.{short}.default")
+    return tuple(sorted(found))
+
+
+def release(library: torch.library.Library) -> None:
+    """Give the ops of a library the kernels back that they had before it."""
+    library._destroy()
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to; writes through `.data` are not counted."""
+    return int(tensor._version)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a view of another, to autograd."""
+    return bool(tensor._is_view())
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share that lie in one storage."""
+    return int(tensor.untyped_storage()._cdata)

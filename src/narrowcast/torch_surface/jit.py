@@ -1,0 +1,160 @@
+"""TorchScript: compiled graphs, the passes that change them, the compiler's parts that we stand in for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import _jit_internal
+from torch.jit import _recursive, _script, frontend
+
+from narrowcast.torch_surface.patches import Wrap, held
+
+BOOL, INT = torch._C.BoolType.get(), torch._C.IntType.get()
+NONE, TENSOR = torch._C.NoneType.get(), torch._C.TensorType.get()
+TensorType, ListType, OptionalType = torch._C.TensorType, torch._C.ListType, torch._C.OptionalType
+ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
+
+tracing_state = torch._C._get_tracing_state
+"""What torch.jit.trace is writing on this thread; None if it traces nothing."""
+optimizes = torch._C._get_graph_executor_optimize
+"""Whether scripts are optimized when they run."""
+function_from_graph = torch._C._create_function_from_graph
+"""A script function of this name with this graph."""
+wrap_module = _recursive.wrap_cpp_module
+"""The Python object of a compiled module."""
+
+
+def traced_graph(state: Any) -> Any:
+    """The graph that a tracing state writes to."""
+    return state.graph() if callable(state.graph) else state.graph
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_off = 0
+_before = True
+
+
+@contextmanager
+def own_pass_off() -> Iterator[None]:
+    """torch's autocast pass is off for the process inside, however many threads are; afterwards it is as before."""
+    global _off, _before
+    with _lock:
+        if not _off:
+            _before = torch._C._jit_set_autocast_mode(False)
+        _off += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _off -= 1
+            if not _off:
+                torch._C._jit_set_autocast_mode(_before)
+
+
+def inline(graph: Any) -> None:
+    """Calls of functions and methods become their bodies, without the casts of torch's own pass."""
+    with own_pass_off():
+        torch._C._jit_pass_inline(graph)
+
+
+def simplify(graph: Any) -> None:
+    """What constants decide is decided, and lists that are taken apart at once are not made."""
+    torch._C._jit_pass_peephole(graph)
+    torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
+
+
+def forget_shapes(graph: Any) -> None:
+    """Values have the types that scripts give them: element types and sizes of a trace are forgotten."""
+    torch._C._jit_pass_erase_shape_information(graph)
+
+
+def drop_unused(graph: Any) -> None:
+    """What nothing reads goes."""
+    torch._C._jit_pass_dce(graph)
+
+
+# -- compiled modules and functions ------------------------------------------------------------------------------------
+
+
+def method_names(module: Any) -> list[str]:
+    """The names of a script module's compiled methods."""
+    return list(module._c._method_names())
+
+
+def compiled_method(module: Any, name: str) -> Any:
+    """A script module's compiled method."""
+    return module._c._get_method(name)
+
+
+def module_type(module: Any) -> Any:
+    """The compiled type of a script module."""
+    return module._c._type()
+
+
+def find_type(module: Any) -> str:
+    """The qualified name of a script module's compiled type."""
+    return str(module._c._type().qualified_name())
+
+
+compiler_lock = threading.RLock()
+"""TorchScript's compiler and its tracer keep state of the process: one thread at a time."""
+
+
+@contextmanager
+def compiler_replaced(get_closure: Wrap, try_compile_fn: Wrap) -> Iterator[None]:
+    """Around what the compiler asks of a function: the names that it sees, and its own script when it is called."""
+    why = "functions that are decorated with regions are compiled as scripts"
+    with held(_jit_internal, why, get_closure=get_closure), held(_recursive, why, try_compile_fn=try_compile_fn):
+        yield
+
+
+@contextmanager
+def parser_replaced(parse_def: Wrap) -> Iterator[None]:
+    """Around the parsing of a function's source. One thread at a time."""
+    with compiler_lock, held(frontend, "regions are written so that the compiler takes them", parse_def=parse_def):
+        yield
+
+
+@contextmanager
+def script_calls_replaced(of_function: Wrap, of_method: Wrap) -> Iterator[None]:
+    """Around the calls of script functions and methods."""
+    why = "traces cast the scripts that they call"
+    with held(ScriptFunction, why, __call__=of_function), held(ScriptMethod, why, __call__=of_method):
+        yield
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+
+def script_function(function: Callable[..., Any]) -> Any:
+    """A new script function, which nobody shares."""
+    definition = frontend.get_jit_def(function, function.__name__)
+    callback = _jit_internal.createResolutionCallbackFromClosure(function)
+    name = _jit_internal._qualified_name(function)
+    made = torch._C._jit_script_compile(name, definition, callback, frontend.get_default_args(function))
+    made.__doc__ = function.__doc__
+    return made
+
+
+def script_module(module: torch.nn.Module) -> Any:
+    """A new script module, whose types no other module shares."""
+    prepared = _script.call_prepare_scriptable_func(module)
+    return _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
+
+
+def add_script_class(python_class: type, source: type, name: str) -> None:
+    """Have TorchScript take `python_class` for what it compiles from `source`, under a qualified name."""
+    callback = _jit_internal.createResolutionCallbackForClassMethods(source)
+    compiled = _recursive._compile_and_register_class(source, callback, name)
+    torch.jit._state._add_script_class(python_class, compiled)
+
+
+def compiled_module(traced: Any) -> Any:
+    """The plain script module of a traced one, with the same compiled methods."""
+    return wrap_module(traced._c)

@@ -1,0 +1,56 @@
+"""Modules: what their calls go through, what is inside them, what changes their weights, what recomputes them."""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.nn import Module
+
+CALL = "_call_impl"
+"""The method of `torch.nn.Module` that every call of a module goes through."""
+
+
+def children(module: Module) -> dict[str, Module | None]:
+    """The modules inside one, by name."""
+    return module._modules
+
+
+def mutators() -> tuple[tuple[Any, str], ...]:
+    """Functions that change weights and that torch has no hooks for, as owner and name: loading a state_dict, moving or
+    converting a module, averaged models, vectors written into parameters.
+    """
+    vectors = torch.nn.utils.convert_parameters
+    return (
+        (Module, "load_state_dict"), (Module, "_apply"), (torch.optim.swa_utils.AveragedModel, "update_parameters"),
+        (torch.nn.utils, "vector_to_parameters"), (vectors, "vector_to_parameters"),
+        (vectors, "_check_param_device"),  # which it calls, whoever has imported it before
+    )  # fmt: skip
+
+
+def module_call_code() -> CodeType:
+    """The code of what runs when a module is called, as it is now: pins and rules about modules replace it."""
+    code: CodeType = getattr(Module, CALL).__code__
+    return code
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+CHECKPOINT_STATE = "_get_autocast_kwargs"
+"""What torch.utils.checkpoint asks at the forward for the autocast state to restore: keyword arguments of the device's
+region and of the cpu's.
+"""
+RECOMPUTING = ("recompute_fn", "backward")
+"""The functions of that file in which a forward is recomputed, without and with reentrant autograd."""
+
+
+def carried_state(frame: FrameType) -> Any:
+    """What the cpu's keyword arguments were at the forward that this frame recomputes; None if it recomputes none."""
+    code = frame.f_code
+    if code.co_filename != CHECKPOINT_FILE or code.co_name not in RECOMPUTING:
+        return None
+    found = frame.f_locals
+    return found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)

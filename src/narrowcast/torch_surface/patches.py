@@ -1,0 +1,156 @@
+"""Everything of torch that stands replaced: one table.
+
+Two classes. What is *held* is replaced for a while, by holders that come and go in any order on any thread: what they
+do is put around the original one by one, and with the last of them the attribute is what it was. What *stays* is
+replaced or registered for the process, at the first region, pin or recording and never at import, and passes on exactly
+what comes to it outside of ours (decisions 0005, 0015, 0020).
+
+Somebody else may replace the same attribute while ours stands. Then theirs stays on top when ours goes, and what they
+kept of ours only passes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+Function = Callable[..., Any]
+Wrap = Callable[[Function], Function]
+"""From what stood there to what is to stand there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A line of the table: what is replaced or registered now, for how long, and why. holders: 0 for what stays."""
+
+    what: str
+    why: str
+    holders: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """An attribute that is replaced for a while by `function`, which runs `chain`: all wraps around the original."""
+
+    owner: Any
+    name: str
+    original: Function
+    was_own: bool
+    why: list[str] = field(default_factory=list)
+    wraps: list[Wrap] = field(default_factory=list)
+    chain: Function = field(init=False)
+    function: Function = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chain = self.original
+
+        @functools.wraps(self.original)  # TorchScript compiles the source of the original, and looks at its name
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return self.chain(*args, **kwargs)
+
+        self.function = replaced
+
+    def make_chain(self) -> None:
+        """Put all wraps around the original, the first innermost."""
+        made = self.original
+        for wrap in self.wraps:
+            made = wrap(made)
+        self.chain = made
+
+
+_lock = threading.RLock()
+_held: list[_Held] = []
+_staying: dict[str, Standing] = {}
+
+
+@contextmanager
+def held(owner: Any, why: str, **wraps: Wrap) -> Iterator[None]:
+    """Attributes of a module or class are replaced inside: each by its wrap around what stood there."""
+    with ExitStack() as stack:
+        for name, wrap in wraps.items():
+            stack.callback(_let_go, _hold(owner, name, wrap, why), wrap, why)
+        yield
+
+
+def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _Held:
+    with _lock:
+        found = next((h for h in _held if h.owner is owner and h.name == name and _stands(h)), None)
+        if found is None:
+            found = _Held(owner, name, getattr(owner, name), name in vars(owner))
+            _held.append(found)
+            setattr(owner, name, found.function)
+        found.wraps.append(wrap)
+        found.why.append(why)
+        found.make_chain()
+        return found
+
+
+def _let_go(found: _Held, wrap: Wrap, why: str) -> None:
+    with _lock:
+        found.wraps.remove(wrap)
+        found.why.remove(why)
+        found.make_chain()
+        if found.wraps:
+            return
+        _held.remove(found)
+        if getattr(found.owner, found.name) is not found.function:
+            return  # somebody else stands on top, or has put back what was there before us
+        if found.was_own:
+            setattr(found.owner, found.name, found.original)
+        else:
+            delattr(found.owner, found.name)
+
+
+def _stands(found: _Held) -> bool:
+    """Whether our function is still there, alone or below what others have put around it by functools.wraps."""
+    current = getattr(found.owner, found.name)
+    while current is not found.function and hasattr(current, "__wrapped__"):
+        current = current.__wrapped__
+    return current is found.function
+
+
+def once(function: Callable[[], None]) -> Callable[[], None]:
+    """Run a function once for the process, whichever thread comes first; the others wait for it."""
+    done: list[None] = []
+
+    @functools.wraps(function)
+    def run() -> None:
+        if not done:
+            with _lock:
+                if not done:
+                    function()
+                    done.append(None)
+
+    return run
+
+
+def stay(owner: Any, name: str, wrap: Wrap, why: str) -> None:
+    """Replace an attribute of a module or class for the process. Done once, however often it is asked for."""
+    what = f"{_words(owner)}.{name}"
+    with _lock:
+        if what not in _staying:
+            setattr(owner, name, wrap(getattr(owner, name)))
+            _staying[what] = Standing(what, why)
+
+
+def note_staying(what: str, why: str) -> None:
+    """Note in the table what was registered with torch for the process."""
+    with _lock:
+        _staying.setdefault(what, Standing(what, why))
+
+
+def standing() -> tuple[Standing, ...]:
+    """The table as it is now: what is held first, then what stays, each in the order in which it came."""
+    with _lock:
+        held_now = [Standing(f"{_words(h.owner)}.{h.name}", "; ".join(h.why), len(h.wraps)) for h in _held]
+        return (*held_now, *_staying.values())
+
+
+def _words(owner: Any) -> str:
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return str(getattr(owner, "__name__", type(owner).__name__))
