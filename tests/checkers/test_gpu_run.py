@@ -198,3 +198,33 @@ def test_real_parts_run_on_the_cpu_in_small(tmp_path, part):
     assert done.returncode == 0, done.stdout[-3000:]
     outcome = json.loads((tmp_path / names(tmp_path)[0] / f"{part}.json").read_text())["outcome"]
     assert outcome == ("skipped" if part == "cuda-graphs" else "passed")
+
+
+BROKEN = """
+import time
+from dataclasses import replace
+from context import Context
+from parts import ops
+from same import differences
+import narrowcast as nc, torch
+
+assert differences({"a": torch.ones(2)}, {"a": torch.ones(2) + 1e-6})
+assert not differences({"a": torch.ones(2)}, {"a": torch.ones(2)})
+assert differences({"a": torch.ones(2)}, {"a": torch.ones(2).double()}) and differences({}, {"a": torch.ones(2)})
+sweep = ops.conformance_sweep()
+(info,) = [i for i in sweep.op_db if i.formatted_name == "mm"]
+context = Context("cpu", True, time.monotonic() + 100)
+rules = ops.mirror("cpu")
+assert not ops._one_op(context, sweep, info, rules)["differences"]
+wrong = rules.with_rules(nc.Rule("aten.mm", "full", override=True))
+assert ops._one_op(context, sweep, info, wrong)["differences"]
+"""
+
+
+@pytest.mark.slow
+def test_the_comparisons_see_what_differs():
+    """Shown values that differ in a bit, in a dtype, or are missing, and a policy with one wrong rule."""
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "benchmarks/gpu")))
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -37,8 +37,9 @@ def run(context: Context) -> None:
 def _race(context: Context, label: str, name: str, scale: str, trains: bool) -> None:
     with context.attempt(f"{label}: first call"):
         model, args = subjects.make(name, scale, context.device, trains)
-        # batch norms: what is compared has seen as many batches
-        model.eval()
+        for module in model.modules():  # not the whole: cuDNN's LSTM has a backward in training only
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()  # what is compared has seen as many batches
         made = nc.compile(model, dtype=BF16, device_type=context.device, goal="fast")
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as said, watch_graphs() as graphs:
