@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test conformance bench lint docs clean
+.PHONY: demo test conformance bench gpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -44,6 +44,11 @@ bench: .venv/.models
 	$(BIN)/python benchmarks/scripts.py
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/plot_placement.py
+
+# On a machine with CUDA, with the interpreter and the torch that are there: no .venv, no network. Goes on where the last
+# run ended: make gpu PYTHON=python3.12 ARGS="--budget 1500"
+gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""The parts: one file each, with a function that takes a Context."""

@@ -1,0 +1,46 @@
+"""The device's profile, as `narrowcast profile --device cuda` measures it; kept beside the results, to be shipped."""
+
+from __future__ import annotations
+
+import statistics
+
+from context import Context
+
+from narrowcast.costs.measure import device_now, measure
+from narrowcast.costs.profile import Profile
+from narrowcast.costs.show import rows_of
+from narrowcast.costs.sweep import sweep
+from narrowcast.files import replace_text
+
+
+def run(context: Context) -> None:
+    """Measure as much as there is time for, and say what low formats take beside fp32."""
+    seconds = 3.0 if context.small else min(240.0, context.left_s - 30)
+    profile = Profile(device_now(context.device))
+    groups = sweep(context.device)
+    with context.attempt("measured"):
+        count = measure(profile, groups, seconds)
+        wanted = sum(len(group) for group in groups)
+        known = sum(call.signature.text in profile.samples for group in groups for call in group)
+        context.data |= {"device": str(profile.device), "measured": count, "wanted": wanted}
+        enough = known >= (1 if context.small else 0.9 * wanted)
+        context.check("measured", "" if enough else f"{known} of {wanted} calls have a time")
+    context.data["low over fp32"] = ratios(profile)
+    replace_text(context.folder / "device-profile.json", profile.to_json())
+
+
+def ratios(profile: Profile) -> dict[str, dict[str, float]]:
+    """By family: the median over calls of a low format's time over fp32's, without and with the backward."""
+    found: dict[str, dict[str, float]] = {}
+    for family, calls in rows_of(profile).items():
+        for low in ("bf16", "fp16"):
+            for backward in (False, True):
+                pairs = [
+                    s[low].ns / s["fp32"].ns
+                    for _, s in calls
+                    if {low, "fp32"} <= set(s) and s[low].backward == backward
+                ]
+                if pairs:
+                    label = f"{low}, with backward" if backward else low
+                    found.setdefault(family, {})[label] = round(statistics.median(pairs), 3)
+    return found
