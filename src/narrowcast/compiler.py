@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,11 +18,17 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend
 from narrowcast.fx.backward import parse_backward
-from narrowcast.goals import CAST, Goal, as_goal
+from narrowcast.goals import CAST, FAST, Goal, as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import check_ops, tensors_in
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
-from narrowcast.torch_surface.dynamo import BackendCompilerFailed, OptimizedModule, inner_compiler, never_trace
+from narrowcast.torch_surface.dynamo import (
+    BackendCompilerFailed,
+    OptimizedModule,
+    inner_compiler,
+    missing_cpp_compiler,
+    never_trace,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,6 +95,9 @@ def compile(
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
     wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes)
+    if wanted.kind == FAST:  # it never raises where fp32 runs
+        chosen = chosen.repairing()
+        backend = _usable_backend(backend, device_type or _device_of(model))
     if wanted.weights != CAST:
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
     graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted)
@@ -108,6 +119,21 @@ def compile(
         return around.run(compiled, args, kwargs)
 
     return run
+
+
+def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:
+    """The backend, or one that needs no C++ compiler where there is none."""
+    if backend != "inductor" or device_type not in ("cpu", None):
+        return backend
+    missing = missing_cpp_compiler(os.environ.get("CXX"))
+    if not missing:
+        return backend
+    warnings.warn(
+        f"narrowcast: there is no C++ compiler for Inductor here ({missing}): graphs run op by op. Install one (g++), "
+        'or write backend="aot_eager"',
+        stacklevel=3,
+    )
+    return "aot_eager"
 
 
 class CompiledModule(OptimizedModule):  # type: ignore[misc]

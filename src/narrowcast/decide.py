@@ -8,10 +8,11 @@ Semantics of the actions that native autocast has: aten/src/ATen/autocast_mode.{
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.formats import Format, fp32, fp64, widest
-from narrowcast.policy import NOWHERE, Kind, Place, Policy, Rule
+from narrowcast.policy import NOWHERE, Kind, Lack, Place, Policy, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     if not region.enabled:
         return Plan(untouched)
     device = region.device_type
-    table = policy.resolve(device).table
+    resolved = policy.resolve(device)
+    table = resolved.table
     candidates = table.candidates(call.op, call.computes, call.direction)
     rule = None
     for r in candidates.whole:
@@ -139,13 +141,13 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
         for a in arguments
     ]
     overrides = _argument_rules(call, candidates.per_argument) if candidates.per_argument else ()
-    if rule is None and not overrides:
-        return Plan(untouched)
-    if rule is None:
-        plan = Plan(untouched)
-    else:
+    plan = Plan(untouched)
+    if rule is not None:
         plan = _apply(rule, call, _floats(call, device) if rule.is_exact else eligible, region.low)
-    return _override(plan, overrides, call, eligible, region) if overrides else plan
+    if overrides:
+        plan = _override(plan, overrides, call, eligible, region)
+    lacking = resolved.lacking.get(call.op) if resolved.lacks else None
+    return _repair(plan, lacking, call, eligible, resolved, region.low) if lacking else plan
 
 
 def _floats(call: Call, device: str) -> list[bool]:
@@ -191,8 +193,11 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
 _COMPARING = (Kind.INSIDE, Kind.ALIGN, Kind.PROMOTE)
 
 
-def _first_format(call: Call, eligible: list[bool]) -> Format | None:
-    return next((a.format for a, is_eligible in zip(call.arguments, eligible, strict=True) if is_eligible), None)
+def _first_format(call: Call, eligible: list[bool], planned: Sequence[Format | None] = ()) -> Format | None:
+    """The format of the first eligible argument, as it came, or as it is cast."""
+    cast = planned or (None,) * len(eligible)
+    arguments = zip(call.arguments, eligible, cast, strict=True)
+    return next((dst or a.format for a, is_eligible, dst in arguments if is_eligible), None)
 
 
 def _compare_later(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
@@ -239,6 +244,34 @@ def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
             refused = f"no format holds all of {kinds}" if len({a.format for a in floats}) > 1 else None
             return Plan((None,) * len(call.arguments), rule, shields=True, refused=refused)
     return Plan(_cast_all(destination, call, eligible), rule, computes_in=destination, shields=True)
+
+
+def _repair(
+    plan: Plan, lacking: dict[Format, Lack], call: Call, eligible: list[bool], policy: Policy, low: Format
+) -> Plan:
+    """The plan, unless the call would compute in a format that the device lacks: then fp32 on the inputs as they are,
+    and the results that were promised.
+    """
+    computes_in = plan.computes_in or _format_inside(lacking, call, policy, low)
+    if computes_in is None:
+        computes_in = _first_format(call, eligible, plan.formats)
+    lack = lacking.get(computes_in) if computes_in is not None and plan.refused is None else None
+    if lack is None:
+        return plan
+    promised = () if plan.output is not None else (Result("", computes_in),)
+    return Plan(
+        _cast_all(fp32, call, eligible), lack.rule, shields=True, computes_in=fp32,
+        argument_rules=tuple(row for row in plan.argument_rules if row[1].is_about_result),
+        results=(*promised, *plan.results),
+    )  # fmt: skip
+
+
+def _format_inside(lacking: dict[Format, Lack], call: Call, policy: Policy, low: Format) -> Format | None:
+    """The format of the op that the call is made of; None if no rule is about that one."""
+    inside = next((lack.inside for lack in lacking.values()), "")
+    rules = policy.table.candidates(inside, True).whole if inside else ()
+    action = next((rule.action for rule in rules if rule.matches_place(call.place)), None)
+    return None if action is None else {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: action.format}.get(action.kind)
 
 
 def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rule], ...]:

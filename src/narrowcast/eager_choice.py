@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
-from narrowcast.costs.measure import LARGEST_BYTES, Operand, accelerators, device_now, make_tensor
+from narrowcast.costs.measure import LARGEST_BYTES, Operand, device_now, make_tensor, random_state_kept
 from narrowcast.eager import autocast
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
@@ -113,7 +113,7 @@ def _eager_policy(calls: EagerCalls, region: autocast) -> Policy:
         if not _is_free(op_facts(op), policy):
             continue
         # an op may not take numbers of ours, or memory may be gone: then the policy holds
-        with suppress(Exception), torch.random.fork_rng(devices=accelerators()):
+        with suppress(Exception), random_state_kept():
             found += _raced(op, list(calls.kinds[op].values()), region, found)
     return region.policy.with_rules(found, name=f"{region.policy.name}, placed") if found else region.policy
 

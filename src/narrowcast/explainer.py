@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.abilities import slow_note
 from narrowcast.eager import autocast, record
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
@@ -139,6 +140,7 @@ def explain(
         ledger, ran_on, note = graph_ledger(graphs), "nothing was run", ""
     else:
         ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
+    ledger.notes.clear()  # said of the explanation as a whole
     if front_end in ("compile", "export"):
         graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
         found = graph_ledger(graphs)
@@ -146,6 +148,9 @@ def explain(
             differences = decision_differences(ledger, found)
         ledger, ran_on = _listed(ledger, ran_on, found, graphs)
         note = _sentences(note, eager)
+    computes = (formats.split(",") for formats in (kind.computes for kind in ledger.calls))
+    slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
+    note = _sentences(slow, note)
     return Explanation(
         subject=subject.name,
         device_type=device_type,

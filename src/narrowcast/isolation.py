@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from narrowcast.costs.measure import random_state_kept
 from narrowcast.torch_surface.dispatch import tree_map, without_modes
 from narrowcast.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
@@ -43,7 +44,7 @@ def isolated(
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     stand_in = _Faker(mode) if mode is not None else _share_weights
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(random_state_kept())
         if through is None:
             stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
         own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
@@ -159,7 +160,7 @@ def restored(model: Any) -> Iterator[None]:
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     kept = [(b, b.detach().clone()) for b in buffers]
     try:
-        with torch.random.fork_rng():
+        with random_state_kept():
             yield
     finally:
         _write_back(kept)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice
+from narrowcast.costs.measure import random_state_kept
 from narrowcast.errors import GoalError
 from narrowcast.formats import fp32
 from narrowcast.fx.candidates import HIGH, PLACED, POLICY
@@ -62,7 +63,7 @@ def choose_script(
     """
     sides: list[Side] = []
     wanted: list[Any] | None = None
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), random_state_kept():
         for name in (POLICY, *(n for n in policies if n != POLICY)):
             try:
                 made = make(policies[name], copy.deepcopy(model))
@@ -141,7 +142,7 @@ def _rules(placement: Placement, free: set[str]) -> list[Rule]:
 
 def _result_rules(model: torch.nn.Module, inputs: tuple[Any, ...], region: Any) -> list[Rule]:
     """Rules that give the model's results the formats that they have under its policy."""
-    with region, torch.no_grad(), torch.random.fork_rng():
+    with region, torch.no_grad(), random_state_kept():
         results = copy.deepcopy(model)(*copy.deepcopy(inputs))
     parts = {"": results} if isinstance(results, torch.Tensor) else {}
     if isinstance(results, (tuple, list)):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.measure import random_state_kept
 from narrowcast.eager import autocast
 from narrowcast.errors import GoalError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
@@ -96,8 +97,9 @@ def _placed_script(
             advice="Write nc.script(model, dtype=torch.bfloat16, goal='fast', example_inputs=(x,)).",
         )
     device_type = around_it["device_type"] or _device_of(target, inputs)
-    region = autocast(device_type, around_it["dtype"], around_it["enabled"], around_it["cache_enabled"], policy=policy)
-    policies = policies_for(target, inputs, as_policy(policy), region, device_type, goal)
+    chosen = as_policy(policy).repairing()  # it never raises where fp32 runs
+    region = autocast(device_type, around_it["dtype"], around_it["enabled"], around_it["cache_enabled"], policy=chosen)
+    policies = policies_for(target, inputs, chosen, region, device_type, goal)
     made, choice = choose_script(
         lambda chosen, module: script(module, policy=chosen, **around_it), target, policies, inputs, goal.verify
     )
@@ -244,7 +246,7 @@ def _casting_composites(region: autocast) -> autocast:
 def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:
     """ScriptWarning if the trace gives something else than the code that was traced."""
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), random_state_kept():
         torch.manual_seed(0)
         expected = tensors_in(target(*copy.deepcopy(inputs)))
         torch.manual_seed(0)

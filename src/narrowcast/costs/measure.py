@@ -10,8 +10,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,7 +74,8 @@ def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
     """The device of this machine on which models run. Call it again after changing the number of threads."""
     if device_type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        return Device("cuda", torch.cuda.get_device_name(), (f"sm_{major}{minor}",), 1, torch.__version__)
+        cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")
+        return Device("cuda", torch.cuda.get_device_name(), cuda_units, 1, torch.__version__)
     if device_type not in ("cpu", "cuda"):
         return Device(device_type, device_type, (), 1, torch.__version__)
     count = threads if threads is not None else torch.get_num_threads()
@@ -147,7 +148,7 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
     prepared: list[tuple[Measurable, list[Call]]] = []
     # whoever asks may be tracing, on fake tensors
     with (
-        without_modes(), torch.random.fork_rng(devices=accelerators()), autocast_off(),
+        without_modes(), random_state_kept(), autocast_off(),
         own_saved_tensors(),
     ):  # fmt: skip
         for call in group:
@@ -167,9 +168,29 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
     return len(prepared)
 
 
-def accelerators() -> list[int]:
-    """Those whose random numbers are in use."""
-    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Random numbers drawn inside, on the cpu and on the accelerator in use, are not missing afterwards."""
+    device = accelerator_in_use()
+    if device is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
+            yield
+
+
+def accelerator_in_use() -> torch.device | None:
+    """The accelerator of this process, with its current index; None where nothing has used it yet."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not getattr(torch.get_device_module(found), "is_initialized", lambda: True)():
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may wait for the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
@@ -230,9 +251,9 @@ def _same(tensor: Any) -> Any:
 
 
 def synchronize() -> None:
-    """Wait for an accelerator that is in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    """Wait for the accelerator, whichever it is, if it is in use."""
+    if accelerator_in_use() is not None:
+        torch.accelerator.synchronize()
 
 
 def _prepare(call: Measurable) -> list[Call]:

@@ -17,6 +17,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 
+from narrowcast.capabilities import Ability
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.files import is_there, replace_text
 
@@ -68,17 +69,22 @@ class Sample:
 
 @dataclass(slots=True)
 class Profile:
-    """The samples of one device by signature text. path: where it was read from or will be written; None in memory."""
+    """The samples of one device by signature text, and what it can do by op, format and direction.
+
+    path: where it was read from or will be written; None in memory.
+    """
 
     device: Device
     samples: dict[str, Sample] = field(default_factory=dict)
     path: Path | None = None
+    abilities: dict[str, Ability] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of the file."""
         data = {
             "schema": SCHEMA,
             "device": asdict(self.device),
+            "abilities": [self.abilities[key].to_data() for key in sorted(self.abilities)],
             "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
         }
         return json.dumps(data, indent=1) + "\n"
@@ -95,7 +101,8 @@ class Profile:
             device = dict(data["device"])
             device["units"] = tuple(device["units"])
             samples = {str(key): _sample(value) for key, value in data["samples"].items()}
-            return Profile(Device(**device), samples)
+            abilities = [Ability(**found) for found in data.get("abilities", ())]
+            return Profile(Device(**device), samples, abilities={a.key: a for a in abilities})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ProfileError):
                 raise
@@ -146,6 +153,7 @@ class Profile:
                 advice="Save it under another name.",
             )
         self.samples = {**there.samples, **self.samples}
+        self.abilities = {**there.abilities, **self.abilities}
 
 
 def load_profile(device: Device) -> Profile:

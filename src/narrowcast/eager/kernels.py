@@ -88,7 +88,7 @@ class Kernel:
         decided = region.prepared.plans.get(key)
         if decided is not None:
             return decided
-        depends_on_place = region.prepared.policy.table.candidates(self.facts.id, self.facts.computes).depends_on_place
+        depends_on_place = region.prepared.policy.asks_where(self.facts.id, self.facts.computes)
         if depends_on_place and place is NOWHERE:
             place = self._place()
         slots = slots_of(self.facts, args, kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.abilities import slow_note
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
 from narrowcast.eager.caching import follow_mutators
@@ -29,12 +30,11 @@ from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Place, Policy
 from narrowcast.regions.place import find_place
-from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, op_facts, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.torch_surface.dispatch import TO_COPY, OpOverload, TorchDispatchMode, version_of
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
-_TO_COPY = TO_COPY
 _DETACH = torch.ops.aten.detach.default
 _UNLISTED = "runs as its inputs are"
 
@@ -85,6 +85,7 @@ class Recorder(TorchDispatchMode):
         self._labels: dict[int, str] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._forward_casts: dict[int, Cast] = {}
+        self._noted: set[Format] = set()
 
     @property
     def _state(self) -> ThreadState:
@@ -108,8 +109,19 @@ class Recorder(TorchDispatchMode):
             for rule in plan.rules:
                 label = self._labels.get(id(rule)) or self._labels.setdefault(id(rule), rule.label)
                 self.ledger.count_match(label, call.place.module_path)
+            self._note_slow(plan, tensors)
             self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])
         state.calls.append(Watched(call, came, [f is None for f in plan.formats], widens, again))
+
+    def _note_slow(self, plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> None:
+        """Say once what a low format costs here, when the first call computes in it."""
+        low = plan.computes_in
+        if low is None or low.bits > 16 or low in self._noted:
+            return
+        self._noted.add(low)
+        first = next((t for _, t in tensors if t is not None), None)
+        if first is not None and type(first) in (torch.Tensor, torch.nn.Parameter):
+            self.ledger.note(slow_note(first.device.type, low))
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
@@ -199,7 +211,7 @@ class Recorder(TorchDispatchMode):
         self._note_made(results)
         if not on and current_autograd_node() is None and not self._state.calls:
             self.adviser.passed_on(arguments, results)
-        if not results or (func is _TO_COPY and self._see_cast(args[0], result)):
+        if not results or (func is TO_COPY and self._see_cast(args[0], result)):
             return result
         moved = bytes_of(arguments) + bytes_of(results)
         calls = self._state.calls
@@ -209,7 +221,7 @@ class Recorder(TorchDispatchMode):
             came = format_names([t.dtype for t in arguments])
             place = find_place(with_names=False)
             if on and current_autograd_node() is None:
-                if func is _TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
+                if func is TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
                     self.adviser.converted()
                 elif facts.computes:
                     self.adviser.gave(facts, results, place)

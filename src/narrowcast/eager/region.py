@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from narrowcast.costs.abilities import fitted
 from narrowcast.decide import Region
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.registered import install
@@ -18,6 +19,7 @@ from narrowcast.eager.watch import region_watchers, tell_entered, tell_left
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
+from narrowcast.regions.failures import note_failure
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, hold, mark, note_exported
 from narrowcast.regions.native_state import NativeState, enter_native, leave_native
@@ -171,6 +173,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             region.identity.hand_over(later)
         elif region.identity is not None:
             region.identity.restore()
+        if exc_val is not None:
+            note_failure(exc_val, self.device)
         if region_watchers:
             tell_left(self, exc_type is not None)
         if region.before is not None:
@@ -331,7 +335,7 @@ def _prepared(policy: Policy, facts: Region, grade: str, limit_bytes: int | None
 def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None) -> Prepared:
     if facts.device_type not in DEVICE_TYPES:
         return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
-    resolved = policy.resolve(facts.device_type)
+    resolved = fitted(policy, facts.device_type)
     ops = changed_ops(resolved, facts.device_type)
     if grade in CHECKED:  # whatever casts weights is cast by us
         lowering = [find_op(r.op) for r in resolved.rules if r.action.kind is Kind.LOWER and not r.is_pattern]
@@ -347,11 +351,12 @@ def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:
     for rule in policy.rules:
         if rule not in known:
             ops.update(dict.fromkeys(ops_of(rule)))
+    ops.update({op: None for identity in policy.lacking if (op := find_op(identity)) is not None})
     changed = []
     for op in ops:
         facts = op_facts(op)
         ours = policy.table.candidates(facts.id, facts.computes)
-        if ours != native.table.candidates(facts.id, facts.computes):
+        if facts.id in policy.lacking or ours != native.table.candidates(facts.id, facts.computes):
             changed.append(op)
     return tuple(changed)
 

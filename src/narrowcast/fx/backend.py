@@ -38,6 +38,7 @@ from narrowcast.fx.placing import Placed, compile_placed, place_graph, with_weig
 from narrowcast.fx.resting import Resting, rest_weights, weight_positions, with_stand_ins
 from narrowcast.goals import CAST, WORKING, Goal, as_goal
 from narrowcast.policy import Policy
+from narrowcast.regions.failures import note_failure
 from narrowcast.regions.marks import MARKS
 from narrowcast.report import CompiledGraph
 from narrowcast.torch_surface.dynamo import InductorCompiler, begins_again, functorch_config, inner_compiler
@@ -106,12 +107,17 @@ class GraphBackend:
             return self._fall_back(graph, inputs, report, error)
         choice = self.backward
         elsewhere = find_elsewhere(graph, explicit)
+        device_type = next((r.facts.device_type for r in explicit.reading.program.regions), "cpu")
 
         def run(*args: Any) -> Any:
             if elsewhere is not None and elsewhere.is_elsewhere():
                 return elsewhere.run(*args)
-            with autocast_off():
-                results = compiled(*args)
+            try:
+                with autocast_off():
+                    results = compiled(*args)
+            except RuntimeError as error:
+                note_failure(error, device_type)
+                raise
             if torch.is_grad_enabled():
                 watch_backward(results, expected, choice)
             return results

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice
-from narrowcast.costs.measure import own_saved_tensors, synchronize
+from narrowcast.costs.measure import is_capturing, own_saved_tensors, random_state_kept, synchronize
 from narrowcast.torch_bridge import tensors_in
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 
@@ -60,8 +60,8 @@ class Choosing:
     def __call__(self, *args: Any) -> Any:
         """The graph's results."""
         if self.chosen is None:
-            if count_dispatch_modes() or _timing.on:
-                return self.sides[0].run(*args)  # recorded, on fake tensors, or a recomputation: no time that says much
+            if count_dispatch_modes() or _timing.on or is_capturing():
+                return self.sides[0].run(*args)  # recorded, on fake tensors, recomputed, captured: no time says much
             with self.lock:
                 if self.chosen is None:
                     self._choose(args)
@@ -92,7 +92,6 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
     """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt."""
     start = time.perf_counter()
     trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    devices = sorted({a.device.index or 0 for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"})
     own = {side.name: [_own(a, n in written, trains) for n, a in enumerate(args)] for side in sides}
     homes = {name: {n: _stretch(copies[n]) for n in written} for name, copies in own.items()}
 
@@ -109,7 +108,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
         return statistics.median(run(side) for _ in range(calls))
 
     # whoever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
-    with torch.random.fork_rng(devices=devices), own_saved_tensors():
+    with random_state_kept(), own_saved_tensors():
         once = _usable(sides, run)
         sides = [side for side in sides if side.name in once]
         calls = {name: max(1, min(MOST_CALLS, round(ROUND_NS / ns))) for name, ns in once.items()}

@@ -42,7 +42,8 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
                 continue
             found = region.prepared.for_graphs.policy.table.candidates(facts.id, facts.computes)
             place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
-            if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
+            lacks = facts.id in region.prepared.for_graphs.policy.lacking
+            if lacks or any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
                 return NotImplemented
             return inside(*args, **kwargs)
         return NotImplemented

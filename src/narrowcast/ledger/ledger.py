@@ -64,7 +64,8 @@ class Ledger:
     """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
 
     advice: how often each piece of it came up. matches: for each rule that decided something, by its text, the modules
-    in which it did, and how many calls.
+    in which it did, and how many calls. notes: what is to be said of the run as a whole, such as that the low format
+    has no fast units here.
     """
 
     casts: list[Cast] = field(default_factory=list)
@@ -73,6 +74,12 @@ class Ledger:
     edits: list[EditRecord] = field(default_factory=list)
     advice: dict[Advice, int] = field(default_factory=dict)
     matches: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, sentence: str) -> None:
+        """Say something about the run as a whole, once."""
+        if sentence and sentence not in self.notes:
+            self.notes.append(sentence)
 
     def count_match(self, rule: str, module_path: str) -> None:
         """Add one call that a rule decided, or decided an argument of."""
@@ -125,6 +132,8 @@ class Ledger:
             merged.casts += ledger.casts
             merged.refusals += ledger.refusals
             merged.edits += ledger.edits
+            for note in ledger.notes:
+                merged.note(note)
             for advice, times in ledger.advice.items():
                 merged.advice[advice] = merged.advice.get(advice, 0) + times
             for rule, modules in ledger.matches.items():
@@ -156,6 +165,7 @@ class Ledger:
             "edits": [asdict(e) for e in self.edits],
             "advice": [{**asdict(advice), "times": times} for advice, times in self.advice.items()],
             "matches": self.matches,
+            "notes": self.notes,
         }
         return json.dumps(data, indent=indent)
 
@@ -177,6 +187,7 @@ class Ledger:
             )
             ledger.edits = [_record(EditRecord, row) for row in data.get("edits", ())]  # added later than the rest
             ledger.advice = {_record(Advice, row): row["times"] for row in data.get("advice", ())}
+            ledger.notes = [str(note) for note in data.get("notes", ())]
             ledger.matches = {rule: dict(modules) for rule, modules in data.get("matches", {}).items()}
             for row in data["calls"]:
                 ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 def ledger_text(ledger: Ledger) -> str:
     """All casts and refusals as plain text."""
     casts = cast_table(f"{len(ledger.casts)} casts", ledger.casts)
-    return as_text([totals_line(ledger), casts, *refusals(ledger), *advice_parts(ledger)])
+    return as_text(
+        [
+            *(f"  {escape(note)}" for note in ledger.notes),
+            totals_line(ledger),
+            casts,
+            *refusals(ledger),
+            *advice_parts(ledger),
+        ]
+    )
 
 
 def totals_line(ledger: Ledger) -> str:

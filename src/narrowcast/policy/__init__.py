@@ -1,6 +1,7 @@
 """Policies: rules as data, their precedence, their TOML text form and their lint."""
 
 from narrowcast.policy.known_ops import known_ops
+from narrowcast.policy.lacks import Lack
 from narrowcast.policy.lint import Finding, lint_policy
 from narrowcast.policy.policy import (
     CACHES,
@@ -39,6 +40,7 @@ __all__ = [
     "Candidates",
     "Finding",
     "Kind",
+    "Lack",
     "Place",
     "Policy",
     "Rule",

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 from packaging.specifiers import SpecifierSet
 
 from narrowcast.errors import NarrowcastError, Origin, PolicyConflictError, PolicyError
+from narrowcast.formats import Format
+from narrowcast.policy.lacks import FULL, RAISE, UNSUPPORTED, Lack
 from narrowcast.policy.rules import Rule
 from narrowcast.policy.table import Table
 
@@ -45,6 +47,10 @@ class Policy:
     the region's device type), `native:cuda` (for that device type), or `safe`. `cache` is `native` (torch's weight
     cache, as `cache_enabled` asks), `off` (weights are cast at every use), or None (as in what it extends).
 
+    `unsupported` says what becomes of a call in a format that the device lacks: `raise` (the device's own error),
+    `full` (it runs in fp32, and its results have the promised format), or None (as in what it extends, or `raise`).
+    `lacks` is what the device lacks, once the policy was fitted to one.
+
     Two policies are equal when they decide alike: names, reasons and comments take no part.
     """
 
@@ -53,12 +59,20 @@ class Policy:
     extends: tuple[str, ...] = ()
     description: str = field(default="", compare=False)
     cache: str | None = None
+    unsupported: str | None = None
+    lacks: tuple[Lack, ...] | None = None
     text: str | None = field(default=None, compare=False, repr=False)
     text_layers: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.cache is not None and self.cache not in CACHES:
             raise PolicyError(asked=f"cache {self.cache!r}", found="no such cache", advice=f"Write one of: {CACHES}.")
+        if self.unsupported is not None and self.unsupported not in UNSUPPORTED:
+            raise PolicyError(
+                asked=f"unsupported {self.unsupported!r}",
+                found="no such choice",
+                advice=f"Write one of: {UNSUPPORTED}.",
+            )
         for name in self.extends:
             check_builtin_name(name)
         for layer in self.layers:
@@ -134,6 +148,7 @@ class Policy:
             extends=self.extends + extra,
             description=self.description or other.description,
             cache=other.cache or self.cache,
+            unsupported=other.unsupported or self.unsupported,
         )
 
     def resolve(self, device_type: str) -> Policy:
@@ -154,7 +169,29 @@ class Policy:
             found = _memories[key] = _Memory()
         return found
 
+    def without(self, lacks: Iterable[Lack]) -> Policy:
+        """This policy for a device that lacks these; what it lacks already stays."""
+        return replace(self, lacks=tuple(lacks))
+
+    def repairing(self) -> Policy:
+        """This policy, with what the device lacks run in fp32."""
+        return self if self.resolve("cpu").unsupported == FULL else replace(self, unsupported=FULL)
+
     # -- questions
+
+    @cached_property
+    def lacking(self) -> dict[str, dict[Format, Lack]]:
+        """What the device lacks: by op, by format."""
+        found: dict[str, dict[Format, Lack]] = {}
+        for lack in self.lacks or ():
+            found.setdefault(lack.op, {})[lack.format] = lack
+        return found
+
+    def asks_where(self, op: str, takes_patterns: bool) -> bool:
+        """Whether what becomes of a call of this op depends on the place of the call. Of a resolved policy."""
+        inside = [lack.inside for lack in self.lacking.get(op, {}).values() if lack.inside]
+        asked = [(op, takes_patterns), *((name, True) for name in inside)]
+        return any(self.table.candidates(*each).depends_on_place for each in asked)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -170,6 +207,9 @@ class Policy:
     def digest(self) -> str:
         """64 hexadecimal digits that change when, and only when, a rule, its order or the cache setting does."""
         lines = [f"cache={self.cache}", *(f"extends={name}" for name in self.extends)]
+        if self.unsupported is not None:
+            lines.append(f"unsupported={self.unsupported}")
+        lines += [f"lacks={lack.op} {lack.format}" for lack in self.lacks or ()]
         for number, layer in enumerate(self.layers):
             lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for rule in layer]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -177,7 +217,7 @@ class Policy:
     @cached_property
     def wording(self) -> str:
         """A digest of all that the digest leaves out: names, reasons, sources, places in files."""
-        lines = [self.name, self.description]
+        lines = [self.name, self.description, *(lack.reason for lack in self.lacks or ())]
         lines += [f"{rule.reason}|{rule.source}|{rule.origin}" for rule in self.rules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -204,7 +244,8 @@ class Policy:
     @property
     def is_native(self) -> bool:
         """Whether this is torch's own behaviour, neither more nor less."""
-        return self.extends == ("native",) and not self.layers and self.cache in (None, "native")
+        plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and not self.lacks
+        return self.extends == ("native",) and not self.layers and plain
 
     @cached_property
     def has_open_patterns(self) -> bool:
@@ -353,9 +394,12 @@ def _resolve(policy: Policy, device_type: str) -> Policy:
         below += [layer for layer in base.layers if layer not in below]
     caches = [load_builtin(name).cache for name in policy.extends if name != "native"]
     cache = policy.cache or next((c for c in caches if c is not None), None)
+    chosen = [load_builtin(name).unsupported for name in policy.extends if name != "native"]
+    unsupported = policy.unsupported or next((c for c in chosen if c is not None), None)
     return replace(
-        policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, text=None, text_layers=0
-    )
+        policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, unsupported=unsupported, text=None,
+        text_layers=0,
+    )  # fmt: skip
 
 
 def _check_layer(layer: tuple[Rule, ...]) -> None:

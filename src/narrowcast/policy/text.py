@@ -3,6 +3,7 @@
     name = "train-bf16"
     extends = "native"          # or "safe", "native:cuda", "other-file.toml", or a list of these
     cache = "native"            # or "off"
+    unsupported = "raise"       # or "full": what becomes of a call in a format that the device lacks
 
     [[rule]]
     op = "aten.softmax"         # or a list of ops
@@ -33,7 +34,8 @@ from narrowcast.policy.policy import Policy, with_origin
 from narrowcast.policy.rules import Rule, did_you_mean, parse_action
 
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
-    "name": str, "extends": (str, list), "description": str, "cache": str, "rule": list, "layer": list,
+    "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str,
+    "rule": list, "layer": list,
 }  # fmt: skip
 # what such a list holds
 _LISTS: dict[str, type] = {"extends": str, "op": str, "class": str, "argument": str, "rule": dict, "layer": dict}
@@ -112,13 +114,14 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
             extends=tuple(n for n in names if not n.endswith(".toml")),
             description=data.get("description", ""),
             cache=data.get("cache"),
+            unsupported=data.get("unsupported"),
             text=None if below else text,
             text_layers=sum(1 for layer in layers if layer),
         )
     except NarrowcastError as error:
         if error.where:
             raise
-        key = "cache" if "cache" in error.asked else "extends"
+        key = next((key for key in ("cache", "unsupported") if error.asked.startswith(key)), "extends")
         raise with_origin(error, Origin(file, head.line_of(key))) from None
     for base in reversed(below):
         policy = replace(base.merge(policy), name=policy.name, description=policy.description)
@@ -133,8 +136,9 @@ def print_policy(policy: Policy) -> str:
     if policy.text is not None:
         if document.get("name") != policy.name:
             document["name"] = policy.name
-        if policy.cache is not None and document.get("cache") != policy.cache:
-            document["cache"] = policy.cache
+        for key, value in (("cache", policy.cache), ("unsupported", policy.unsupported)):
+            if value is not None and document.get(key) != value:
+                document[key] = value
     if later and done == 0 and "rule" not in document:
         document["rule"] = _array_of_rules(later.pop(0))
     if later:
@@ -160,8 +164,9 @@ def _header(policy: Policy) -> tomlkit.TOMLDocument:
         document["description"] = policy.description
     if policy.extends:
         document["extends"] = policy.extends[0] if len(policy.extends) == 1 else list(policy.extends)
-    if policy.cache is not None:
-        document["cache"] = policy.cache
+    for key, value in (("cache", policy.cache), ("unsupported", policy.unsupported)):
+        if value is not None:
+            document[key] = value
     return document
 
 

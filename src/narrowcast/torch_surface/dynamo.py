@@ -6,9 +6,11 @@ Importing Dynamo takes a second: only what runs it already does, so its classes 
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,6 +113,18 @@ def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def begins_again(error: Exception) -> bool:
     """Whether a compiler asks Dynamo with this exception to trace anew: it is nobody's failure, and Dynamo's to see."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
+@cache
+def missing_cpp_compiler(named: str | None) -> str:
+    """Why Inductor finds no C++ compiler, first line; empty where it finds one. named: the variable CXX, as it is."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return "" if shutil.which(compiler) else f"{compiler} is not there"
 
 
 def forget_compiled_code() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.abilities import fitted
 from narrowcast.errors import ScriptError
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import NOWHERE, Place, Policy, as_policy, known_policy
@@ -114,7 +115,7 @@ def policy_of(scope: Scope) -> Policy:
     """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
     chosen = _named(scope.policy) if scope.policy else Policy.native(scope.device_type)
     check_ops(chosen)
-    return chosen.resolve(scope.device_type)
+    return fitted(chosen, scope.device_type)
 
 
 def attribute_of(value: Any, module: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from narrowcast.passes import Outcome
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import Program
+from narrowcast.regions.failures import note_failure
 from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
 from narrowcast.torch_bridge import DTYPES
@@ -65,6 +66,14 @@ class Method:
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
+        try:
+            return self._run(plain, args, kwargs)
+        except RuntimeError as error:
+            for device_type in (*self.around, "cpu")[:1]:
+                note_failure(error, device_type)
+            raise
+
+    def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ambient = any_autocast()
         if not ambient and not self.called:
             with _eager_gradients():

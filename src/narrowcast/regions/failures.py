@@ -1,0 +1,61 @@
+"""What torch raises because a device lacks something, with a note: which call it was, and what avoids it.
+
+Asked only once an error is on its way out of a region, a compiled graph or a script.
+"""
+
+from __future__ import annotations
+
+import re
+from types import FrameType, TracebackType
+
+from narrowcast.capabilities import RAISES, device_label, short_name
+from narrowcast.costs.abilities import capabilities
+from narrowcast.costs.measure import device_now
+from narrowcast.errors import NarrowcastError
+from narrowcast.regions.place import find_place
+
+_MARK = "narrowcast: "
+_NO_KERNEL = re.compile(r'"(?P<kernel>\w+)" not implemented for \'(?P<type>BFloat16|Half)\'')
+_NAMES = {"BFloat16": "bf16", "Half": "fp16"}
+
+
+def note_failure(error: BaseException, device_type: str) -> None:
+    """Add the note to an error that the device raised for want of a kernel; nothing to any other."""
+    if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or _has_note(error):
+        return
+    said = _what(str(error).strip().partition("\n")[0], device_type)
+    if said is None:
+        return
+    lacks, rule = said
+    place = find_place(frame=_innermost(error.__traceback__))
+    where = " in " + place.module_path if place.module_path else ""
+    line = f", {place.file}:{place.line}" if place.file else ""
+    error.add_note(
+        f"{_MARK}{lacks}{where}{line}.\n"
+        f'  policy="safe" runs what the device lacks in fp32, with the results that were promised; so does a rule:\n'
+        f"  {rule}"
+    )
+
+
+def _has_note(error: BaseException) -> bool:
+    return any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
+
+
+def _what(first_line: str, device_type: str) -> tuple[str, str] | None:
+    """What the device lacks, and the rule that avoids it; None if that is not what it says."""
+    found = capabilities(device_type)
+    ability = next((a for a in found.abilities if a.state == RAISES and a.error and a.error == first_line), None)
+    if ability is not None:
+        lacks = f"{found.device} has no {ability.format} {short_name(ability.op)} ({ability.op})"
+        return lacks, f'nc.Rule("{ability.op}", "full")'
+    missing = _NO_KERNEL.search(first_line)
+    if missing is not None:
+        lacks = f"{device_label(device_type, device_now(device_type).units)} has no {_NAMES[missing['type']]} kernel"
+        return f"{lacks} {missing['kernel']}", 'nc.Rule("aten.<the op>", "inside"), with the op that nc.record() names'
+    return None
+
+
+def _innermost(traceback: TracebackType | None) -> FrameType | None:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame if traceback is not None else None
