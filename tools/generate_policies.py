@@ -28,7 +28,7 @@ GONE = {
     "aten.prod.dim_Dimname": "fp32_set_opt_dtype", "aten.softmax.Dimname": "fp32_set_opt_dtype",
     "aten.log_softmax.Dimname": "fp32_set_opt_dtype", "aten.cumprod.dimname": "fp32_set_opt_dtype",
     "aten.cumsum.dimname": "fp32_set_opt_dtype", "aten.sum.dim_DimnameList": "fp32_set_opt_dtype",
-    "aten.index_copy.dimname": "promote", "aten.norm.names_dtype_out": "fp32", "aten.std.names_dim": "fp32",
+    "aten.index_copy.dimname": "promote",
 }  # fmt: skip
 EXTRA = {"cuda": {"aten._cudnn_rnn.default": ("lower", "AutocastRNN.cpp casts input, states and weights")}}
 

@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from narrowcast.formats import Format, parse_format
-from narrowcast.policy import Lack
+from narrowcast.policy import Lack, installed_torch
 
 RUNS, RAISES, EMULATED = "runs", "raises", "emulated"
 STATES = (RUNS, RAISES, EMULATED)
@@ -98,6 +100,22 @@ def shipped_capabilities(device_type: str, units: tuple[str, ...]) -> Capabiliti
         if row["type"] == device_type and not set(row.get("without", ())) & set(units_in_use(units)):
             return Capabilities(label, tuple(_abilities(row)))
     return Capabilities(label)
+
+
+@cache
+def missing_kernels(device_type: str) -> tuple[Lack, ...]:
+    """Ops that the installed torch has no kernel for in a low format, on any device of this type."""
+    file = Path(__file__).parent / "policy" / "builtin" / f"lacks_{device_type}.toml"
+    if not file.is_file():
+        return ()
+    version = installed_torch().partition("+")[0]
+    rows = tomllib.loads(file.read_text(encoding="utf-8"))["lack"]
+    return tuple(
+        Lack(op, parse_format(row["format"]), f"{device_type} has no {row['format']} kernel for {short_name(op)}")
+        for row in rows
+        if "torch" not in row or SpecifierSet(row["torch"]).contains(version, prereleases=True)
+        for op in row["op"]
+    )
 
 
 def _abilities(row: Mapping[str, Any]) -> Iterable[Ability]:

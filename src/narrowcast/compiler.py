@@ -16,7 +16,7 @@ from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager_choice import is_raced, run_watched
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.fx.backend import GraphBackend
+from narrowcast.fx.backend import GraphBackend, register
 from narrowcast.fx.backward import parse_backward
 from narrowcast.goals import CAST, FAST, Goal, as_goal
 from narrowcast.policy import Policy, as_policy
@@ -100,6 +100,7 @@ def compile(
         backend = _usable_backend(backend, device_type or _device_of(model))
     if wanted.weights != CAST:
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
+    register()
     graphs = GraphBackend(inner_compiler(backend, mode, options, dynamic), parse_backward(backward), rules, wanted)
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
     around = _Compiled()

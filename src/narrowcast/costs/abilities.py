@@ -22,6 +22,7 @@ from narrowcast.capabilities import (
     Ability,
     Capabilities,
     device_label,
+    missing_kernels,
     shipped_capabilities,
 )
 from narrowcast.costs.measure import device_now, is_capturing, synchronize
@@ -35,8 +36,9 @@ from narrowcast.policy.lacks import FULL
 from narrowcast.torch_bridge import DTYPES, op_id
 
 LOW = (bf16, fp16)
+BACKWARD_KNOWN = ("aten.mm.default", "backward")
 PROBE_SECONDS = 0.1
-_known: dict[tuple[Device, bool], Capabilities] = {}
+_known: dict[tuple[Device, bool, bool], Capabilities] = {}
 _slow: dict[tuple[Device, bool, Format], dict[str, float]] = {}
 _lock = threading.Lock()
 
@@ -46,19 +48,22 @@ def fitted(policy: Policy, device_type: str) -> Policy:
     resolved = policy.resolve(device_type)
     if resolved.unsupported != FULL or resolved.lacks is not None:
         return resolved
-    lacks = capabilities(device_type).lacks
+    lacks = (*capabilities(device_type).lacks, *missing_kernels(device_type))
     found: Policy | None = resolved.memory.get(lacks)
     if found is None:
         found = resolved.memory[lacks] = resolved.without(lacks)
     return found
 
 
-def capabilities(device_type: str) -> Capabilities:
-    """What the device runs and refuses. Of one that is not here, what is known of its kind."""
+def capabilities(device_type: str, backward: bool = False) -> Capabilities:
+    """What the device runs and refuses. Of one that is not here, what is known of its kind.
+
+    backward: backwards are asked about, too, if the profile does not know of them; the first one takes a while.
+    """
     device = device_now(device_type)
     if not _is_here(device_type):
         return shipped_capabilities(device_type, device.units)
-    key = (device, _uses_onednn())
+    key = (device, _uses_onednn(), backward)
     found = _known.get(key)
     if found is None:
         if is_capturing():
@@ -66,7 +71,7 @@ def capabilities(device_type: str) -> Capabilities:
         with _lock:
             found = _known.get(key)
             if found is None:
-                found = _known[key] = _ask(device, keeps=_uses_onednn())
+                found = _known[key] = _ask(device, _uses_onednn(), backward)
     return found
 
 
@@ -79,15 +84,15 @@ def _is_here(device_type: str) -> bool:
     return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
 
 
-def _ask(device: Device, keeps: bool) -> Capabilities:
+def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
     """What the profile has, or what the device answers."""
     label = device_label(device.type, device.units)
     profile = load_profile(device) if keeps else Profile(device)
     kept = [profile.abilities[key] for key in sorted(profile.abilities)]
-    wanted = {op_id(op) for op in _ops(device.type)}
-    if {ability.op for ability in kept} >= wanted:
+    known = {(ability.op, ability.direction) for ability in kept}
+    if known >= {(op_id(op), "forward") for op in _ops(device.type)} and (BACKWARD_KNOWN in known or not backward):
         return Capabilities(label, tuple(kept))
-    asked = tuple(_on_a_thread_of_its_own(lambda: list(_answers(device.type))))
+    asked = tuple(_on_a_thread_of_its_own(lambda: list(_answers(device.type, backward))))
     if keeps:
         profile.abilities.update({ability.key: ability for ability in asked})
         keep_quietly(profile)
@@ -112,12 +117,12 @@ def _ops(device_type: str) -> list[Any]:
     return [op for op in SMALLEST if device_type == "cpu" or op not in CPU_ALONE]
 
 
-def _answers(device_type: str) -> Iterator[Ability]:
+def _answers(device_type: str, backward: bool) -> Iterator[Ability]:
     """Each op in each low format, forward, and with its backward where fp32 has one."""
     for op in _ops(device_type):
-        has_backward = _runs(op, fp32, device_type, True) is None
-        if not has_backward and _runs(op, fp32, device_type, False) is not None:
+        if _runs(op, fp32, device_type, False) is not None:
             continue  # not for this device at all
+        has_backward = backward and _runs(op, fp32, device_type, True) is None
         for low in LOW:
             for direction in ("forward", "backward")[: 1 + has_backward]:
                 error = _runs(op, low, device_type, direction == "backward")

@@ -41,7 +41,13 @@ from narrowcast.policy import Policy
 from narrowcast.regions.failures import note_failure
 from narrowcast.regions.marks import MARKS
 from narrowcast.report import CompiledGraph
-from narrowcast.torch_surface.dynamo import InductorCompiler, begins_again, functorch_config, inner_compiler
+from narrowcast.torch_surface.dynamo import (
+    InductorCompiler,
+    begins_again,
+    functorch_config,
+    inner_compiler,
+    register_backend,
+)
 from narrowcast.torch_surface.fx import FakeTensor, FakeTensorMode
 from narrowcast.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
@@ -62,13 +68,6 @@ class GraphBackend:
     backward: Backward = field(default_factory=lambda: parse_backward("as_eager"))
     rules: Policy | None = None
     goal: Goal = field(default_factory=Goal)
-
-    @property
-    def __name__(self) -> str:
-        """What torch calls the compiler inside. After one that it knows, Dynamo leaves no weak references on weights,
-        with which they could not be swapped.
-        """
-        return str(getattr(self.inner, "compiler_name", ""))
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
@@ -221,27 +220,51 @@ class GraphBackend:
             yield
 
 
-def compile_graph(
-    graph: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
-) -> Compiled:
-    """The backend `narrowcast` of torch.compile. Options: `backend` (inductor), `backward` (as_eager), `goal` (exact),
-    `weights` (folded), `options`.
+class _Registered:
+    """What `torch.compile(backend="narrowcast")` calls: a backend that is made for each graph from torch's arguments.
 
-    Regions around the call and inside the model are honoured; a policy comes with them, or with `narrowcast.compile`.
-    Raises PolicyError for an option that is not one of these.
+    Dynamo asks whether a backend is a registered one by comparing it to those that are; after others it leaves weak
+    references on weights, with which they could not be swapped. So every backend of ours is equal to this one.
     """
-    given = dict(options or {})
-    inner = inner_compiler(given.pop("backend", "inductor"), mode, given.pop("options", None), None)
-    backward = parse_backward(given.pop("backward", "as_eager"))
-    goal = as_goal(given.pop("goal", "exact"), weights=given.pop("weights", "folded"))
-    if given:
-        raise PolicyError(
-            asked=f"option {next(iter(given))!r} of the backend narrowcast",
-            found="no such option",
-            advice="Give backend, backward, goal, weights or options (those of the backend inside); a policy goes to "
-            "nc.autocast or nc.compile.",
-        )
-    return GraphBackend(inner, backward, goal=goal)(graph, inputs)
+
+    __name__ = "narrowcast"
+
+    def __call__(
+        self, graph: GraphModule, inputs: Sequence[Any], *, mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Compiled:  # fmt: skip
+        """The backend `narrowcast` of torch.compile. Options: `backend` (inductor), `backward` (as_eager), `goal`
+        (exact), `weights` (folded), `options`.
+
+        Regions around the call and inside the model are honoured; a policy comes with them, or with
+        `narrowcast.compile`. Raises PolicyError for an option that is not one of these.
+        """
+        given = dict(options or {})
+        inner = inner_compiler(given.pop("backend", "inductor"), mode, given.pop("options", None), None)
+        backward = parse_backward(given.pop("backward", "as_eager"))
+        goal = as_goal(given.pop("goal", "exact"), weights=given.pop("weights", "folded"))
+        if given:
+            raise PolicyError(
+                asked=f"option {next(iter(given))!r} of the backend narrowcast",
+                found="no such option",
+                advice="Give backend, backward, goal, weights or options (those of the backend inside); a policy goes "
+                "to nc.autocast or nc.compile.",
+            )
+        return GraphBackend(inner, backward, goal=goal)(graph, inputs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or isinstance(other, GraphBackend)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+compile_graph = _Registered()
+
+
+def register() -> None:
+    """Have Dynamo know our backends, whether or not this package was installed with its entry points."""
+    register_backend("narrowcast", compile_graph)
 
 
 def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:

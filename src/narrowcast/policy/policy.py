@@ -175,7 +175,12 @@ class Policy:
 
     def repairing(self) -> Policy:
         """This policy, with what the device lacks run in fp32."""
-        return self if self.resolve("cpu").unsupported == FULL else replace(self, unsupported=FULL)
+        if self.resolve("cpu").unsupported == FULL:
+            return self
+        found: Policy | None = self.memory.get(FULL)
+        if found is None:
+            found = self.memory[FULL] = replace(self, unsupported=FULL)
+        return found
 
     # -- questions
 

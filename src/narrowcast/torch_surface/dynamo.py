@@ -127,6 +127,14 @@ def missing_cpp_compiler(named: str | None) -> str:
     return "" if shutil.which(compiler) else f"{compiler} is not there"
 
 
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Enter a backend into Dynamo's registry, unless it is there."""
+    from torch._dynamo.backends import registry
+
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=name)
+
+
 def forget_compiled_code() -> None:
     """Code that Dynamo has compiled is compiled anew at its next call. Nothing if Dynamo never ran."""
     dynamo = sys.modules.get("torch._dynamo")
