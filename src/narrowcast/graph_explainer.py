@@ -57,11 +57,17 @@ def graphs_of(
         isolated(model, args, kwargs, fake=False, through=_through(front_end, goal, backend)) as run,
     ):
         warnings.simplefilter("ignore")  # fallbacks are listed
-        with watch_graphs() as graphs, watch_frames() as left:
-            note = _run(run, region, front_end == "compile" and is_raced(region, goal))
+        try:
+            with watch_graphs() as graphs, watch_frames() as left:
+                note = _run(run, region, front_end == "compile" and is_raced(region, goal))
+        finally:
+            if front_end == "compile":  # not earlier: Dynamo forgets where graphs break with the rest
+                forget_compiled_code()
+    known = {graph.broken_at for graph in graphs}
+    alone = dict.fromkeys(row for row in left if f"{row[0]}:{row[1]}" not in known)
     graphs += [
         CompiledGraph(len(graphs) + n, Place(file=file, line=line), fallback=reason)
-        for n, (file, line, reason) in enumerate(left)
+        for n, (file, line, reason) in enumerate(alone)
     ]
     return tuple(graphs), note
 
@@ -86,13 +92,10 @@ def _through(front_end: str, goal: Goal, backend: str) -> Callable[..., Any]:
 
     def compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forget_compiled_code()
-        try:
-            if not goal.places:
-                return compile(model, backend="aot_eager")(*args, **kwargs)
-            made = compile(model, backend=backend, goal=goal.kind, verify=goal.verify, profile=goal.profile)
-            return made(*args, **kwargs)
-        finally:
-            forget_compiled_code()
+        if not goal.places:
+            return compile(model, backend="aot_eager")(*args, **kwargs)
+        made = compile(model, backend=backend, goal=goal.kind, verify=goal.verify, profile=goal.profile)
+        return made(*args, **kwargs)
 
     def exported(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(model, torch.nn.Module):

@@ -21,7 +21,7 @@ from narrowcast.policy import Action, Kind, Policy, Rule, as_policy
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.script_choice import choose_script, policies_for
 from narrowcast.torch_bridge import DTYPES, tensors_in
-from narrowcast.torch_surface.jit import function_from_graph
+from narrowcast.torch_surface.jit import deprecations_unsaid, function_from_graph
 from narrowcast.torchscript.calls import CALLING
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
@@ -130,8 +130,7 @@ def convert(
             ScriptWarning,
             stacklevel=2,
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with deprecations_unsaid():
         if isinstance(script, torch.jit.ScriptFunction):
             copied = function_from_graph(str(script.name), script.graph.copy())
             return explicit_function(copied, scopes)
@@ -210,8 +209,7 @@ def trace(
     if policy is not None or dtype is not None or device_type is not None:
         device = device_type or _device_of(target, example_inputs)
         region = _casting_composites(autocast(device, dtype, enabled, cache_enabled, policy=policy))
-    with warnings.catch_warnings(), region:
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with deprecations_unsaid(), region:
         torch.clear_autocast_cache()
         ruled = ruled_device_types()
         if device and device not in ruled:

@@ -559,7 +559,7 @@ def test_scripts_of_pinned_modules(part):
     assert all(map(same, found, expected))
     found[0].float().sum().backward()
     assert torch.equal(model.twice.inner.weight.grad, gradient)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):
         plain = torch.jit.script(model)
     assert all(map(same, nc.convert(plain, **settings)(x), expected))
     stream = io.BytesIO()

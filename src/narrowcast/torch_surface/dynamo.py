@@ -68,21 +68,33 @@ def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
 
 @contextmanager
 def watch_frames() -> Iterator[list[tuple[str, int, str]]]:
-    """The frames that Dynamo gives up inside, and leaves to Python: file and line where it did, and why.
+    """Where Dynamo gives up inside, and leaves a frame, or from torch 2.14 on a call in it, to Python: file, line, why.
 
     Filled in at the end, from Dynamo's own records, which keep the last 64 frames.
     """
-    from torch._dynamo.utils import get_compilation_metrics
+    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
     found: list[tuple[str, int, str]] = []
     earlier = {id(metrics) for metrics in get_compilation_metrics()}
+    breaks = len(graph_break_reasons)
     try:
         yield found
     finally:
         for metrics in get_compilation_metrics():
             if id(metrics) not in earlier and metrics.fail_type:
-                reason = str(metrics.fail_reason or metrics.fail_type).strip().splitlines()[0]
+                reason = _first_sentences(str(metrics.fail_reason or metrics.fail_type))
                 found.append((metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0, reason))
+        for broken in graph_break_reasons[breaks:]:
+            if broken.user_stack:
+                frame = broken.user_stack[-1]
+                found.append((frame.filename, frame.lineno or 0, _first_sentences(str(broken.reason))))
+
+
+def _first_sentences(reason: str) -> str:
+    """What Dynamo says, and its explanation, in one line."""
+    first, *rest = reason.strip().splitlines()
+    explained = next((line.strip() for line in rest if line.strip().startswith("Explanation:")), "")
+    return f"{first}: {explained.removeprefix('Explanation:').strip()}" if explained else first
 
 
 def inner_compiler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,15 @@ wrap_module = _recursive.wrap_cpp_module
 def traced_graph(state: Any) -> Any:
     """The graph that a tracing state writes to."""
     return state.graph() if callable(state.graph) else state.graph
+
+
+@contextmanager
+def deprecations_unsaid() -> Iterator[None]:
+    """torch says of all of TorchScript that it is deprecated: our users have heard it."""
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):  # the second one since torch 2.14
+            warnings.filterwarnings("ignore", message="`torch.jit", category=category)
+        yield
 
 
 # -- passes ------------------------------------------------------------------------------------------------------------

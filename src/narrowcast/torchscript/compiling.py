@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,6 +14,7 @@ from narrowcast.policy import Policy
 from narrowcast.torch_surface.jit import (
     compiled_method,
     compiler_replaced,
+    deprecations_unsaid,
     method_names,
     script_function,
     script_module,
@@ -52,8 +52,7 @@ def compiling(region_class: type) -> Iterator[None]:
 
     marked: list[Any] = []
     register_region(region_class)
-    with warnings.catch_warnings(), rewriting(functools.partial(_described, region_class), _signature_of):
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with deprecations_unsaid(), rewriting(functools.partial(_described, region_class), _signature_of):
         try:
             with compiler_replaced(with_regions, lambda compile: functools.partial(compile_called, compile)):
                 yield

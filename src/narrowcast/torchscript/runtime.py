@@ -6,13 +6,14 @@ are, as everywhere, floating tensors on the region's device type that are not fp
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, List, Optional  # noqa: UP035  # what TorchScript reads
 
 import torch
 from torch import Tensor
+
+from narrowcast.torch_surface.jit import deprecations_unsaid
 
 
 def is_eligible(x: Tensor, on: bool, device: str) -> bool:
@@ -135,6 +136,5 @@ def chosen_dtype(x: Tensor, dtype: Optional[int], on: bool, device: str) -> Opti
 @cache
 def graph_of(function: Callable[..., Any]) -> Any:
     """The function's graph, with what it calls inside it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with deprecations_unsaid():
         return torch.jit.script(function).inlined_graph
