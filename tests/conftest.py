@@ -1,6 +1,7 @@
-"""Shared: how many tests may be skipped, and what is there to test with."""
+"""Shared: how many tests may be skipped, what is there to test with, in which order, and with how many threads."""
 
 import os
+import random
 import sys
 
 import pytest
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 # Machines are shared and may be slow: time is no reason for a law to fail.
 settings.register_profile("narrowcast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("narrowcast")
+# Workers share the cores: torch reads this when it is imported, which no conftest does.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 ALLOWED_SKIPS = int(os.environ.get("NARROWCAST_ALLOWED_SKIPS", "0"))
 
 
@@ -34,6 +39,14 @@ def caches_are_folders_of_their_own(tmp_path_factory):
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def pytest_collection_modifyitems(items):
+    """In another order, if NARROWCAST_SHUFFLE names one by a number: no test may need another before it."""
+    seed = os.environ.get("NARROWCAST_SHUFFLE")
+    if seed:
+        items.sort(key=lambda item: item.nodeid)  # the same on every worker
+        random.Random(int(seed)).shuffle(items)
 
 
 @pytest.fixture(autouse=True)

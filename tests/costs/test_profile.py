@@ -286,11 +286,11 @@ def test_signatures_know_their_work():
 def test_threads_of_one_process_share_a_profile(folder):
     """The device's profile is loaded once, and has what a cost model needs at least."""
     found = []
-    running = [threading.Thread(target=lambda: found.append(known_profile("cpu"))) for _ in range(3)]
+    running = [threading.Thread(target=lambda: found.append(known_profile("cpu")), daemon=True) for _ in range(3)]
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join()
+        thread.join(60)
     assert all(profile is found[0] for profile in found)
     assert CostModel(found[0]).estimate(cast_signature((1000,), fp32, bf16)).source != "assumed"
 

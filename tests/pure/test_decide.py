@@ -1,6 +1,6 @@
 """The decision, action by action."""
 
-import time
+import sys
 
 import pytest
 
@@ -170,16 +170,22 @@ def test_an_unresolved_policy_is_resolved_for_the_region():
     assert decide(on_cpu, Policy.native(), CPU).rule is None
 
 
-def test_a_decision_takes_under_ten_microseconds():
-    """The best of several runs: a bound on the code, not on the machine's load."""
+def test_a_decision_is_a_few_function_calls():
+    """A bound on the code, whatever the machine; benchmarks/eager_overhead.py has the time (under ten microseconds)."""
     layered = Policy.native().with_rules(Rule("aten.linear", "full", module="encoder.layer.3.*"))
     linear = Call(
         "aten.linear.default", tuple(Argument(n, fp32) for n in ("input", "weight", "bias")), Place("encoder.layer.4")
     )
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(500):
-            decide(linear, layered, CPU)
-        best = min(best, (time.perf_counter() - start) / 500)
-    assert best < 10e-6
+    decide(linear, layered, CPU)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        decide(linear, layered, CPU)
+    finally:
+        sys.setprofile(None)
+    assert 5 < calls < 60

@@ -305,9 +305,9 @@ def test_a_recording_and_a_first_call_in_two_threads_see_their_own_ops(monkeypat
 
     @torch.compiler.disable
     def in_a_thread(x):
-        thread = threading.Thread(target=recorded)
+        thread = threading.Thread(target=recorded, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(60)
         return x
 
     fast(lambda x: in_a_thread(x + 1))(torch.ones(4))
@@ -316,16 +316,16 @@ def test_a_recording_and_a_first_call_in_two_threads_see_their_own_ops(monkeypat
     def recording():
         with nc.record():
             held.set()
-            done.wait()
+            done.wait(60)
 
-    thread = threading.Thread(target=recording)
+    thread = threading.Thread(target=recording, daemon=True)
     thread.start()
-    held.wait()
+    held.wait(60)
     run = fast(Tagger().eval())
     with torch.no_grad():
         run(torch.ones(5, 2, 16))
     done.set()
-    thread.join()
+    thread.join(60)
     assert eager_rules(run) == {"aten.lstm.input", "aten.linear.default"}
     assert not visitors()
 
@@ -391,7 +391,7 @@ def test_kernels_come_and_go_while_other_threads_call_them():
                 assert torch.equal(nn.functional.linear(x @ x, x), x.to(BF16))
             calls[number] += 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
     while min(calls) < 30 or visits < 300:
@@ -400,7 +400,7 @@ def test_kernels_come_and_go_while_other_threads_call_them():
         visits += 1
     stop.set()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert not visitors()
 
 

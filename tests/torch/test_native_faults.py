@@ -150,9 +150,9 @@ def test_threads_do_not_inherit_a_region():
 
     with torch.autocast("cpu"):
         for target in (work, nc.carry(work)):
-            thread = threading.Thread(target=target)
+            thread = threading.Thread(target=target, daemon=True)
             thread.start()
-            thread.join()
+            thread.join(60)
     assert found == [FP, BF]
 
 

@@ -165,9 +165,9 @@ def test_another_thread_is_not_recorded():
             found.append(torch.mm(x, x.t()).dtype)
 
     with nc.record() as ledger:
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(60)
     assert found == [torch.bfloat16] and ledger.casts == []
 
 

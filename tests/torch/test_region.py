@@ -116,9 +116,9 @@ def test_other_threads_are_not_in_the_region():
             found.append(dtypes())
 
     with nc.autocast("cpu", policy=THREE):
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(60)
     assert found == [[FP] * 4, NATIVE]
 
 
@@ -138,11 +138,11 @@ def test_a_decorated_function_runs_in_the_region():
     decorated = nc.autocast("cpu", policy=THREE)(dtypes)
     assert decorated.__name__ == "dtypes"
     found = []
-    threads = [threading.Thread(target=lambda: found.append(decorated())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(decorated()), daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert found == [OURS] * 4 and decorated() == OURS
 
 

@@ -218,11 +218,11 @@ def test_carried_functions_run_on_many_threads_at_once():
     with ours():
         carried = nc.carry(lambda: [now() for _ in range(20)])
     found = []
-    threads = [threading.Thread(target=lambda: found.append(carried())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(carried()), daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert found == [[OURS] * 20] * 4
 
 
@@ -345,6 +345,6 @@ def _on(thread, call):
     if not thread:
         call()
         return
-    made = threading.Thread(target=call)
+    made = threading.Thread(target=call, daemon=True)
     made.start()
-    made.join()
+    made.join(60)

@@ -1,0 +1,143 @@
+"""Run all tests with every supported torch, and write docs/compatibility.md.
+
+    python tools/compat.py                      each version in a .venv of its own, removed afterwards
+    python tools/compat.py --only 2.15          one version; the rows of the others stay
+    python tools/compat.py --keep FOLDER        keep the environments there, and use those that are there
+
+torch comes in its default build, which runs on a CPU and brings some gigabytes. What was found is kept beside the page,
+in docs/compatibility.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE, DATA = ROOT / "docs/compatibility.md", ROOT / "docs/compatibility.json"
+# torch, and the Python to run it with where that is installed; the one that runs this otherwise.
+MATRIX = {"2.11.0": "3.11", "2.12.1": "3.11", "2.13.0": "3.11", "2.14.1": "3.12", "2.15.0": "3.13"}
+ALONE = ("facenet-pytorch", "scikit-image", "Resemblyzer", "auto3d", "torchani", "ase")
+
+INTRODUCTION = """\
+# Compatibility
+
+torch 2.11 to 2.15, Python 3.11 to 3.13. `make compat` runs all tests with each and writes this page; `checkers` runs
+the tests of the pure half, with torch blocked. Each assumption about torch's private parts is a named check
+(`python -m narrowcast.torch_surface.probes`), which runs among these tests; those that stand before something that
+would go wrong in silence run at first use, and say which assumption of which version broke.
+"""
+DIFFERENCES = """\
+- **autocast's lists** differ by version, as data in `policy/builtin/*.toml` (`torch = ">=2.12"`): `rms_norm` came
+  with 2.12 (cuda, xpu, mtia, maia), `linalg_matrix_sqrth` with 2.14 (cpu, cuda); `cholesky` and `qr` went with 2.14
+  (cpu), the overloads with named dimensions with 2.13 (`softmax.Dimname`, `sum.dim_DimnameList` and others). Eager
+  code follows the installed torch.
+- **What the cpu has no kernel for** in a low format differs, too (`policy/builtin/lacks_cpu.toml`): `trace` before
+  2.13, `polar` in fp16 before 2.14.
+- **2.11** opens regions in graphs with `torch.autocast` itself, later ones with a class of its own: no difference
+  in what is computed.
+- **2.14 and later** go on capturing after a call that Dynamo leaves to Python (an LSTM): what follows in the same
+  `forward` is a graph of its own and is placed, where earlier it was eager code and was timed op by op. `explain`
+  shows such a call with line and reason in all versions.
+- **2.14 and later** say by FutureWarning that TorchScript is deprecated, earlier ones by DeprecationWarning.
+  `nc.script`, `nc.trace` and `nc.convert` repeat neither.
+- **A backend is told from a registered one** by another question since 2.14; ours answers both, so weights can be
+  swapped after a compiled call in all versions.
+"""
+
+
+def environment(torch: str, folder: Path) -> Path:
+    """The interpreter of an environment with this torch and what the tests need; made if it is not there."""
+    python = folder / torch / "bin/python"
+    if python.exists():
+        return python
+    wanted = shutil.which(f"python{MATRIX[torch]}")
+    base = wanted if wanted and subprocess.run([wanted, "-V"], capture_output=True).returncode == 0 else sys.executable
+    subprocess.run([base, "-m", "venv", str(folder / torch)], check=True)
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    constraints = folder / f"{torch}.txt"
+    constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    pip += ["--constraint", str(constraints)]
+    subprocess.run([*pip, f"torch=={torch}", "numpy"], check=True)
+    subprocess.run([*pip, f"{ROOT}[zoo,dev]", f"torch=={torch}"], check=True)
+    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+    return python
+
+
+def test(python: Path) -> dict[str, object]:
+    """What the tests gave with one interpreter, by part, and the names of those that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [str(python), "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        settings = {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=False)
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    parts: dict[str, Counter[str]] = {}
+    failed = []
+    for case in cases:
+        part = case.get("classname", "").split(".")[1]
+        outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
+        parts.setdefault(part, Counter())[outcome] += 1
+        if outcome in ("failure", "error"):
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+    says = "import platform, torch; print(torch.__version__, platform.python_version())"
+    versions = subprocess.run([str(python), "-c", says], capture_output=True, text=True, check=True).stdout.split()
+    return {
+        "torch": versions[0], "python": versions[1], "failed": failed,
+        "parts": {part: dict(sorted(counts.items())) for part, counts in sorted(parts.items())},
+    }  # fmt: skip
+
+
+def page(rows: dict[str, dict]) -> str:
+    """The document."""
+    names = sorted({part for row in rows.values() for part in row["parts"]})
+    head = "| torch | Python | " + " | ".join(names) + " |"
+    lines = [head, "|" + "---|" * (len(names) + 2)]
+    for row in rows.values():
+        cells = []
+        for part in names:
+            counts = row["parts"].get(part, {})
+            bad = counts.get("failure", 0) + counts.get("error", 0)
+            cells.append(f"{counts.get('passed', 0)} passed" + (f", **{bad} failed**" if bad else ""))
+        lines.append(f"| {row['torch']} | {row['python']} | " + " | ".join(cells) + " |")
+    failed = [f"- {row['torch']}: `{name}`" for row in rows.values() for name in row["failed"]]
+    ran = f"Run on {platform.machine()}, {os.cpu_count()} cores, without a GPU. Strict expected failures count as skipped."
+    shown = [INTRODUCTION, *lines, "", ran, "", "## What differs", "", DIFFERENCES]
+    return "\n".join([*shown, *(["## What fails", "", *failed, ""] if failed else [])])
+
+
+def main() -> None:
+    """Run them, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="one version, 2.15 or 2.15.0")
+    parser.add_argument("--keep", type=Path, help="a folder for the environments, which then stay")
+    given = parser.parse_args()
+    rows = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    for torch in MATRIX:
+        if given.only and not torch.startswith(given.only):
+            continue
+        sys.stdout.write(f"== torch {torch}\n")
+        sys.stdout.flush()
+        folder = given.keep or Path(tempfile.mkdtemp(prefix="narrowcast-compat-"))
+        try:
+            rows[torch] = test(environment(torch, folder))
+        finally:
+            if given.keep is None:
+                shutil.rmtree(folder, ignore_errors=True)
+        ordered = {name: rows[name] for name in MATRIX if name in rows}
+        DATA.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(ordered), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
