@@ -16,7 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from narrowcast.formats import Format, parse_format
-from narrowcast.policy import Lack, installed_torch
+from narrowcast.policy import Lack, installed_torch, known_ops
 
 RUNS, RAISES, EMULATED = "runs", "raises", "emulated"
 STATES = (RUNS, RAISES, EMULATED)
@@ -115,6 +115,7 @@ def missing_kernels(device_type: str) -> tuple[Lack, ...]:
         for row in rows
         if "torch" not in row or SpecifierSet(row["torch"]).contains(version, prereleases=True)
         for op in row["op"]
+        if op in known_ops()
     )
 
 

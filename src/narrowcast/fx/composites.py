@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from narrowcast.policy import NOWHERE
+from narrowcast.decide import Argument, Call, decide
+from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.graph_place import traced_place
-from narrowcast.regions.state import region_on
-from narrowcast.torch_bridge import find_op, op_facts, tensors_in
+from narrowcast.regions.state import OpenRegion, region_on
+from narrowcast.torch_bridge import FORMATS, find_op, op_facts, tensors_in
 from narrowcast.torch_surface import dispatch as surface
 from narrowcast.torch_surface.dispatch import OpOverload, all_op_names, can_decompose, has_kernel
 from narrowcast.torch_surface.state import any_autocast
@@ -41,14 +42,25 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
             if region is None or not is_composite(op, device):
                 continue
             found = region.prepared.for_graphs.policy.table.candidates(facts.id, facts.computes)
-            place = (traced_place() or NOWHERE) if found.depends_on_place else NOWHERE
-            lacks = facts.id in region.prepared.for_graphs.policy.lacking
-            if lacks or any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
+            depends = region.prepared.for_graphs.policy.asks_where(facts.id, facts.computes)
+            place = (traced_place() or NOWHERE) if depends else NOWHERE
+            if _is_repaired(facts.id, region, place, tensors_in(args, kwargs)):
+                return NotImplemented
+            if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
                 return NotImplemented
             return inside(*args, **kwargs)
         return NotImplemented
 
     return run
+
+
+def _is_repaired(op: str, region: OpenRegion, place: Place, tensors: list[torch.Tensor]) -> bool:
+    """Whether the device lacks what is inside the op, so that it runs as a whole, in fp32."""
+    prepared = region.prepared.for_graphs
+    if op not in prepared.policy.lacking:
+        return False
+    arguments = tuple(Argument("", FORMATS.get(t.dtype), t.device.type) for t in tensors)
+    return decide(Call(op, arguments, place), prepared.policy, prepared.facts).rule is not None
 
 
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:

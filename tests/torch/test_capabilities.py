@@ -1,0 +1,305 @@
+"""What this device can do: asked without a trace, avoided by `safe` and by goals, said by errors and recordings."""
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast import formats
+from narrowcast.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
+from narrowcast.costs import abilities
+from narrowcast.costs.measure import device_now
+from narrowcast.costs.profile import Profile, profile_path
+from narrowcast.torch_surface.fx import FakeTensorMode
+
+BF16, F16 = torch.bfloat16, torch.float16
+LSTM = "aten.mkldnn_rnn_layer.default"
+X = torch.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A cpu that can do what it is given: no test depends on the units of the machine."""
+
+    def given(*found):
+        key = (device_now("cpu"), True, False)
+        monkeypatch.setitem(abilities._known, key, Capabilities("cpu (toy)", found))
+        monkeypatch.setattr(abilities, "missing_kernels", lambda device_type: ())
+
+    # what was worked out for the built-in policies holds for the real device
+    policies = [nc.Policy.safe("cpu"), nc.Policy.safe(), nc.Policy.native(), nc.Policy.native().repairing()]
+    kept = [(policy.memory, dict(policy.memory)) for policy in (*policies, *(p.resolve("cpu") for p in policies))]
+    for memory, _ in kept:
+        memory.clear()
+    yield given
+    for memory, before in kept:
+        memory.clear()
+        memory.update(before)
+
+
+def no_products(error="no such product"):
+    return [Ability(op, "bf16", "forward", RAISES, 0.0, error) for op in ("aten.linear.default", "aten.mm.default")]
+
+
+class Mixed(nn.Module):
+    """A product that the toy lacks, between what it has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.linear = nn.Conv1d(5, 5, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.linear(self.conv(x)))
+
+
+FRONT_ENDS = {
+    "compile": lambda m, x, **k: nc.compile(m, backend="aot_eager", weights="cast", **k)(x),
+    "export": lambda m, x, **k: nc.export(m, (x,), **k).module()(x),
+    "script": lambda m, x, **k: nc.script(m, **k)(x),
+    "trace": lambda m, x, **k: nc.trace(m, (x,), **k)(x),
+}
+
+
+def test_safe_runs_what_the_device_lacks_in_fp32(device):
+    """On the inputs as they are, with the promised result; gradients flow, and native is left as it is."""
+    device(*no_products())
+    model = Mixed()
+    with nc.autocast("cpu", BF16):
+        native = model(X)
+    with nc.record() as ledger, nc.autocast("cpu", BF16, policy="safe"):
+        found = model(X)
+        inner = model.conv(X)
+    expected = torch.nn.functional.gelu(model.linear(inner.float()).to(BF16))
+    assert found.dtype is native.dtype is BF16
+    assert torch.equal(found, expected) and not torch.equal(found, native)
+    found.float().sum().backward()
+    assert model.linear.weight.grad.dtype is torch.float32
+    reasons = {cast.reason for cast in ledger.casts if cast.op == "aten.linear.default"}
+    assert reasons == {"cpu (toy) has no bf16 linear"}
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_every_front_end_repairs_alike(front_end, device):
+    """Bit for bit eager's."""
+    device(*no_products())
+    model = Mixed()
+    with torch.no_grad():
+        with nc.autocast("cpu", BF16, policy="safe"):
+            expected = model(X)
+        found = FRONT_ENDS[front_end](model, X, dtype=BF16, policy="safe")
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.out = nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("low", [BF16, F16])
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_an_lstm_runs_under_safe_whatever_the_machine(front_end, low):
+    """And in all front ends alike; native raises exactly where torch does."""
+    model = Tagger()
+    has_it = abilities.capabilities("cpu").find(LSTM, formats.parse_format(str(low))).state == RUNS
+    with torch.no_grad():
+        if not has_it:
+            with pytest.raises(RuntimeError), nc.autocast("cpu", low):
+                model(X)
+            with pytest.raises(RuntimeError), torch.autocast("cpu", low):
+                model(X)
+        with nc.autocast("cpu", low, policy="safe"):
+            expected = model(X)
+        found = FRONT_ENDS[front_end](model, X, dtype=low, policy="safe")
+    assert found.dtype is expected.dtype is low and torch.equal(found, expected)
+
+
+def test_ops_without_any_low_kernel_run_under_safe():
+    """Native raises; the result has the format that came."""
+    x = torch.eye(3, dtype=BF16, requires_grad=True)
+    with pytest.raises(RuntimeError), nc.autocast("cpu", BF16):
+        torch.linalg.det(x)
+    with nc.autocast("cpu", BF16, policy="safe"):
+        found = torch.linalg.det(x)
+        assert torch.special.ndtri(torch.full((2,), 0.5, dtype=BF16)).dtype is BF16
+    found.backward()
+    assert found.dtype is BF16 and float(found.detach()) == 1.0 and x.grad.dtype is BF16
+
+
+def test_a_goal_never_raises_where_fp32_runs(device, monkeypatch):
+    """A policy that the device cannot carry out is repaired under `fast`, in eager code, scripts and exports, too."""
+    model = Tagger().eval()
+    with torch.no_grad():
+        for low in (BF16, F16):
+            assert nc.compile(model, dtype=low, goal="fast", backend="aot_eager")(X).dtype is low
+            scripted = nc.script(model, dtype=low, goal="fast", example_inputs=(X,), verify=False)
+            assert scripted(X).dtype is low
+            assert nc.export(model, (X,), dtype=low, goal="fast", verify=False).module()(X).dtype is low
+
+
+def test_an_error_for_want_of_a_kernel_says_what_avoids_it(device):
+    """Op, module, line, policy and rule; added as the error leaves the region, once, and to no other error."""
+    wanted = "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"
+    device(*no_products(wanted))
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            return torch.mm(x, x)
+
+    model = nn.Sequential(Fails())
+    with pytest.raises(RuntimeError) as raised, nc.autocast("cpu", BF16), nc.autocast("cpu", BF16):
+        model(torch.ones(2, 3))
+    (note,) = raised.value.__notes__
+    assert "cpu (toy) has no bf16" in note and "in 0," in note and f"{__file__}:" in note
+    assert 'policy="safe"' in note and 'nc.Rule("aten.linear.default", "full")' in note
+    for error in (ValueError(wanted), RuntimeError("something else")):
+        with pytest.raises(type(error)) as other, nc.autocast("cpu", BF16):
+            raise error
+        assert not getattr(other.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("front_end", ["compile", "script"])
+def test_errors_of_graphs_and_scripts_have_the_note(front_end, device):
+    """Whatever raised inside."""
+    if abilities.capabilities("cpu").find(LSTM, formats.fp16).state == RUNS:
+        model, low = Tagger(), BF16
+        device(Ability("aten.mm.default", "bf16", "forward", RAISES, 0.0, "\"lu_cpu\" not implemented for 'BFloat16'"))
+    else:
+        model, low = Tagger(), F16
+    if front_end == "script":
+        return  # a script computes an LSTM step by step, where torch's own kernel is not asked
+    if low is BF16:
+        model = lambda x: torch.linalg.det(torch.mm(x[0], x[0].t()))
+    with pytest.raises(RuntimeError) as raised:
+        nc.compile(model, dtype=low, backend="aot_eager")(X)
+    error = raised.value
+    notes = [*getattr(error, "__notes__", []), *getattr(error.__cause__, "__notes__", [])]
+    assert any("narrowcast: cpu" in note for note in notes)
+
+
+def asked(monkeypatch):
+    """What the device answers now, with nothing remembered."""
+    monkeypatch.setattr(abilities, "_known", {})
+    return abilities.capabilities("cpu")
+
+
+def test_asking_leaves_no_trace(monkeypatch, tmp_path):
+    """Not in random numbers, recordings, fake tensors, traces, inference mode or regions."""
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    expected = asked(monkeypatch)
+    assert len(expected.abilities) >= 30 and torch.equal(torch.random.get_rng_state(), before)
+    profile_path(device_now("cpu")).unlink()
+    with nc.record() as ledger, nc.autocast("cpu", BF16), torch.inference_mode(), FakeTensorMode():
+        assert asked(monkeypatch) == expected
+    assert not ledger.calls
+    profile_path(device_now("cpu")).unlink()
+    found = []
+
+    def traced(x):
+        found.append(asked(monkeypatch))
+        return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = torch.jit.trace(traced, (torch.ones(2),), check_trace=False).graph
+    assert found == [expected] and [n.kind() for n in graph.nodes() if n.kind().startswith("aten")] == ["aten::add"]
+
+
+def test_the_answers_are_kept_in_the_profile(monkeypatch, tmp_path):
+    """The next process reads them; what another version wrote without them is asked again."""
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    expected = asked(monkeypatch)
+    path = profile_path(device_now("cpu"))
+    assert Profile.read(path).abilities.keys() == {a.key for a in expected.abilities}
+    monkeypatch.setattr(abilities, "_answers", lambda device_type, backward: pytest.fail("it was asked again"))
+    assert set(asked(monkeypatch).abilities) == set(expected.abilities)
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path):
+    """The answers hold for the process, and nothing is said: they cost nothing to have again."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path / "file"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asked(monkeypatch).abilities
+
+
+def test_many_threads_ask_once(monkeypatch, tmp_path):
+    """The others wait for the answer."""
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(abilities, "_known", {})
+    real, times, found = abilities._answers, [], []
+    monkeypatch.setattr(abilities, "_answers", lambda *args: times.append(1) or real(*args))
+    threads = [
+        threading.Thread(target=lambda: found.append(abilities.capabilities("cpu")), daemon=True) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4 and len(times) == 1 and len(set(map(id, found))) == 1
+
+
+def test_a_recording_says_once_that_a_format_has_no_fast_units(monkeypatch):
+    """In the ledger, its text and its file, and in explanations; nothing where the format is fast, or not used."""
+    monkeypatch.setattr(abilities, "slow_families", lambda device, format: {"gemm": 40.0, "conv": 7.0})
+    layer = nn.Linear(8, 4)
+    with nc.record() as ledger, nc.autocast("cpu", BF16):
+        layer(layer.weight)
+        layer(X)
+    (note,) = ledger.notes
+    assert "matrix products take about 40 times and convolutions take about 7 times fp32's time" in note
+    assert 'goal="fast"' in note and " ".join(str(ledger).split()).startswith(note)
+    assert nc.Ledger.from_json(ledger.to_json()).notes == [note]
+    assert note in nc.explain(layer, X, dtype=BF16).note
+    assert note not in nc.explain(nn.Softmax(-1), X, dtype=BF16).note
+    monkeypatch.setattr(abilities, "slow_families", lambda device, format: {})
+    with nc.record() as quiet, nc.autocast("cpu", BF16):
+        layer(X)
+    assert quiet.notes == []
+
+
+def test_what_is_slow_is_known_from_the_profile_the_kind_or_a_probe(monkeypatch, tmp_path):
+    """In this order; a probe is made only where nothing is known."""
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(abilities, "_slow", {})
+    monkeypatch.setattr(abilities, "_probed", lambda device, format: {"gemm": 11.0})
+    unknown = Capabilities("cpu (unheard of)")
+    monkeypatch.setattr(abilities, "shipped_capabilities", lambda device, units: unknown)
+    assert abilities.slow_families("cpu", formats.bf16) == {"gemm": 11.0}
+    known = Capabilities("cpu", (Ability("conv", "bf16", "forward", EMULATED, 9.0),))
+    monkeypatch.setattr(abilities, "shipped_capabilities", lambda device, units: known)
+    monkeypatch.setattr(abilities, "_slow", {})
+    assert abilities.slow_families("cpu", formats.bf16) == {"conv": 9.0}
+    monkeypatch.setattr(abilities, "_slow", {})
+    monkeypatch.setattr(abilities, "_profiled", lambda profile, format: {"gemm": 5.0})
+    assert abilities.slow_families("cpu", formats.bf16) == {"gemm": 5.0}
+
+
+def test_the_probe_answers():
+    """Whatever it finds."""
+    assert set(abilities._probed("cpu", formats.bf16)) <= {"gemm"}
+
+
+def test_without_a_cpp_compiler_the_goal_runs_op_by_op():
+    """With a warning that says what to install; torch.compile alone raises."""
+    code = (
+        "import torch, narrowcast as nc, warnings; m = torch.nn.Linear(8, 4); x = torch.ones(2, 8)\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    warnings.simplefilter('always'); made = nc.compile(m, dtype='bf16', goal='fast')(x)\n"
+        "assert made.dtype is torch.bfloat16 and any('C++ compiler' in str(w.message) for w in told)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": "/nowhere"}, timeout=200)
