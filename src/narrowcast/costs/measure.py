@@ -98,8 +98,13 @@ def _processor() -> tuple[str, tuple[str, ...]]:
                 name = value.strip()
             elif key.strip() in ("flags", "Features"):
                 flags = set(value.split())
+    else:  # another system: what torch's own kernels use says as much as is needed
+        flags = _TORCH_UNITS.get(torch.backends.cpu.get_cpu_capability(), set())
     limits = (f"{limit}={os.environ[limit]}" for limit in LIMITS if os.environ.get(limit))
     return name, (*(unit for unit in _UNITS if unit in flags), *limits)
+
+
+_TORCH_UNITS = {"AVX512": {"avx2", "avx512f"}, "AVX2": {"avx2"}, "SVE256": {"sve"}, "NEON": {"asimd"}}
 
 
 def device_now(device_type: str = "cpu") -> Device:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.measure import synchronize
 from narrowcast.report import Comparison, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import TorchDispatchMode, keystr, storage_key, tree_flatten_with_path
@@ -87,14 +88,20 @@ def compare(
     metric_reference: Mapping[str, float],
     metric_found: Mapping[str, float],
     repeats: int = 7,
+    seconds: float = 10.0,
 ) -> Comparison:
-    """Run both: once for the outputs and peak memory each, then `repeats` alternating pairs for time."""
+    """Run both: once for the outputs and peak memory each, then alternating pairs for time: `repeats` of them, or after
+    the third as many as fit into these seconds.
+    """
     reference_output, reference_peak = peak_bytes(reference)
     region_output, region_peak = peak_bytes(region)
     errors = output_errors(reference_output, region_output)
     del reference_output, region_output
     times: list[tuple[float, float]] = []
+    began = time.perf_counter()
     for number in range(repeats):
+        if number >= 3 and time.perf_counter() - began > seconds:
+            break
         order = (reference, region) if number % 2 == 0 else (region, reference)
         elapsed = {run: _milliseconds(run) for run in order}
         times.append((elapsed[reference], elapsed[region]))
@@ -107,7 +114,7 @@ def compare(
         region_ms=statistics.median(b for _, b in times),
         time_ratio=statistics.median(ratios),
         time_quartiles=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
-        repeats=repeats,
+        repeats=len(times),
         reference_peak_bytes=reference_peak,
         region_peak_bytes=region_peak,
         memory_ratio=region_peak / reference_peak if reference_peak else math.nan,
@@ -115,16 +122,11 @@ def compare(
 
 
 def _milliseconds(run: Run) -> float:
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     run()
-    _synchronize()
+    synchronize()
     return (time.perf_counter() - start) * 1e3
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def peak_bytes(run: Run) -> tuple[Any, int]:
