@@ -18,7 +18,7 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend, register
 from narrowcast.fx.backward import parse_backward
-from narrowcast.goals import CAST, FAST, Goal, as_goal
+from narrowcast.goals import CAST, Goal, as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import check_ops, tensors_in
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
@@ -95,7 +95,7 @@ def compile(
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
     wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes)
-    if wanted.kind == FAST:  # it never raises where fp32 runs
+    if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
         backend = _usable_backend(backend, device_type or _device_of(model))
     if wanted.weights != CAST:

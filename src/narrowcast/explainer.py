@@ -129,6 +129,8 @@ def explain(
     _check(front_end, device_type, own_device, run, stands_in)
     wanted = _goal(as_goal(goal, verify, profile=profile), front_end)
     chosen = as_policy(policy)
+    if wanted.places:  # a goal never raises where fp32 runs
+        chosen = chosen.repairing()
     resolved = chosen.resolve(device_type)
     fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
     region = autocast("cpu" if stands_in else device_type, fast, policy=resolved if stands_in else chosen)

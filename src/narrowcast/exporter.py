@@ -13,7 +13,7 @@ from narrowcast.eager import autocast
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.exported import explicit_program, placed_program
-from narrowcast.goals import FAST, as_goal
+from narrowcast.goals import as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import tensors_in
 
@@ -60,7 +60,7 @@ def export(
     if runs_in not in ("eager", "inductor"):
         raise GoalError(f"runs_in={runs_in!r}", "no such way to run it", advice="Give 'eager' or 'inductor'.")
     chosen = as_policy(policy)
-    if wanted.kind == FAST:  # it never raises where fp32 runs
+    if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     around: Callable[[], Any] = nullcontext
     if not (policy is None and dtype is None and device_type is None):

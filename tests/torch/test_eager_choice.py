@@ -17,6 +17,8 @@ from narrowcast.fx.compiled import watch_graphs
 from narrowcast.policy import as_policy, parse_action
 
 BF16 = torch.bfloat16
+NATIVE = as_policy(None).repairing()
+"""What a goal makes of native: no test depends on a bf16 LSTM."""
 KINDS = {"aten.lstm.input": nn.LSTM, "aten.rnn_tanh.input": nn.RNN}
 
 
@@ -92,7 +94,7 @@ def test_what_is_slower_in_the_low_format_runs_in_fp32(op, monkeypatch):
     given_times(monkeypatch, policy=2e6, high=1e6)
     model, x = Tagger(KINDS[op]).eval(), torch.randn(5, 2, 16)
     with torch.no_grad():
-        with nc.autocast("cpu", BF16):
+        with nc.autocast("cpu", BF16, policy=NATIVE):
             kept = model(x)
             given = model.given(x)
         run = fast(model)
@@ -125,7 +127,7 @@ def test_what_gains_by_the_low_format_is_left_to_the_policy(monkeypatch):
     with torch.no_grad():
         run(torch.randn(5, 2, 16))
     assert races == [["policy", "high"]] * 2
-    assert run._around._regions["cpu"].policy is as_policy(None).repairing()
+    assert run._around._regions["cpu"].policy is NATIVE
 
 
 def test_watching_the_first_call_leaves_no_trace(monkeypatch):
@@ -133,7 +135,7 @@ def test_watching_the_first_call_leaves_no_trace(monkeypatch):
     given_times(monkeypatch, policy=2e6, high=1e6)
     eager, model, x = Tagger(), Tagger(), torch.randn(5, 2, 16)
     torch.manual_seed(3)
-    with nc.autocast("cpu", BF16):
+    with nc.autocast("cpu", BF16, policy=NATIVE):
         drawn = eager(x)[2]
     torch.manual_seed(3)
     results = fast(model)(x)
@@ -152,7 +154,7 @@ def test_a_model_that_is_captured_whole_has_nothing_to_race(monkeypatch):
     run = nc.compile(model, dtype=BF16, backend="aot_eager", goal="fast")
     run(torch.randn(1, 2, 8)).float().sum().backward()
     assert races == []
-    assert run._around._regions["cpu"].policy is as_policy(None).repairing()
+    assert run._around._regions["cpu"].policy is NATIVE
 
 
 def test_packed_sequences_and_given_states_are_raced_as_they_are(monkeypatch):
@@ -170,7 +172,7 @@ def test_packed_sequences_and_given_states_are_raced_as_they_are(monkeypatch):
 
     model, x, state = Packed().eval(), torch.randn(5, 2, 8, dtype=BF16), torch.zeros(1, 2, 8, dtype=BF16)
     with torch.no_grad():
-        with nc.autocast("cpu", BF16):
+        with nc.autocast("cpu", BF16, policy=NATIVE):
             kept = model(x, state)
         run = fast(model)
         run(x, state)
@@ -343,7 +345,8 @@ def test_goals_that_time_nothing_race_nothing(options, monkeypatch):
     """`exact`, `memory`, and `fast` without verification keep the policy's formats between graphs."""
     races = given_times(monkeypatch, policy=2e6, high=1e6)
     with torch.no_grad():
-        nc.compile(Tagger().eval(), dtype=BF16, backend="eager", weights="cast", **options)(torch.randn(5, 2, 16))
+        run = nc.compile(Tagger().eval(), dtype=BF16, backend="eager", weights="cast", policy=NATIVE, **options)
+        run(torch.randn(5, 2, 16))
     assert races == []
 
 
@@ -451,4 +454,4 @@ def test_a_race_that_fails_costs_nobody_the_first_calls_result(monkeypatch):
     run = fast(Tagger().eval())
     with torch.no_grad():
         assert run(torch.ones(5, 2, 16))[1].shape == (5, 2, 32)
-    assert run._around._regions["cpu"].policy is as_policy(None).repairing()
+    assert run._around._regions["cpu"].policy is NATIVE

@@ -120,6 +120,10 @@ def test_scripted_modules_equal_eager(module, around):
             return model(x)
 
     expected = outcome(eager, leaves, x)
+    if expected == "error" and module is scripts.Recurrent:
+        with pytest.raises(RuntimeError, match="LSTM"):
+            eager(x)  # no bf16 LSTM here: a script runs it step by step
+        return
     for _ in range(3):
         exact = module not in (scripts.Outer, scripts.Cells)  # so many gradients of x are added up in another order
         assert_same(expected, outcome(scripted, leaves, x), True if exact else "close")
