@@ -3,7 +3,7 @@
 Everything else in Narrowcast either asks this function or carries out what it answers. It is pure and total: any call,
 policy and region give a plan, never an exception.
 
-Semantics of the actions that native autocast has: aten/src/ATen/autocast_mode.{h,cpp} of torch 2.11 to 2.13.
+Semantics of the actions that native autocast has: aten/src/ATen/autocast_mode.{h,cpp} of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

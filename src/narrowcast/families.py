@@ -30,11 +30,11 @@ _OPS = {
     "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d",
     POINTWISE: "add sub rsub mul div true_divide neg abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square pow "
     "reciprocal sin cos tan tanh sigmoid erf erfc relu relu6 leaky_relu prelu elu selu celu gelu silu mish hardswish "
-    "hardsigmoid hardtanh softplus softsign threshold clamp clamp_min clamp_max maximum minimum where masked_fill "
+    "hardsigmoid hardtanh softplus threshold clamp clamp_min clamp_max maximum minimum where masked_fill "
     "eq ne lt le gt ge isnan isinf isfinite logical_not sign floor ceil round trunc lerp addcmul addcdiv "
     "log_sigmoid logit glu tril triu fmod remainder atan2 sgn native_dropout dropout",
     MOVEMENT: "cat stack concat concatenate index_select gather take_along_dim embedding index roll flip repeat "
-    "repeat_interleave tile constant_pad_nd pad reflection_pad1d reflection_pad2d replicate_pad1d replicate_pad2d "
+    "repeat_interleave tile constant_pad_nd pad reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
     "pixel_shuffle pixel_unshuffle clone contiguous upsample_nearest2d max_pool1d max_pool2d max_pool3d "
     "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d channel_shuffle",
     VIEW: "view _unsafe_view reshape permute transpose t mT adjoint expand expand_as view_as slice select squeeze "

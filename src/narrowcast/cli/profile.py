@@ -11,6 +11,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from narrowcast.console import print_all, terminal
+from narrowcast.costs.abilities import capabilities
 from narrowcast.costs.measure import device_now, machine_load, measure
 from narrowcast.costs.profile import Profile, load_profile, profile_path
 from narrowcast.costs.show import comparison_parts, plot_profile, profile_parts
@@ -51,6 +52,8 @@ def measure_command(
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task(f"measuring {here.name}", total=len(groups))
         count = measure(profile, groups, seconds, progress=lambda: bar.advance(task))
+    asked = capabilities(device, backward=True)
+    profile.abilities.update({ability.key: ability for ability in asked.abilities})
     path = profile.write(output or profile_path(here))
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.markup import escape
 
+from narrowcast.capabilities import RAISES
 from narrowcast.console import table
 from narrowcast.costs.profile import Profile, Sample
 from narrowcast.errors import Origin, ProfileError
@@ -38,6 +39,7 @@ def profile_parts(profile: Profile, every: bool = False) -> list[RenderableType]
         f"[bold]{escape(str(profile.device))}[/bold]\n  units {', '.join(profile.device.units) or 'unknown'}; "
         f"{len(profile.samples)} samples; {escape(str(profile.path or 'not saved'))}\n",
         _families(rows),
+        *_missing(profile),
     ]
     for family, calls in rows.items():
         shown = calls if every else calls[-6:]
@@ -47,6 +49,17 @@ def profile_parts(profile: Profile, every: bool = False) -> list[RenderableType]
             made.add_row(escape(text), *_times(samples), *_ratios(samples), _spread(samples.values()))
         parts.append(made)
     return parts
+
+
+def _missing(profile: Profile) -> list[RenderableType]:
+    """What the device refuses to run, if it was asked."""
+    raises = [ability for ability in profile.abilities.values() if ability.state == RAISES]
+    if not raises:
+        return []
+    made = table("what this device does not run", "op", "format", "direction", "it says")
+    for ability in raises:
+        made.add_row(ability.op, ability.format, ability.direction, escape(ability.error[:90]))
+    return [made]
 
 
 def _families(rows: dict[str, list[Row]]) -> RenderableType:
