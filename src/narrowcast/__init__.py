@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from typing import TYPE_CHECKING
 
 from narrowcast import errors, formats
 from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.formats import Format, is_exact, widest
 from narrowcast.ledger import Cast, Ledger, Refusal
-from narrowcast.policy import Action, Place, Policy, Rule, lint_policy
+from narrowcast.policy import Action, Place, Policy, Rule, installed_torch, lint_policy
 from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _TORCH_HALF = {
     "explain": "narrowcast.explainer",
     "round_to": "narrowcast.numerics",
     "script": "narrowcast.scripting",
+    "target_of": "narrowcast.made_for",
     "trace": "narrowcast.scripting",
     "unpin": "narrowcast.eager",
 }
@@ -78,6 +80,7 @@ __all__ = [
     "record",
     "round_to",
     "script",
+    "target_of",
     "trace",
     "unpin",
     "widest",
@@ -88,9 +91,25 @@ def __getattr__(name: str) -> object:
     module = _TORCH_HALF.get(name)
     if module is None:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    value = _load(module, name)
     globals()[name] = value
     return value
+
+
+def _load(module: str, name: str) -> object:
+    """A name of the torch half; an error that says so, where this torch is not as it is taken to be."""
+    try:
+        importlib.import_module("narrowcast.torch_surface.probes").check_version()
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any("torch_surface" in frame.filename for frame in frames) or getattr(error, "name", "") == "torch":
+            raise
+        raise errors.SurfaceError(
+            asked=f"narrowcast.{name} with torch {installed_torch()}",
+            found=f"{error} ({frames[-1].filename}:{frames[-1].lineno})",
+            advice="Install a torch from 2.11 to 2.15, or a newer Narrowcast.",
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from narrowcast.costs.abilities import slow_note
+from narrowcast.costs.measure import is_here
 from narrowcast.eager import autocast, record
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graph_explainer import check_front_end, graphs_of, script_graphs_of
-from narrowcast.isolation import is_here, isolated, restored
+from narrowcast.isolation import isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy

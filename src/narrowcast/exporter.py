@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from narrowcast.costs.abilities import for_target
 from narrowcast.eager import autocast
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.fx.exported import explicit_program, placed_program
+from narrowcast.fx.exported import explicit_program, note_target, placed_program
 from narrowcast.goals import as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import tensors_in
@@ -35,6 +36,7 @@ def export(
     verify: bool = True,
     profile: str = "",
     runs_in: str = "eager",
+    made_for: str = "",
 ) -> ExportedProgram:
     """Export a module with plain casts, those of eager autocast, and no region; it needs no Narrowcast to run.
 
@@ -47,6 +49,9 @@ def export(
 
     goal, verify, profile: as for `narrowcast.compile`; candidates are timed on args and kwargs, without gradients.
     runs_in: `eager`, or `inductor` if the program is going to be compiled (AOTInductor): what a cast costs differs.
+
+    made_for: file of the profile of the device that the program is made for, if it is not this one: what that device
+        cannot run is avoided as the policy says (docs/devices.md). `narrowcast.target_of` reads it off a program.
 
     Rules of the policy about the backward are refused (RegionError): an exported program has none. CaptureError if the
     program cannot be made explicit; GoalError, ProfileError; besides what torch.export.export raises.
@@ -63,19 +68,28 @@ def export(
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     around: Callable[[], Any] = nullcontext
+    made_on = for_target(chosen, next((t.device.type for t in model.parameters()), "cpu"))[1]
     if not (policy is None and dtype is None and device_type is None):
         device = device_type or next(
             (t.device.type for t in (*model.parameters(), *tensors_in(args, kwargs or {}))), "cpu"
         )
+        chosen, made_on = for_target(chosen, device, made_for)
         region = autocast(device, dtype, enabled, cache_enabled, policy=chosen)
         around = lambda: region  # noqa: E731
+    elif made_for:
+        raise RegionError(
+            asked=f"export with made_for={made_for!r}", found="there is no region to make for it",
+            advice="Give dtype or policy, too.",
+        )  # fmt: skip
     with around():
         with torch.fx.traceback.preserve_node_meta():  # regions of ours inside the model leave notes there
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
             if wanted.places:
-                return placed_program(exported, args, kwargs or {}, wanted, fold_weights, runs_in == "inductor")
-            return explicit_program(exported, fold_weights)[0]
+                made = placed_program(exported, args, kwargs or {}, wanted, fold_weights, runs_in == "inductor")
+            else:
+                made = explicit_program(exported, fold_weights)[0]
+            return note_target(made, made_on)
         except NarrowcastError:
             raise
         except Exception as error:

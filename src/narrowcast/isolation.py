@@ -12,15 +12,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from narrowcast.costs.measure import random_state_kept
+from narrowcast.costs.measure import is_here, random_state_kept
 from narrowcast.torch_surface.dispatch import tree_map, without_modes
 from narrowcast.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
-
-
-def is_here(device_type: str) -> bool:
-    """Whether this machine has such a device."""
-    accelerator = torch.accelerator.current_accelerator()
-    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.abilities import for_target
 from narrowcast.costs.measure import random_state_kept
 from narrowcast.eager import autocast
 from narrowcast.errors import GoalError, ScriptError, ScriptWarning
@@ -21,7 +22,7 @@ from narrowcast.policy import Action, Kind, Policy, Rule, as_policy
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.script_choice import choose_script, policies_for
 from narrowcast.torch_bridge import DTYPES, tensors_in
-from narrowcast.torch_surface.jit import deprecations_unsaid, function_from_graph
+from narrowcast.torch_surface.jit import add_text, deprecations_unsaid, function_from_graph
 from narrowcast.torchscript.calls import CALLING
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
@@ -46,6 +47,7 @@ def script(
     verify: bool = True,
     profile: str = "",
     example_inputs: tuple[Any, ...] | None = None,
+    made_for: str = "",
 ) -> Any:
     """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
 
@@ -61,6 +63,9 @@ def script(
         placed, by op and module, for `example_inputs` (a tuple of the arguments), on which candidates are then timed
         without gradients. The script says which one was kept in `narrowcast_chosen`.
 
+    made_for: file of the profile of the device that the script is for, if it is not this one; `narrowcast.target_of`
+        reads off a module for which it was made, also off one that was saved.
+
     Raises ScriptError, with file, line and column, for code in a region that cannot be cast; GoalError; whatever
     TorchScript raises for code that it cannot compile.
     """
@@ -72,14 +77,15 @@ def script(
         return _placed_script(target, wanted, example_inputs, policy, around_it)
     if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return convert(
-            target, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled
-        )
+            target, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled,
+            made_for=made_for,
+        )  # fmt: skip
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
-    scopes = _scopes(target, policy, dtype, device_type, enabled, cache_enabled)
+    scopes, made_on = _scopes(target, policy, dtype, device_type, enabled, cache_enabled, made_for)
     with compiling(autocast):
         if isinstance(target, torch.nn.Module):
-            return explicit_module(compile_module(target), scopes, target)
+            return _noting(explicit_module(compile_module(target), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
         return explicit_function(compile_function(target), scopes, undecorated(target), pin)
 
@@ -115,6 +121,7 @@ def convert(
     device_type: str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    made_for: str = "",
 ) -> Any:
     """Give a script that exists already, one that was loaded from a file for example, explicit casts. It is copied.
 
@@ -122,7 +129,7 @@ def convert(
 
     Raises ScriptError for what is no script, and for code in a region that cannot be cast.
     """
-    scopes = _scopes(script, policy, dtype, device_type, enabled, cache_enabled)
+    scopes, made_on = _scopes(script, policy, dtype, device_type, enabled, cache_enabled, made_for)
     if any(rule.function for rule in as_policy(policy).rules):
         warnings.warn(
             "narrowcast: a script that exists already does not say which functions it was made of: rules about "
@@ -139,7 +146,7 @@ def convert(
                 asked=f"convert({type(script).__name__})", found="it is no script",
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
-        return explicit_module(_copied(script), scopes)
+        return _noting(explicit_module(_copied(script), scopes), made_on)
 
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
@@ -165,14 +172,26 @@ def _scopes(
     device_type: str | None,
     enabled: bool,
     cache_enabled: bool | None,
-) -> Scopes:
-    """The region around a script, checked as eager regions are."""
-    if policy is None and dtype is None and device_type is None:
-        return {}
+    made_for: str,
+) -> tuple[Scopes, str]:
+    """The region around a script, checked as eager regions are, and the name of the device that it is made for."""
+    has_region = policy is not None or dtype is not None or device_type is not None
     device_type = device_type or _device_of(target)
-    region = autocast(device_type, dtype, enabled, cache_enabled, policy=policy)
+    chosen, made_on = for_target(as_policy(policy), device_type, made_for)
+    if not has_region:
+        return {}, made_on
+    region = autocast(device_type, dtype, enabled, cache_enabled, policy=chosen)
     facts = region.prepared.facts
-    return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy)
+    return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy), made_on
+
+
+def _noting(module: ExplicitModule, made_on: str) -> ExplicitModule:
+    """The module, which says from here on for which device it was made, saved ones too."""
+    add_text(module, TARGET, made_on)
+    return module
+
+
+TARGET = "narrowcast_target"
 
 
 def _device_of(target: Any, *inputs: Any) -> str:
@@ -190,6 +209,7 @@ def trace(
     device_type: str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    made_for: str = "",
     **options: Any,
 ) -> Any:
     """Trace a function or a module with TorchScript, with the casts of eager autocast in the graph.
@@ -205,10 +225,11 @@ def trace(
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
     checked = options.pop("check_trace", True)
     region: Any = contextlib.nullcontext()
-    device = ""
+    device, made_on = "", for_target(as_policy(None), _device_of(target, example_inputs))[1]
     if policy is not None or dtype is not None or device_type is not None:
         device = device_type or _device_of(target, example_inputs)
-        region = _casting_composites(autocast(device, dtype, enabled, cache_enabled, policy=policy))
+        chosen, made_on = for_target(as_policy(policy), device, made_for)
+        region = _casting_composites(autocast(device, dtype, enabled, cache_enabled, policy=chosen))
     with deprecations_unsaid(), region:
         torch.clear_autocast_cache()
         ruled = ruled_device_types()
@@ -220,7 +241,7 @@ def trace(
             finally:
                 torch.clear_autocast_cache()
             is_module = isinstance(target, torch.nn.Module)
-            made = traced_module(traced, ruled) if is_module else traced_function(traced, ruled)
+            made = _noting(traced_module(traced, ruled), made_on) if is_module else traced_function(traced, ruled)
         if checked and "example_kwarg_inputs" not in options:
             _check_trace(target, made, example_inputs)
     return made

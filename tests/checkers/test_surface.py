@@ -1,6 +1,8 @@
 """torch's private names have one owner, and every assumption about them is a named check."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,39 @@ def test_a_probe_that_raises_is_an_assumption_that_does_not_hold():
         assert "KeyError" in fails()
     finally:
         probes._probes.pop("nothing is amiss")
+
+
+def test_a_torch_that_the_tests_do_not_run_with_is_asked_everything(monkeypatch):
+    """If all holds it works, with a warning; else the error says which assumption of which version broke."""
+    import torch
+
+    probes.check_version()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    try:
+        probes.check_version.cache_clear()
+        with pytest.warns(UserWarning, match=r"2\.99\.0 is not one that it is tested with \(2\.11 to 2\.15\)"):
+            probes.check_version()
+        probes.check_version.cache_clear()
+        monkeypatch.delattr(torch.optim.optimizer, "register_optimizer_step_pre_hook")
+        with pytest.raises(SurfaceError, match=r"2\.99\.0 in which optimizers have hooks for all"):
+            probes.check_version()
+    finally:
+        probes.check_version.cache_clear()
+
+
+def test_a_name_that_a_later_torch_no_longer_has_is_a_readable_error():
+    """Already at the import of what uses it; an error of another kind stays what it is."""
+    code = (
+        "import torch; del torch._C._DisableAutocast\n"
+        "import narrowcast as nc\n"
+        "try: nc.autocast\n"
+        "except nc.errors.SurfaceError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert torch_version() in said and "_DisableAutocast" in said and "2.11 to 2.15" in said
+
+
+def torch_version():
+    from narrowcast.policy import installed_torch
+
+    return installed_torch()

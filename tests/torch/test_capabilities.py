@@ -1,5 +1,6 @@
 """What this device can do: asked without a trace, avoided by `safe` and by goals, said by errors and recordings."""
 
+import io
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from narrowcast import formats
 from narrowcast.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
 from narrowcast.costs import abilities
 from narrowcast.costs.measure import device_now
-from narrowcast.costs.profile import Profile, profile_path
+from narrowcast.costs.profile import Device, Profile, profile_path
+from narrowcast.errors import NarrowcastError, ProfileError, RegionError
 from narrowcast.torch_surface.fx import FakeTensorMode
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -150,7 +152,9 @@ def test_a_goal_never_raises_where_fp32_runs(device, monkeypatch):
 
 def test_an_error_for_want_of_a_kernel_says_what_avoids_it(device):
     """Op, module, line, policy and rule; added as the error leaves the region, once, and to no other error."""
-    wanted = "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"
+    with pytest.raises(RuntimeError) as plain:
+        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    wanted = str(plain.value).partition("\n")[0]
     device(*no_products(wanted))
 
     class Fails(nn.Module):
@@ -303,3 +307,37 @@ def test_without_a_cpp_compiler_the_goal_runs_op_by_op():
         "assert made.dtype is torch.bfloat16 and any('C++ compiler' in str(w.message) for w in told)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": "/nowhere"}, timeout=200)
+
+
+def test_programs_are_made_for_a_device_and_say_which(tmp_path):
+    """This one, or one whose profile is given; saved programs say it, too, and compute as they were made to."""
+    missing = Ability("aten.linear.default", "bf16", "forward", RAISES)
+    old = Profile(Device("cpu", "Old", ("avx2",), 2, "2.13.0"), abilities={missing.key: missing})
+    path = str(old.write(tmp_path / "old.json"))
+    model, options = Mixed(), {"dtype": BF16, "policy": "safe"}
+    makers = {
+        "export": lambda **more: nc.export(model, (X,), **options, **more),
+        "script": lambda **more: nc.script(model, **options, **more),
+        "trace": lambda **more: nc.trace(model, (X,), **options, **more),
+    }
+    for name, make in makers.items():
+        here, there = make(), make(made_for=path)
+        assert nc.target_of(here).endswith(f"torch {torch.__version__}")
+        assert nc.target_of(there) == "cpu (avx2), torch 2.13.0"
+        stream = io.BytesIO()
+        (torch.export.save if name == "export" else torch.jit.save)(there, stream)
+        stream.seek(0)
+        loaded = (torch.export.load if name == "export" else torch.jit.load)(stream)
+        assert nc.target_of(loaded) == nc.target_of(there)
+        inner = model.conv.to(BF16)(X.to(BF16))
+        model.conv.float()
+        expected = torch.nn.functional.gelu(model.linear(inner.float()).to(BF16))
+        found = (loaded.module() if name == "export" else loaded)(X)
+        assert torch.equal(found, expected), name
+    assert nc.target_of(torch.jit.script(model)) == ""
+    with pytest.raises(NarrowcastError):
+        nc.target_of(model)
+    with pytest.raises(RegionError, match="made_for"):
+        nc.export(model, (X,), made_for=path)
+    with pytest.raises(ProfileError):
+        nc.script(model, **options, made_for=str(tmp_path / "none.json"))

@@ -6,13 +6,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from narrowcast.console import print_all, terminal
 from narrowcast.costs.abilities import capabilities
-from narrowcast.costs.measure import device_now, machine_load, measure
+from narrowcast.costs.measure import device_now, is_here, machine_load, measure
 from narrowcast.costs.profile import Profile, load_profile, profile_path
 from narrowcast.costs.show import comparison_parts, plot_profile, profile_parts
 from narrowcast.costs.sweep import sweep
@@ -98,7 +97,7 @@ def path(device: DeviceType = "cpu") -> None:
 
 
 def _check_here(device: str) -> None:
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+    if not is_here(device):
         raise ProfileError(
             asked=f"the profile of device type {device!r}", found="torch has no such device here",
             advice="Measure on a machine that has it, and ship the file: narrowcast profile --output FILE.",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from narrowcast.capabilities import (
     missing_kernels,
     shipped_capabilities,
 )
-from narrowcast.costs.measure import device_now, is_capturing, synchronize
+from narrowcast.costs.measure import device_now, is_capturing, is_here, synchronize
 from narrowcast.costs.profile import Device, Profile, load_profile
 from narrowcast.costs.smallest_calls import CPU_ALONE, SMALLEST
-from narrowcast.errors import ProfileError
+from narrowcast.errors import Origin, ProfileError
 from narrowcast.families import CONV, GEMM
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.policy import Policy
@@ -55,13 +56,37 @@ def fitted(policy: Policy, device_type: str) -> Policy:
     return found
 
 
+def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Policy, str]:
+    """The policy for a program that is to run elsewhere, and the name of where: `cpu (avx2), torch 2.13.0`.
+
+    target: file of that device's profile (`narrowcast profile --output`); empty for this machine. ProfileError if it
+    cannot be read, or is of another device type.
+    """
+    if not target:
+        here = device_now(device_type)
+        return policy, f"{device_label(device_type, here.units)}, torch {here.torch}"
+    profile = Profile.read(Path(target))
+    device = profile.device
+    if device.type != device_type:
+        raise ProfileError(
+            asked=f"a program on {device_type}, made for the target {target}", found=f"that is {device}",
+            where=(Origin(target),), advice="Give the profile of a device of that type.",
+        )  # fmt: skip
+    label = device_label(device.type, device.units)
+    asked = Capabilities(label, tuple(profile.abilities.values()))
+    known = asked if asked.abilities else shipped_capabilities(device.type, device.units)
+    if policy.resolve(device_type).unsupported == FULL:
+        policy = policy.without((*known.lacks, *missing_kernels(device_type)))
+    return policy, f"{label}, torch {device.torch}"
+
+
 def capabilities(device_type: str, backward: bool = False) -> Capabilities:
     """What the device runs and refuses. Of one that is not here, what is known of its kind.
 
     backward: backwards are asked about, too, if the profile does not know of them; the first one takes a while.
     """
     device = device_now(device_type)
-    if not _is_here(device_type):
+    if not is_here(device_type):
         return shipped_capabilities(device_type, device.units)
     key = (device, _uses_onednn(), backward)
     found = _known.get(key)
@@ -77,11 +102,6 @@ def capabilities(device_type: str, backward: bool = False) -> Capabilities:
 
 def _uses_onednn() -> bool:
     return bool(torch.backends.mkldnn.enabled)
-
-
-def _is_here(device_type: str) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
 
 
 def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
@@ -162,10 +182,10 @@ def slow_families(device_type: str, format: Format) -> dict[str, float]:
     found = _slow.get(key)
     if found is None:
         shipped = shipped_capabilities(device_type, device.units)
-        found = _profiled(load_profile(device), format) if _is_here(device_type) else {}
+        found = _profiled(load_profile(device), format) if is_here(device_type) else {}
         if not found:
             found = shipped.emulated(format)
-        if not shipped.abilities and _is_here(device_type) and not found and not is_capturing():
+        if not shipped.abilities and is_here(device_type) and not found and not is_capturing():
             found = _on_a_thread_of_its_own(lambda: _probed(device_type, format))
         _slow[key] = found
     return found

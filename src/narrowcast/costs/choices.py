@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from narrowcast.costs.profile import Device, cache_folder, set_aside
@@ -19,7 +19,8 @@ SCHEMA = "narrowcast.choice/1"
 class Choice:
     """What was found when candidates were timed: medians in nanoseconds by name, the spread of each, what it cost.
 
-    seconds: that timing took, compiling the candidates apart. from_disk: it was found earlier.
+    seconds: that timing took, compiling the candidates apart. from_disk: it was found earlier. dropped: candidates that
+    do not run here, with the first line of what they raise.
     """
 
     chosen: str
@@ -28,6 +29,7 @@ class Choice:
     rounds: int
     seconds: float
     from_disk: bool = False
+    dropped: dict[str, str] = field(default_factory=dict)
 
 
 def choice_key(device: Device, *facts: str) -> str:

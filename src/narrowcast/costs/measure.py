@@ -193,6 +193,12 @@ def accelerator_in_use() -> torch.device | None:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def is_here(device_type: str) -> bool:
+    """Whether this machine has such a device."""
+    accelerator = torch.accelerator.current_accelerator()
+    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: then nothing may wait for the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -109,7 +109,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
 
     # whoever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
     with random_state_kept(), own_saved_tensors():
-        once = _usable(sides, run)
+        once, dropped = _usable(sides, run)
         sides = [side for side in sides if side.name in once]
         calls = {name: max(1, min(MOST_CALLS, round(ROUND_NS / ns))) for name, ns in once.items()}
         times: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -127,7 +127,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
             chosen = side.name
     return Choice(
         chosen, medians, {name: _spread(found) for name, found in times.items()},
-        len(times[chosen]), time.perf_counter() - start,
+        len(times[chosen]), time.perf_counter() - start, dropped=dropped,
     )  # fmt: skip
 
 
@@ -142,12 +142,14 @@ def is_faster(times: Sequence[float], than: Sequence[float]) -> bool:
     return statistics.median(ratios) < NOISE and wins > len(ratios) / 2 + 1.64 * math.sqrt(len(ratios)) / 2
 
 
-def _usable(sides: Sequence[Side], run: Callable[[Side], float]) -> dict[str, float]:
-    """The sides that run, with the nanoseconds of a call that is warm and whose backward is compiled.
+def _usable(sides: Sequence[Side], run: Callable[[Side], float]) -> tuple[dict[str, float], dict[str, str]]:
+    """The sides that run, with the nanoseconds of a call that is warm and whose backward is compiled; and why others
+    do not.
 
     What all of them raise is the model's error.
     """
     found: dict[str, float] = {}
+    dropped: dict[str, str] = {}
     failed: Exception | None = None
     for side in sides:
         try:
@@ -155,9 +157,10 @@ def _usable(sides: Sequence[Side], run: Callable[[Side], float]) -> dict[str, fl
             found[side.name] = min(run(side) for _ in range(2))
         except Exception as error:
             failed = error
+            dropped[side.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
     if not found and failed is not None:
         raise failed
-    return found
+    return found, dropped
 
 
 def _run(run: Compiled, args: Sequence[Any], trains: bool) -> float:

@@ -40,6 +40,24 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     return finish_program(program, explicit.graph, fold), explicit
 
 
+_TARGET = "narrowcast_target"
+
+
+def note_target(program: ExportedProgram, target: str) -> ExportedProgram:
+    """The program, which says from here on for which device it was made; saved ones say it, too."""
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), _TARGET: target}
+            break
+    return program
+
+
+def noted_target(program: ExportedProgram) -> str:
+    """What `note_target` noted; empty if it did not."""
+    noted = (node.meta.get("custom") or {} for node in program.graph.nodes)
+    return next((str(found[_TARGET]) for found in noted if _TARGET in found), "")
+
+
 def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> ExportedProgram:
     """An exported program around a graph that was made of this one's."""
     graph = program.graph_module

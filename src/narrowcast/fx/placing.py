@@ -172,6 +172,7 @@ def tell(report: CompiledGraph, placed: Placed, choice: Choice) -> str:
             c.sure,
             choice.times_ns.get(c.name),
             choice.spreads.get(c.name, 0.0),
+            choice.dropped.get(c.name, ""),
         )
         for c in placed.candidates
     )

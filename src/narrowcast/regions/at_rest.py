@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.costs.measure import is_capturing
 from narrowcast.torch_bridge import cast
 from narrowcast.torch_surface.dispatch import version_of
 from narrowcast.torch_surface.state import autocast_off
@@ -93,8 +94,8 @@ class WeightsAtRest:
             return lows[0], kept
         with torch.inference_mode(False), torch.no_grad(), autocast_off():
             made = cast(weight.detach(), dtype)
-        if type(weight) not in _PLAIN or weight.is_inference():
-            return made, None
+        if type(weight) not in _PLAIN or weight.is_inference() or is_capturing():
+            return made, None  # what is cast while a CUDA graph is captured is there only when it is replayed
         copy = Copy(weight, made, lambda _: self._give_up(key))
         if not copy.probes and weight.device.type == "cpu":  # what cannot be looked at is not kept
             return made, None

@@ -61,7 +61,8 @@ class CompiledGraph:
 class CandidateTime:
     """One way to run a graph: nanoseconds as predicted and, if it was timed, as measured with their spread.
 
-    sure: the part of the predicted time that was measured, call by call, rather than interpolated.
+    sure: the part of the predicted time that was measured, call by call, rather than interpolated. dropped: what it
+    raises, if it does not run here.
     """
 
     name: str
@@ -70,6 +71,7 @@ class CandidateTime:
     sure: float = 0.0
     measured_ns: float | None = None
     spread: float = 0.0
+    dropped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

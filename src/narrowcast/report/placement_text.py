@@ -34,6 +34,8 @@ def _candidates(graph: CompiledGraph) -> RenderableType:
 
 
 def _measured(candidate: CandidateTime) -> tuple[str, str, str]:
+    if candidate.dropped:
+        return f"dropped: {candidate.dropped}", "", ""
     if not candidate.measured_ns:
         return "not timed", "", ""
     ratio = candidate.predicted_ns / candidate.measured_ns

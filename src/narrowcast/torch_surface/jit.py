@@ -139,6 +139,14 @@ def script_calls_replaced(of_function: Wrap, of_method: Wrap) -> Iterator[None]:
         yield
 
 
+def add_text(module: Any, name: str, text: str) -> None:
+    """Give a script module an attribute that is saved with it; one that it has is given this value."""
+    if module._c.hasattr(name):
+        module._c.setattr(name, text)
+    else:
+        module._c._register_attribute(name, torch._C.StringType.get(), text)
+
+
 # -- the compiler ------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -18,6 +19,7 @@ from narrowcast.errors import SurfaceError
 
 SUPPORTED = ("2.11", "2.15")
 """The oldest and the newest torch that the tests run with."""
+_BOUNDS = [tuple(int(part) for part in version.split(".")) for version in SUPPORTED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,25 @@ def require(says: str) -> None:
     found = _probes[says].ask()
     if found is not None:
         raise broken(_probes[says], found)
+
+
+@cache
+def check_version() -> None:
+    """Of a torch that the tests do not run with, ask everything: SurfaceError if an assumption does not hold, and a
+    warning that nobody has tried the rest. Nothing for the others.
+    """
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if _BOUNDS[0] <= release <= _BOUNDS[1]:
+        return
+    for asked in all_probes():
+        found = asked.ask()
+        if found is not None:
+            raise broken(asked, found)
+    warnings.warn(
+        f"narrowcast: torch {torch.__version__} is not one that it is tested with ({SUPPORTED[0]} to {SUPPORTED[1]}); "
+        "what it takes for granted about torch holds",
+        stacklevel=4,
+    )
 
 
 def broken(asked: Probe, found: str) -> SurfaceError:

@@ -22,6 +22,7 @@ from narrowcast.torch_surface.jit import (
 from narrowcast.torch_surface.state import caches, is_enabled
 from narrowcast.torchscript.boundaries import bound_whole, close_passages
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
+from narrowcast.torchscript.convert import hold_policy
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
 from narrowcast.torchscript.source import OURS, Signature, rewriting
@@ -142,4 +143,4 @@ def compile_module(module: torch.nn.Module) -> Any:
 
 def around(device_type: str, dtype: torch.dtype, enabled: bool, cached: bool, policy: Policy) -> dict[str, Scope]:
     """The region around a whole script."""
-    return {device_type: Scope(device_type, enabled, dtype, policy.digest, cached, 0)}
+    return {device_type: Scope(device_type, enabled, dtype, hold_policy(policy), cached, 0)}

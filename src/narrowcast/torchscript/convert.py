@@ -108,6 +108,12 @@ def _named(policy: str) -> Policy:
     return found
 
 
+def hold_policy(policy: Policy) -> str:
+    """Hold a policy that a script is to name; its digest."""
+    _in_scripts[policy.digest] = policy
+    return policy.digest
+
+
 _in_scripts: dict[str, Policy] = {}  # by digest, which is all that a graph can hold; torch never frees scripts either
 
 
