@@ -127,7 +127,7 @@ def test_a_torch_that_the_tests_do_not_run_with_is_asked_everything(monkeypatch)
         with pytest.warns(UserWarning, match=r"2\.99\.0 is not one that it is tested with \(2\.11 to 2\.15\)"):
             probes.check_version()
         probes.check_version.cache_clear()
-        monkeypatch.delattr(torch.optim.optimizer, "register_optimizer_step_pre_hook")
+        monkeypatch.delattr(sys.modules["torch.optim.optimizer"], "register_optimizer_step_pre_hook")
         with pytest.raises(SurfaceError, match=r"2\.99\.0 in which optimizers have hooks for all"):
             probes.check_version()
     finally:

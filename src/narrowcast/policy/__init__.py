@@ -10,7 +10,6 @@ from narrowcast.policy.policy import (
     RuleChange,
     as_policy,
     check_device_type,
-    installed_torch,
     known_policy,
 )
 from narrowcast.policy.rules import (
@@ -27,6 +26,7 @@ from narrowcast.policy.rules import (
     parse_action,
 )
 from narrowcast.policy.table import Candidates, Table
+from narrowcast.policy.versions import installed_torch
 
 __all__ = [
     "ACTIONS",

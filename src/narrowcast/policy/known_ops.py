@@ -15,8 +15,8 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from narrowcast.policy.policy import installed_torch
 from narrowcast.policy.rules import Rule, did_you_mean
+from narrowcast.policy.versions import installed_torch
 
 _DECLARED = re.compile(r"^- func: ([\w.]+)\(", re.MULTILINE)
 _GENERATED = re.compile(r"^\s+autogen: (.*)$", re.MULTILINE)

@@ -6,22 +6,20 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from packaging.specifiers import SpecifierSet
-
-from narrowcast.errors import NarrowcastError, Origin, PolicyConflictError, PolicyError
+from narrowcast.errors import NarrowcastError, Origin, PolicyError
 from narrowcast.formats import Format
 from narrowcast.policy.lacks import FULL, RAISE, UNSUPPORTED, Lack
+from narrowcast.policy.layers import check_layer
 from narrowcast.policy.rules import Rule
 from narrowcast.policy.table import Table
+from narrowcast.policy.versions import exists_in, installed_torch
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
 CACHES = ("native", "off")
-_OLDEST_UNKNOWN_TORCH = "2.13.0"  # what is assumed where no torch is installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Policy:
         for name in self.extends:
             check_builtin_name(name)
         for layer in self.layers:
-            _check_layer(layer)
+            check_layer(layer)
         _known[id(self)] = self
         self.digest  # noqa: B018  computed now: code that Dynamo traces reads it, and could not compute it
 
@@ -361,20 +359,6 @@ def check_builtin_name(name: str) -> None:
         )
 
 
-def installed_torch() -> str:
-    """The version of the installed torch, read from its metadata: this half never imports it."""
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return _OLDEST_UNKNOWN_TORCH
-
-
-def exists_in(rule: Rule, torch_version: str) -> bool:
-    """Whether the rule's `torch` range holds this version."""
-    release = torch_version.partition("+")[0]
-    return rule.torch is None or SpecifierSet(rule.torch).contains(release, prereleases=True)
-
-
 @cache
 def load_builtin(name: str) -> Policy:
     """The built-in policy of that name, for the installed torch."""
@@ -405,28 +389,6 @@ def _resolve(policy: Policy, device_type: str) -> Policy:
         policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, unsupported=unsupported, text=None,
         text_layers=0,
     )  # fmt: skip
-
-
-def _check_layer(layer: tuple[Rule, ...]) -> None:
-    """Refuse duplicates and contradictions: two rules of one layer about exactly the same calls."""
-    seen: dict[tuple[str | None, ...], Rule] = {}
-    for rule in layer:
-        earlier = seen.get(rule.conditions)
-        seen[rule.conditions] = rule
-        if earlier is None or (rule.override and rule.action != earlier.action):
-            continue
-        where = tuple(
-            Origin(*((r.origin.file, r.origin.line) if r.origin else ("rule", 0)), note=f'action = "{r.action}"')
-            for r in (rule, earlier)
-        )
-        subject = str(rule).rpartition(":")[0]
-        if rule.action == earlier.action:
-            raise PolicyError(f"duplicate rows about {subject}", where=where, advice="Delete one.")
-        raise PolicyConflictError(
-            asked=f"rows of equal specificity disagree about {subject}",
-            where=where,
-            advice="Delete one, or set override = true on the later row.",
-        )
 
 
 def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:

@@ -1,0 +1,25 @@
+"""Which torch is installed, and which rules exist in it. torch itself is not imported."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+
+from narrowcast.policy.rules import Rule
+
+_ASSUMED_TORCH = "2.13.0"  # where none is installed
+
+
+def installed_torch() -> str:
+    """The version of the installed torch, read from its metadata: this half never imports it."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return _ASSUMED_TORCH
+
+
+def exists_in(rule: Rule, torch_version: str) -> bool:
+    """Whether the rule's `torch` range holds this version."""
+    release = torch_version.partition("+")[0]
+    return rule.torch is None or SpecifierSet(rule.torch).contains(release, prereleases=True)
