@@ -146,6 +146,9 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         """The module's result, computed in the region."""
         return object.__getattribute__(self, "_around").run(super().__call__, args, kwargs)
 
+    def __bool__(self) -> bool:  # torch 2.11 asks for a length, which most models have not
+        return bool(self._orig_mod)
+
     def __reduce__(self) -> Any:
         raise NarrowcastError(
             asked="pickling or copying a compiled module",

@@ -36,7 +36,7 @@ class Registration:
             warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
             for op, kernel in kernels:
                 name = op_name(op) if overload_name(op) == "default" else f"{op_name(op)}.{overload_name(op)}"
-                self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True)
+                self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> bool:
         """Give the ops back what they had. False, and they keep these kernels, after many removals in one minute."""

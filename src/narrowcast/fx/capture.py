@@ -197,7 +197,7 @@ class _Runner(torch.fx.Interpreter):
         cache = self.cached[-1] if cache is None else cache
         region = GraphRegion(device, dtype, enabled, False)
         region.__enter__()
-        node = next(reversed(_tracer().graph.nodes))
+        node = next(iter(reversed(_tracer().graph.nodes)))
         node.args = (*node.args[:3], cache)
         self.cached.append(cache)
         return region

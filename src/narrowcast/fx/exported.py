@@ -68,6 +68,10 @@ def finish_program(program: ExportedProgram, made: GraphModule, fold: bool) -> E
     if fold:
         fold_weights(made, signature, state)
     made.meta.update({k: v for k, v in graph.meta.items() if k not in made.meta})
+    for module in made.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if node.op == "call_function":
+                node.meta.setdefault("val", None)  # torch 2.11 notes none for what only loads decompositions
     made.recompile()
     result = updated_program(program, made, signature, state_dict=state, constants=constants)
     result.graph_module.meta.update(made.meta)
