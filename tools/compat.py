@@ -45,7 +45,7 @@ DIFFERENCES = """\
   2.13, `polar` in fp16 before 2.14.
 - **2.11** opens regions in graphs with `torch.autocast` itself, later ones with a class of its own: no difference
   in what is computed.
-- **2.14 and later** go on capturing after a call that Dynamo leaves to Python (an LSTM): what follows in the same
+- **2.15** goes on capturing after a call that Dynamo leaves to Python (an LSTM): what follows in the same
   `forward` is a graph of its own and is placed, where earlier it was eager code and was timed op by op. `explain`
   shows such a call with line and reason in all versions.
 - **2.14 and later** say by FutureWarning that TorchScript is deprecated, earlier ones by DeprecationWarning.

@@ -37,7 +37,7 @@ class Tagger(nn.Module):
     def forward(self, x):
         return self.rest(self.given(x))
 
-    @torch.compiler.disable  # torch 2.14 and later would capture what comes after the recurrent layer
+    @torch.compiler.disable  # torch 2.15 would capture what comes after the recurrent layer
     def rest(self, given):
         self.calls += 1
         hidden, _ = self.recurrent(given)

@@ -165,6 +165,8 @@ def _runs(op: Any, format: Format, device_type: str, backward: bool) -> str | No
             wanted = [a for a in args if isinstance(a, torch.Tensor)]
             torch.autograd.grad(first, wanted, torch.ones_like(first), allow_unused=True)
         synchronize()
+    except torch.OutOfMemoryError:
+        return None  # it says nothing of what the device can do
     except Exception as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return None

@@ -177,12 +177,17 @@ def _measure_group(profile: Profile, group: Sequence[Measurable], rounds: int) -
 def random_state_kept() -> Iterator[None]:
     """Random numbers drawn inside, on the cpu and on the accelerator in use, are not missing afterwards."""
     device = accelerator_in_use()
-    if device is None:
-        with torch.random.fork_rng(devices=[]):
+    module: Any = None if device is None else torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[]):
+        if device is None or not hasattr(module, "get_rng_state"):
             yield
-    else:
-        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
+            return
+        index = () if device.type == "mps" else (device.index or 0,)  # which has one generator
+        state = module.get_rng_state(*index)
+        try:
             yield
+        finally:
+            module.set_rng_state(state, *index)
 
 
 def accelerator_in_use() -> torch.device | None:

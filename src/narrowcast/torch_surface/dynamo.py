@@ -68,7 +68,7 @@ def on_dynamo_cleanup(clean_up: Callable[[], None]) -> None:
 
 @contextmanager
 def watch_frames() -> Iterator[list[tuple[str, int, str]]]:
-    """Where Dynamo gives up inside, and leaves a frame, or from torch 2.14 on a call in it, to Python: file, line, why.
+    """Where Dynamo gives up inside, and leaves a frame, or from torch 2.15 on a call in it, to Python: file, line, why.
 
     Filled in at the end, from Dynamo's own records, which keep the last 64 frames.
     """
