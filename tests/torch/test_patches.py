@@ -203,3 +203,12 @@ def test_nothing_is_replaced_by_the_import_alone():
         "assert standing() and all(not line.holders for line in standing())\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_kernels_that_stay_are_lines_of_the_table():
+    """With what they are for."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.softplus.default", "full"))
+    with nc.autocast("cpu", torch.bfloat16, policy=policy):
+        pass
+    (line,) = [line for line in standing() if line.what == "aten.softplus.default at AutocastCPU"]
+    assert line.holders == 0 and "policy" in line.why

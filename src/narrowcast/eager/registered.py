@@ -15,6 +15,7 @@ import torch
 from narrowcast.eager.kernels import Kernel
 from narrowcast.torch_bridge import op_facts
 from narrowcast.torch_surface.dispatch import OpOverload, op_name, overload_name, registered_kernel, release
+from narrowcast.torch_surface.patches import note_staying
 from narrowcast.torch_surface.state import autocast_key_name
 
 
@@ -74,6 +75,7 @@ def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) 
             identity = op_facts(op).id
             if identity not in staying:
                 staying[identity] = Registration([(op, _kernel(op, device_type))], device_type)
+                note_staying(f"{identity} at {autocast_key_name(device_type)}", "a region's policy changes this op")
 
 
 def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
