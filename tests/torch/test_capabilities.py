@@ -289,13 +289,13 @@ def test_what_is_slow_is_known_from_the_profile_the_kind_or_a_probe(monkeypatch,
     monkeypatch.setattr(abilities, "_slow", {})
     assert abilities.slow_families("cpu", formats.bf16) == {"conv": 9.0}
     monkeypatch.setattr(abilities, "_slow", {})
-    monkeypatch.setattr(abilities, "_profiled", lambda profile, format: {"gemm": 5.0})
+    monkeypatch.setattr(abilities, "_profiled", lambda profile, format: {"gemm": 5.0, "conv": 1.1})
     assert abilities.slow_families("cpu", formats.bf16) == {"gemm": 5.0}
 
 
 def test_the_probe_answers():
     """Whatever it finds."""
-    assert set(abilities._probed("cpu", formats.bf16)) <= {"gemm"}
+    assert abilities._probed("cpu", formats.bf16)["gemm"] > 0
 
 
 def test_without_a_cpp_compiler_the_goal_runs_op_by_op():

@@ -184,12 +184,11 @@ def slow_families(device_type: str, format: Format) -> dict[str, float]:
     found = _slow.get(key)
     if found is None:
         shipped = shipped_capabilities(device_type, device.units)
-        found = _profiled(load_profile(device), format) if is_here(device_type) else {}
-        if not found:
-            found = shipped.emulated(format)
-        if not shipped.abilities and is_here(device_type) and not found and not is_capturing():
-            found = _on_a_thread_of_its_own(lambda: _probed(device_type, format))
-        _slow[key] = found
+        measured = _profiled(load_profile(device), format) if is_here(device_type) else {}
+        if not (measured or shipped.abilities) and is_here(device_type) and not is_capturing():
+            measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format))
+        ratios = {**shipped.emulated(format), **measured}
+        found = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
     return found
 
 
@@ -201,8 +200,7 @@ def _profiled(profile: Profile, format: Format) -> dict[str, float]:
             low = profile.samples.get(text.replace(f"{fp32.name}[", f"{format.name}["))
             if low is not None:
                 ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
-    medians = {family: statistics.median(found) for family, found in ratios.items()}
-    return {family: ratio for family, ratio in medians.items() if ratio > EMULATED_RATIO}
+    return {family: statistics.median(found) for family, found in ratios.items()}
 
 
 def _probed(device_type: str, format: Format) -> dict[str, float]:
@@ -222,7 +220,7 @@ def _probed(device_type: str, format: Format) -> dict[str, float]:
         spent = time.perf_counter() - start
         if times[fp32] >= 1e-3 or spent + 16 * (times[fp32] + times[format]) > PROBE_SECONDS:
             break
-    return {GEMM: ratio} if ratio > EMULATED_RATIO else {}
+    return {GEMM: ratio}
 
 
 _WORDS = {GEMM: "matrix products", CONV: "convolutions"}
