@@ -173,14 +173,14 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             region.identity.hand_over(later)
         elif region.identity is not None:
             region.identity.restore()
-        if exc_val is not None:
-            note_failure(exc_val, self.device)
         if region_watchers:
             tell_left(self, exc_type is not None)
         if region.before is not None:
             leave_native(region.before)
         if region.mixes:
             torch.clear_autocast_cache()
+        if exc_val is not None:
+            note_failure(exc_val, self.device)
 
     def __call__(self, func: F) -> F:
         """The function, running inside the region; generators and async functions while their steps run.

@@ -6,6 +6,7 @@ Asked only once an error is on its way out of a region, a compiled graph or a sc
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 from narrowcast.capabilities import RAISES, device_label, short_name
@@ -23,6 +24,11 @@ def note_failure(error: BaseException, device_type: str) -> None:
     """Add the note to an error that the device raised for want of a kernel; nothing to any other."""
     if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or _has_note(error):
         return
+    with suppress(Exception):  # the user's error goes on, with a note or without
+        _add_note(error, device_type)
+
+
+def _add_note(error: RuntimeError, device_type: str) -> None:
     said = _what(str(error).strip().partition("\n")[0], device_type)
     if said is None:
         return
