@@ -122,7 +122,7 @@ def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
 def keep_quietly(profile: Profile) -> None:
     """Save a profile, if that is possible: what is asked costs little, and is asked again where nothing can be kept."""
     with suppress(ProfileError):
-        profile.write()
+        profile.write(patience_s=0.5)
 
 
 def _on_a_thread_of_its_own(ask: Any) -> Any:

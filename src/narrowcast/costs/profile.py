@@ -119,12 +119,15 @@ class Profile:
         profile.path = path
         return profile
 
-    def write(self, path: Path | None = None) -> Path:
-        """Save it, together with what another process saved there meanwhile. ProfileError if that is not possible."""
+    def write(self, path: Path | None = None, patience_s: float = 20.0) -> Path:
+        """Save it, together with what another process saved there meanwhile. ProfileError if that is not possible.
+
+        patience_s: how long to wait for a process that is saving, too.
+        """
         path = path or self.path or profile_path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(str(path) + ".lock", timeout=20):
+            with FileLock(str(path) + ".lock", timeout=patience_s):
                 if path.exists():
                     self._take_over(path)
                 replace_text(path, self.to_json())
