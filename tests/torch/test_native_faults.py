@@ -167,7 +167,9 @@ def test_an_exception_in_a_compiled_region_leaks(make):
     compiler = torch.compile if make is torch.autocast else nc.compile
     with pytest.raises(IndexError):
         compiler(step, backend="eager", fullgraph=True)(X, torch.tensor([99]))
-    assert (nesting() > 0) == (make is torch.autocast) and not torch.is_autocast_enabled("cpu")
+    leaks = make is torch.autocast
+    assert (nesting() > 0) == leaks and (leaks or not torch.is_autocast_enabled("cpu"))
+    torch.set_autocast_enabled("cpu", False)  # torch 2.11 leaks this, too
 
 
 def test_the_backward_of_compiled_code_is_autocast():

@@ -21,7 +21,7 @@ from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
 from narrowcast.regions.failures import note_failure
 from narrowcast.regions.identity import Identity
-from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, hold, mark, note_exported
+from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, mark, note_exported
 from narrowcast.regions.native_state import NativeState, enter_native, leave_native
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.state import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
@@ -111,6 +111,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             allow_marks(self._key)
             enter_marked(self._key)
             return self
+        if "prepared" not in self.__dict__:  # made while Dynamo traced, which then left the rest to Python
+            self.__dict__.update({**vars(find_marked(self._key)), "_notes": []})
         prepared = self.prepared
         outer = stack.innermost
         if outer is not None and self._cache is None and outer.prepared.grade in CHECKED and prepared.grade == "native":

@@ -70,10 +70,11 @@ def _keep_marks() -> None:
 
 def hold(key: str) -> None:
     """Hold a region from here on: a graph is about to name it."""
-    _in_graphs[key] = _find(key)
+    _in_graphs[key] = find_marked(key)
 
 
-def _find(key: str) -> Markable:
+def find_marked(key: str) -> Markable:
+    """A region with that key."""
     return _in_graphs.get(key) or next(iter(_made[key]))
 
 
@@ -83,12 +84,12 @@ def _is_known(key: str) -> bool:
 
 def marked_region(key: str) -> Prepared:
     """The facts of the region with that key."""
-    return _find(key).prepared
+    return find_marked(key).prepared
 
 
 def enter_marked(key: str) -> None:
     """In a graph: open the region. While Dynamo traces, it is closed at the latest when that ends."""
-    _find(key).__enter__()
+    find_marked(key).__enter__()
     _open.keys.append(key)
     depth = len(_open.keys)
     on_dynamo_cleanup(lambda: _close_down_to(depth - 1))
@@ -97,7 +98,7 @@ def enter_marked(key: str) -> None:
 def exit_marked(key: str) -> None:
     """In a graph: close the region."""
     _open.keys.remove(key)
-    _find(key).__exit__(None, None, None)
+    find_marked(key).__exit__(None, None, None)
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def closing_marked() -> Iterator[None]:
 
 def _close_down_to(depth: int) -> None:
     while len(_open.keys) > depth:
-        _find(_open.keys.pop()).__exit__(None, None, None)
+        find_marked(_open.keys.pop()).__exit__(None, None, None)
 
 
 MARKS = (enter_marked, exit_marked)
