@@ -44,8 +44,9 @@ DIFFERENCES = """\
 - **What the cpu has no kernel for** in a low format differs, too (`policy/builtin/lacks_cpu.toml`): `trace` before
   2.13, `polar` in fp16 before 2.14.
 - **2.11** opens regions in graphs with `torch.autocast` itself, later ones with a class of its own: no difference
-  in what is computed. It refuses to capture a `scan` a second time («might be aliasing»): such a graph falls back to
-  eager autocast's casts, with a warning. Its compiled regions leak more after an exception; ours leak nothing.
+  in what is computed.
+- **2.11 and 2.12** refuse to capture a `scan` a second time («might be aliasing»): such a graph falls back to eager
+  autocast's casts, with a warning. Their own compiled regions leak more after an exception; ours leak nothing.
 - **2.15** goes on capturing after a call that Dynamo leaves to Python (an LSTM): what follows in the same
   `forward` is a graph of its own and is placed, where earlier it was eager code and was timed op by op. `explain`
   shows such a call with line and reason in all versions.

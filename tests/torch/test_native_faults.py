@@ -169,7 +169,7 @@ def test_an_exception_in_a_compiled_region_leaks(make):
         compiler(step, backend="eager", fullgraph=True)(X, torch.tensor([99]))
     leaks = make is torch.autocast
     assert (nesting() > 0) == leaks and (leaks or not torch.is_autocast_enabled("cpu"))
-    torch.set_autocast_enabled("cpu", False)  # torch 2.11 leaks this, too
+    torch.set_autocast_enabled("cpu", False)  # until torch 2.12 this leaks, too
 
 
 def test_the_backward_of_compiled_code_is_autocast():
