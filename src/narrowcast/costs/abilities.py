@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from narrowcast.policy import Policy
 from narrowcast.policy.lacks import FULL
 from narrowcast.torch_bridge import DTYPES, op_id
 
+T = TypeVar("T")
 LOW = (bf16, fp16)
 BACKWARD_KNOWN = ("aten.mm.default", "backward")
 PROBE_SECONDS = 0.1
@@ -112,7 +113,7 @@ def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
     known = {(ability.op, ability.direction) for ability in kept}
     if known >= {(op_id(op), "forward") for op in _ops(device.type)} and (BACKWARD_KNOWN in known or not backward):
         return Capabilities(label, tuple(kept))
-    asked = tuple(_on_a_thread_of_its_own(lambda: list(_answers(device.type, backward))))
+    asked = tuple(_on_a_thread_of_its_own(lambda: list(_answers(device.type, backward)), []))
     if keeps:
         profile.abilities.update({ability.key: ability for ability in asked})
         keep_quietly(profile)
@@ -125,12 +126,18 @@ def keep_quietly(profile: Profile) -> None:
         profile.write(patience_s=0.5)
 
 
-def _on_a_thread_of_its_own(ask: Any) -> Any:
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(ask()), name="narrowcast-capabilities", daemon=True)
+def _on_a_thread_of_its_own(ask: Callable[[], T], otherwise: T) -> T:
+    """What it answers there, or `otherwise` if it raises: a device that cannot be asked is taken to run everything."""
+    answers = [otherwise]
+
+    def run() -> None:
+        with suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="narrowcast-capabilities", daemon=True)
     thread.start()
     thread.join()
-    return answers[0] if answers else []
+    return answers[-1]
 
 
 def _ops(device_type: str) -> list[Any]:
@@ -186,7 +193,7 @@ def slow_families(device_type: str, format: Format) -> dict[str, float]:
         shipped = shipped_capabilities(device_type, device.units)
         measured = _profiled(load_profile(device), format) if is_here(device_type) else {}
         if not (measured or shipped.abilities) and is_here(device_type) and not is_capturing():
-            measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format))
+            measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format), {})
         ratios = {**shipped.emulated(format), **measured}
         found = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
     return found

@@ -200,8 +200,10 @@ def accelerator_in_use() -> torch.device | None:
 
 def is_here(device_type: str) -> bool:
     """Whether this machine has such a device."""
+    if device_type == "cpu" or not torch.accelerator.is_available():  # a build may know one that is not there
+        return device_type == "cpu"
     accelerator = torch.accelerator.current_accelerator()
-    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
+    return accelerator is not None and accelerator.type == device_type
 
 
 def is_capturing() -> bool:
