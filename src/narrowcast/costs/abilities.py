@@ -113,7 +113,8 @@ def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
     known = {(ability.op, ability.direction) for ability in kept}
     if known >= {(op_id(op), "forward") for op in _ops(device.type)} and (BACKWARD_KNOWN in known or not backward):
         return Capabilities(label, tuple(kept))
-    asked = tuple(_on_a_thread_of_its_own(lambda: list(_answers(device.type, backward)), []))
+    unanswered: tuple[Ability, ...] = ()
+    asked = _on_a_thread_of_its_own(lambda: tuple(_answers(device.type, backward)), unanswered)
     if keeps:
         profile.abilities.update({ability.key: ability for ability in asked})
         keep_quietly(profile)
@@ -193,7 +194,7 @@ def slow_families(device_type: str, format: Format) -> dict[str, float]:
         shipped = shipped_capabilities(device_type, device.units)
         measured = _profiled(load_profile(device), format) if is_here(device_type) else {}
         if not (measured or shipped.abilities) and is_here(device_type) and not is_capturing():
-            measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format), {})
+            measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format), measured)
         ratios = {**shipped.emulated(format), **measured}
         found = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
     return found
