@@ -13,10 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from narrowcast.formats import Format, parse_format
-from narrowcast.policy import Lack, installed_torch, known_ops
+from narrowcast.policy import Lack, in_range, installed_torch, known_ops
 
 RUNS, RAISES, EMULATED = "runs", "raises", "emulated"
 STATES = (RUNS, RAISES, EMULATED)
@@ -108,12 +106,12 @@ def missing_kernels(device_type: str) -> tuple[Lack, ...]:
     file = Path(__file__).parent / "policy" / "builtin" / f"lacks_{device_type}.toml"
     if not file.is_file():
         return ()
-    version = installed_torch().partition("+")[0]
+    version = installed_torch()
     rows = tomllib.loads(file.read_text(encoding="utf-8"))["lack"]
     return tuple(
         Lack(op, parse_format(row["format"]), f"{device_type} has no {row['format']} kernel for {short_name(op)}")
         for row in rows
-        if "torch" not in row or SpecifierSet(row["torch"]).contains(version, prereleases=True)
+        if in_range(row.get("torch", ""), version)
         for op in row["op"]
         if op in known_ops()
     )

@@ -173,16 +173,13 @@ def test_an_error_for_want_of_a_kernel_says_what_avoids_it(device):
         assert not getattr(other.value, "__notes__", [])
 
 
-@pytest.mark.parametrize("front_end", ["compile", "script"])
-def test_errors_of_graphs_and_scripts_have_the_note(front_end, device):
+def test_errors_of_compiled_code_have_the_note(device):
     """Whatever raised inside."""
     if abilities.capabilities("cpu").find(LSTM, formats.fp16).state == RUNS:
         model, low = Tagger(), BF16
         device(Ability("aten.mm.default", "bf16", "forward", RAISES, 0.0, "\"lu_cpu\" not implemented for 'BFloat16'"))
     else:
         model, low = Tagger(), F16
-    if front_end == "script":
-        return  # a script computes an LSTM step by step, where torch's own kernel is not asked
     if low is BF16:
         model = lambda x: torch.linalg.det(torch.mm(x[0], x[0].t()))
     with pytest.raises(RuntimeError) as raised:

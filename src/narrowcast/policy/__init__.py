@@ -26,7 +26,7 @@ from narrowcast.policy.rules import (
     parse_action,
 )
 from narrowcast.policy.table import Candidates, Table
-from narrowcast.policy.versions import installed_torch
+from narrowcast.policy.versions import in_range, installed_torch
 
 __all__ = [
     "ACTIONS",
@@ -49,6 +49,7 @@ __all__ = [
     "as_policy",
     "check_device_type",
     "did_you_mean",
+    "in_range",
     "installed_torch",
     "known_ops",
     "known_policy",

@@ -13,10 +13,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from narrowcast.policy.rules import Rule, did_you_mean
-from narrowcast.policy.versions import installed_torch
+from narrowcast.policy.versions import in_range, installed_torch
 
 _DECLARED = re.compile(r"^- func: ([\w.]+)\(", re.MULTILINE)
 _GENERATED = re.compile(r"^\s+autogen: (.*)$", re.MULTILINE)
@@ -49,7 +47,7 @@ def listed_ops(version: str) -> frozenset[str]:
     found = set()
     for line in file.read_text(encoding="utf-8").splitlines()[1:]:
         op, _, versions = line.partition(" ")
-        if not versions or SpecifierSet(versions).contains(version.partition("+")[0], prereleases=True):
+        if not versions or in_range(versions, version):
             found.add(op)
     return frozenset(found)
 

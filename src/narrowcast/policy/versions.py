@@ -21,5 +21,9 @@ def installed_torch() -> str:
 
 def exists_in(rule: Rule, torch_version: str) -> bool:
     """Whether the rule's `torch` range holds this version."""
-    release = torch_version.partition("+")[0]
-    return rule.torch is None or SpecifierSet(rule.torch).contains(release, prereleases=True)
+    return in_range(rule.torch or "", torch_version)
+
+
+def in_range(versions: str, torch_version: str) -> bool:
+    """Whether a range (`>=2.12,<2.15`; empty for all) holds a version, whatever its build (`2.13.0+cpu`)."""
+    return SpecifierSet(versions).contains(torch_version.partition("+")[0], prereleases=True)

@@ -69,8 +69,7 @@ class Method:
         try:
             return self._run(plain, args, kwargs)
         except RuntimeError as error:
-            for device_type in (*self.around, "cpu")[:1]:
-                note_failure(error, device_type)
+            note_failure(error, next(iter(self.around), "cpu"))
             raise
 
     def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
