@@ -117,6 +117,19 @@ def missing_kernels(device_type: str) -> tuple[Lack, ...]:
     )
 
 
+@cache
+def one_format() -> tuple[Lack, ...]:
+    """Ops that torch runs, on every device, with tensors of one format alone."""
+    file = Path(__file__).parent / "policy" / "builtin" / "one_format.toml"
+    rows = tomllib.loads(file.read_text(encoding="utf-8"))["one_format"]
+    return tuple(
+        Lack(op, None, row["reason"], low_first=row.get("low_first", False))
+        for row in rows
+        for op in row["op"]
+        if op in known_ops()
+    )
+
+
 def _abilities(row: Mapping[str, Any]) -> Iterable[Ability]:
     for entry in row["ability"]:
         for format in entry["format"]:

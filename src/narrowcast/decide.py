@@ -8,11 +8,13 @@ Semantics of the actions that native autocast has: aten/src/ATen/autocast_mode.{
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.formats import Format, fp32, fp64, widest
 from narrowcast.policy import NOWHERE, Kind, Lack, Place, Policy, Rule
+
+Lacking = Mapping[Format | None, Lack]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +248,32 @@ def _align(rule: Rule, call: Call, eligible: list[bool]) -> Plan:
     return Plan(_cast_all(destination, call, eligible), rule, computes_in=destination, shields=True)
 
 
-def _repair(
-    plan: Plan, lacking: dict[Format, Lack], call: Call, eligible: list[bool], policy: Policy, low: Format
-) -> Plan:
+def _repair(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool], policy: Policy, low: Format) -> Plan:
+    """The plan, unless the call cannot run in the formats that it gives."""
+    plan = _repair_kernel(plan, lacking, call, eligible, policy, low)
+    several = lacking.get(None)
+    return plan if several is None else _repair_mixture(plan, several, call, eligible)
+
+
+def _repair_mixture(plan: Plan, lack: Lack, call: Call, eligible: list[bool]) -> Plan:
+    """The plan, unless it leaves several formats to an op that takes one: then they are aligned."""
+    if plan.refused is not None or plan.undecided is not None:
+        return plan
+    planned = [dst or a.format for a, dst in zip(call.arguments, plan.formats, strict=True)]
+    if any(a.unknown and e and p is None for a, e, p in zip(call.arguments, eligible, planned, strict=True)):
+        return _compare_later(lack.rule, call, eligible) if not any(plan.formats) else plan
+    floats = [p for p in planned if p is not None]
+    low_first = lack.low_first and len(set(floats[1:])) == 1 and floats[0].bits < floats[1].bits
+    if len(set(floats)) < 2 or low_first:
+        return plan
+    aligned = _align(lack.rule, call, eligible)
+    if aligned.refused is not None:
+        return plan
+    about_results = tuple(row for row in plan.argument_rules if row[1].is_about_result)
+    return replace(aligned, argument_rules=about_results, results=plan.results)
+
+
+def _repair_kernel(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool], policy: Policy, low: Format) -> Plan:
     """The plan, unless the call would compute in a format that the device lacks: then fp32 on the inputs as they are,
     and the results that were promised.
     """
@@ -266,7 +291,7 @@ def _repair(
     )  # fmt: skip
 
 
-def _format_inside(lacking: dict[Format, Lack], call: Call, policy: Policy, low: Format) -> Format | None:
+def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) -> Format | None:
     """The format of the op that the call is made of; None if no rule is about that one."""
     inside = next((lack.inside for lack in lacking.values()), "")
     rules = policy.table.candidates(inside, True).whole if inside else ()

@@ -67,6 +67,10 @@ class RegionError(NarrowcastError, ValueError):
     """An autocast region cannot be opened as asked: device type, dtype or policy."""
 
 
+class RegionWarning(UserWarning):
+    """A region does what was asked, in a way that its policy is not for."""
+
+
 class RefusedError(NarrowcastError, RuntimeError):
     """The policy refuses to run this call (action `refuse`, or formats that have no common one)."""
 

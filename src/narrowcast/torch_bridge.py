@@ -47,6 +47,12 @@ def to_dtype(wanted: torch.dtype | Format | str) -> torch.dtype:
     return DTYPES[formats.parse_format(wanted) if isinstance(wanted, str) else wanted]
 
 
+def default_dtype(policy: Policy, device_type: str) -> torch.dtype:
+    """The low dtype of a region that names none: the policy's, or torch's for the device type."""
+    low = policy.effective_low
+    return torch.get_autocast_dtype(device_type) if low is None else to_dtype(low)
+
+
 _SHORT = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
     torch.bool: "bool", torch.complex32: "c32", torch.complex64: "c64", torch.complex128: "c128",

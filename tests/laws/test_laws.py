@@ -60,7 +60,9 @@ def distinct(found):
 policies = st.one_of(
     st.just(Policy.native("cpu")),
     st.just(Policy.safe("cpu")),
-    st.lists(st.lists(rules, min_size=1, max_size=4).map(distinct), max_size=2).map(lambda ls: Policy("p", tuple(ls))),
+    st.lists(st.lists(rules, min_size=1, max_size=4).map(distinct), max_size=2).map(
+        lambda ls: Policy("p", tuple(ls), ())
+    ),
 )
 regions = st.builds(Region, st.just("cpu"), st.sampled_from([bf16, fp16, fp32]), st.booleans())
 
@@ -123,7 +125,7 @@ def test_decide_depends_on_its_arguments_alone(call, policy, region):
 @given(calls, regions)
 def test_a_policy_without_rules_changes_nothing(call, region):
     """Nothing is done that no rule asks for."""
-    assert decide(call, Policy("empty"), region).changes_nothing
+    assert decide(call, Policy("empty", extends=()), region).changes_nothing
 
 
 @given(policies)

@@ -119,7 +119,7 @@ def test_merge_puts_the_other_on_top():
 def test_a_merge_that_would_bury_rules_is_refused():
     """What `other` extends cannot go below rules that are already there."""
     with pytest.raises(PolicyError, match="Merge the other way round"):
-        Policy("a", ((Rule("aten.mm", "full"),),)).merge(Policy.native())
+        Policy("a", ((Rule("aten.mm", "full"),),), extends=("nothing",)).merge(Policy.native())
 
 
 def test_the_digest_changes_with_the_rules_and_with_nothing_else():
@@ -131,7 +131,7 @@ def test_the_digest_changes_with_the_rules_and_with_nothing_else():
     for other in (
         Policy("a", ((Rule("aten.mm", "lower"),),)),
         Policy("a", ((rule,),), cache="off"),
-        Policy("a", ((rule,),), extends=("native",)),
+        Policy("a", ((rule,),), extends=("nothing",)),
         Policy("a", ((rule,), (Rule("aten.mm", "lower"),))),
         Policy("a", ((Rule("aten.mm", "full", module="x"),),)),
     ):
@@ -226,3 +226,29 @@ def test_policies_can_be_pickled():
     """For worker processes."""
     policy = Policy.native().with_rules(Rule("aten.gelu", "to(fp16)"))
     assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_a_policy_stands_on_native_unless_it_says_otherwise(tmp_path):
+    """Built in Python or read from a file: what it does not name is native's, and `nothing` says that nothing is."""
+    rule = Rule("aten.softmax", "full")
+    for policy in (
+        Policy("mine", ((rule,),)),
+        Policy.parse('[[rule]]\nop = "aten.softmax"\naction = "full"\n'),
+        Policy.parse('extends = "native"\n[[rule]]\nop = "aten.softmax"\naction = "full"\n'),
+    ):
+        assert policy == Policy.native().with_rules(rule) and policy.resolve("cpu").rules[0].source
+    alone = Policy("mine", ((rule,),), extends=("nothing",))
+    assert alone.resolve("cpu").rules == (rule,) and alone.extends == ()
+    assert 'extends = "nothing"' in alone.to_toml() and Policy.parse(alone.to_toml()) == alone
+    (tmp_path / "below.toml").write_text('extends = "nothing"\n[[rule]]\nop = "aten.mm"\naction = "full"\n')
+    (tmp_path / "above.toml").write_text('extends = "below.toml"\n')
+    assert [r.op for r in Policy.load(tmp_path / "above.toml").resolve("cpu").rules] == ["aten.mm"]
+    with pytest.raises(PolicyError, match="nothing else"):
+        Policy("mine", extends=("native", "nothing"))
+
+
+@pytest.mark.parametrize("name", ["my.toml", "safe", "ipex"])
+def test_a_name_does_not_load_a_policy(name):
+    """`Policy("my.toml")` would be an empty policy of that name; what was meant is named."""
+    with pytest.raises(PolicyError, match=rf"Policy.load\('{name}'\)"):
+        Policy(name)

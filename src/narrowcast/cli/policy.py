@@ -11,7 +11,7 @@ from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
 from narrowcast.torch_bridge import check_ops
 
 policy_app = typer.Typer(help="Show, check and compare policies.", no_args_is_help=True)
-PolicyName = Annotated[str, typer.Argument(help="native, safe, native:DEVICE, or a policy file.")]
+PolicyName = Annotated[str, typer.Argument(help="native, safe, ipex, native:DEVICE, or a policy file.")]
 Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers for this device type.")]
 
 
@@ -19,7 +19,8 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 def show(policy: PolicyName, device: Device = None) -> None:
     """The rules of a policy, in the order in which they win."""
     found = _resolved(policy, device)
-    typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, weight cache {found.effective_cache}")
+    settings = ", ".join(f"{key} {value}" for key, value in _settings(found).items())
+    typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}")
     for layer in reversed(found.layers):
         reason = None
         for rule in layer:
@@ -49,9 +50,15 @@ def diff(before: PolicyName, after: PolicyName, device: Device = None) -> None:
     changes = old.diff(new)
     for change in changes:
         typer.echo(str(change))
-    before_cache, after_cache = old.effective_cache, new.effective_cache
-    cache = "" if before_cache == after_cache else f"; weight cache {before_cache} -> {after_cache}"
-    typer.echo(f"{old.name} -> {new.name}: {len(changes)} rules differ{cache}")
+    pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)
+    settings = "".join(f"; {key} {a} -> {b}" for (key, a), b in pairs if a != b)
+    typer.echo(f"{old.name} -> {new.name}: {len(changes)} rules differ{settings}")
+
+
+def _settings(policy: Policy) -> dict[str, str]:
+    """What a resolved policy says besides its rules."""
+    low, training = policy.effective_low or "the device's", ", ".join(policy.training) or "any"
+    return {"weight cache": policy.effective_cache, "low format": low, "training in": training}
 
 
 def _resolved(name: str, device: str | None) -> Policy:

@@ -24,6 +24,7 @@ from narrowcast.capabilities import (
     Capabilities,
     device_label,
     missing_kernels,
+    one_format,
     shipped_capabilities,
 )
 from narrowcast.costs.measure import device_now, is_capturing, is_here, synchronize
@@ -50,7 +51,7 @@ def fitted(policy: Policy, device_type: str) -> Policy:
     resolved = policy.resolve(device_type)
     if resolved.unsupported != FULL or resolved.lacks is not None:
         return resolved
-    lacks = (*capabilities(device_type).lacks, *missing_kernels(device_type))
+    lacks = (*capabilities(device_type).lacks, *missing_kernels(device_type), *one_format())
     found: Policy | None = resolved.memory.get(lacks)
     if found is None:
         found = resolved.memory[lacks] = resolved.without(lacks)
@@ -77,7 +78,7 @@ def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Poli
     asked = Capabilities(label, tuple(profile.abilities.values()))
     known = asked if asked.abilities else shipped_capabilities(device.type, device.units)
     if policy.resolve(device_type).unsupported == FULL:
-        policy = policy.without((*known.lacks, *missing_kernels(device_type)))
+        policy = policy.without((*known.lacks, *missing_kernels(device_type), *one_format()))
     return policy, f"{label}, torch {device.torch}"
 
 

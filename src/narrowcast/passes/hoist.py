@@ -36,7 +36,7 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
     for step in program.steps.values():
         found = _session(program, step, left)
         if found is not None and found in sessions and step.id not in inner:
-            key = (step.operands[0].value, step.value.type, found, program.open_region(step))
+            key = (step.operands[0].value, step.value.type, found, program.open_region(step, but_device=True))
             groups.setdefault(key, []).append(step)
     edits: list[Edit] = []
     known: dict[int, _Home] = {}
@@ -48,6 +48,9 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
             known[id(block)] = _Home(block)
         home = known[id(block)]
         before = home.first_with(casts)
+        if before is not None and not before.grad_mode:  # a cast that is made there carries no gradient
+            casts = [cast for cast in casts if not cast.grad_mode]
+            before = home.first_with(casts) if casts else None
         if before is None or not home.has(value) or (len(casts) == 1 and before.id == casts[0].id):
             continue
         if alone is not None and not all(home.is_direct(cast) for cast in casts):

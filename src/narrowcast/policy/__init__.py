@@ -26,6 +26,7 @@ from narrowcast.policy.rules import (
     parse_action,
 )
 from narrowcast.policy.table import Candidates, Table
+from narrowcast.policy.unmatched import nearest_name
 from narrowcast.policy.versions import in_range, installed_torch
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "known_ops",
     "known_policy",
     "lint_policy",
+    "nearest_name",
     "parse_action",
 ]

@@ -19,7 +19,12 @@ from narrowcast.policy.table import Table
 from narrowcast.policy.versions import exists_in, installed_torch
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
+BUILTIN = ("native", "safe", "ipex")
+NOTHING = "nothing"
+"""What a policy extends that has all its rules itself: ops that it does not name run as their inputs are."""
 CACHES = ("native", "off")
+LOW = ("bf16", "fp16")
+INNER = ("native", "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +47,34 @@ class Policy:
 
     A later layer wins over an earlier one; inside a layer the more specific rule wins; two rules of one layer about
     exactly the same calls are an error unless the later one says `override`. `extends` holds `native` (resolved for
-    the region's device type), `native:cuda` (for that device type), or `safe`. `cache` is `native` (torch's weight
-    cache, as `cache_enabled` asks), `off` (weights are cast at every use), or None (as in what it extends).
+    the region's device type), `native:cuda` (for that device type), `safe`, `ipex`, or `nothing` alone.
+
+    `cache` is `native` (torch's weight cache, as `cache_enabled` asks), `off` (weights are cast at every use), or None
+    (as in what it extends).
 
     `unsupported` says what becomes of a call in a format that the device lacks: `raise` (the device's own error),
     `full` (it runs in fp32, and its results have the promised format), or None (as in what it extends, or `raise`).
     `lacks` is what the device lacks, once the policy was fitted to one.
+
+    `low` is the low format of regions that name none, and `training` are those to train in: in another, a region in
+    which gradients are recorded warns. Left open they are as in what it extends, or the device type's, and any.
+
+    `inner` says what rules in `torch.autocast` blocks inside a region of this policy, as frameworks open them: `native`
+    (torch's own lists: the block hides this policy), `policy` (this policy, in the block's own format), or None (as in
+    what it extends, or `native`). A block that is switched off is off.
 
     Two policies are equal when they decide alike: names, reasons and comments take no part.
     """
 
     name: str = field(compare=False)
     layers: tuple[tuple[Rule, ...], ...] = ()
-    extends: tuple[str, ...] = ()
+    extends: tuple[str, ...] = ("native",)
     description: str = field(default="", compare=False)
     cache: str | None = None
     unsupported: str | None = None
+    low: str | None = None
+    training: tuple[str, ...] = ()
+    inner: str | None = None
     lacks: tuple[Lack, ...] | None = None
     text: str | None = field(default=None, compare=False, repr=False)
     text_layers: int = field(default=0, compare=False, repr=False)
@@ -71,12 +88,30 @@ class Policy:
                 found="no such choice",
                 advice=f"Write one of: {UNSUPPORTED}.",
             )
+        if self.inner is not None and self.inner not in INNER:
+            raise PolicyError(f"inner {self.inner!r}", "no such choice", advice=f"Write one of: {INNER}.")
+        for key, formats in (("low", (self.low,)), ("training", self.training)):
+            for format in formats:
+                if format is not None and format not in LOW:
+                    raise PolicyError(f"{key} {format!r}", "no low format of regions", advice=f"Write one of: {LOW}.")
+        if self.extends == (NOTHING,):
+            object.__setattr__(self, "extends", ())
         for name in self.extends:
             check_builtin_name(name)
+        self._check_name()
         for layer in self.layers:
             check_layer(layer)
         _known[id(self)] = self
         self.digest  # noqa: B018  computed now: code that Dynamo traces reads it, and could not compute it
+
+    def _check_name(self) -> None:
+        """PolicyError for a policy without rules whose name is that of another one: it was to be loaded."""
+        is_file, is_builtin = self.name.endswith(".toml"), self.name in BUILTIN and self.extends != (self.name,)
+        if not self.layers and (is_file or (is_builtin and self.name != "native")):
+            raise PolicyError(
+                asked=f"Policy({self.name!r})", found="this makes a policy of that name, without rules",
+                advice=f"Write Policy.load({self.name!r}).",
+            )  # fmt: skip
 
     # -- the built-in policies, and files
 
@@ -96,9 +131,11 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """The policy in a TOML file. PolicyError names file and line of whatever is wrong with it."""
+        """The policy in a TOML file, or the built-in one of that name. PolicyError names file and line of a mistake."""
         from narrowcast.policy.text import load_policy
 
+        if isinstance(path, str) and path.partition(":")[0] in BUILTIN:
+            return as_policy(path)
         return load_policy(Path(path))
 
     @staticmethod
@@ -147,6 +184,9 @@ class Policy:
             description=self.description or other.description,
             cache=other.cache or self.cache,
             unsupported=other.unsupported or self.unsupported,
+            low=other.low or self.low,
+            training=other.training or self.training,
+            inner=other.inner or self.inner,
         )
 
     def resolve(self, device_type: str) -> Policy:
@@ -172,7 +212,7 @@ class Policy:
         return replace(self, lacks=tuple(lacks))
 
     def repairing(self) -> Policy:
-        """This policy, with what the device lacks run in fp32."""
+        """This policy, with what the device lacks run in fp32, and what takes one format given one."""
         if self.resolve("cpu").unsupported == FULL:
             return self
         found: Policy | None = self.memory.get(FULL)
@@ -180,12 +220,21 @@ class Policy:
             found = self.memory[FULL] = replace(self, unsupported=FULL)
         return found
 
+    def with_inner(self, inner: str) -> Policy:
+        """This policy with another `inner`: what rules in `torch.autocast` blocks inside its regions."""
+        if inner == self.effective_inner:
+            return self
+        found: Policy | None = self.memory.get(("inner", inner))
+        if found is None:
+            found = self.memory["inner", inner] = replace(self, inner=inner)
+        return found
+
     # -- questions
 
     @cached_property
-    def lacking(self) -> dict[str, dict[Format, Lack]]:
-        """What the device lacks: by op, by format."""
-        found: dict[str, dict[Format, Lack]] = {}
+    def lacking(self) -> dict[str, dict[Format | None, Lack]]:
+        """What the device lacks: by op, by format; under None, several formats at once."""
+        found: dict[str, dict[Format | None, Lack]] = {}
         for lack in self.lacks or ():
             found.setdefault(lack.op, {})[lack.format] = lack
         return found
@@ -212,6 +261,12 @@ class Policy:
         lines = [f"cache={self.cache}", *(f"extends={name}" for name in self.extends)]
         if self.unsupported is not None:
             lines.append(f"unsupported={self.unsupported}")
+        if self.low is not None:
+            lines.append(f"low={self.low}")
+        if self.training:
+            lines.append(f"training={self.training}")
+        if self.inner is not None:
+            lines.append(f"inner={self.inner}")
         lines += [f"lacks={lack.op} {lack.format}" for lack in self.lacks or ()]
         for number, layer in enumerate(self.layers):
             lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for rule in layer]
@@ -244,11 +299,27 @@ class Policy:
         """`native` or `off`: its own setting, or that of what it extends."""
         return self.resolve("cpu").cache or "native" if self.extends else self.cache or "native"
 
+    @cached_property
+    def effective_low(self) -> str | None:
+        """The low format of regions that name none: its own, or that of what it extends; None is the device type's."""
+        return self.resolve("cpu").low if self.extends else self.low
+
+    @cached_property
+    def effective_inner(self) -> str:
+        """What rules in `torch.autocast` blocks inside: its own setting, or that of what it extends."""
+        return (self.resolve("cpu").inner if self.extends else self.inner) or INNER[0]
+
+    def trains_in(self, low: Format) -> bool:
+        """Whether a region in this low format is one to train in. Of a resolved policy."""
+        return not self.training or low.name in (*self.training, "fp32")
+
     @property
     def is_native(self) -> bool:
         """Whether this is torch's own behaviour, neither more nor less."""
         plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and not self.lacks
-        return self.extends == ("native",) and not self.layers and plain
+        plain = plain and self.inner in (None, "native")
+        leaves_open = self.low is None and not self.training
+        return self.extends == ("native",) and not self.layers and plain and leaves_open
 
     @cached_property
     def has_open_patterns(self) -> bool:
@@ -282,7 +353,7 @@ class Policy:
     def backward(self) -> Policy:
         """The rules about the backward alone."""
         layers = tuple(tuple(r for r in layer if r.direction != "forward") for layer in self.layers)
-        return Policy(self.name, tuple(x for x in layers if x))
+        return Policy(self.name, tuple(x for x in layers if x), extends=())
 
     @cached_property
     def _has_versions(self) -> bool:
@@ -303,8 +374,8 @@ class Policy:
 
 
 def as_policy(wanted: Policy | str | Path | None) -> Policy:
-    """A policy given as itself, as the name of a built-in one (native, safe, native:cuda), as a file's path, or as the
-    digest of one that is in use, which is how compiled code names them.
+    """A policy given as itself, as the name of a built-in one (native, safe, ipex, native:cuda), as a file's path, or
+    as the digest of one that is in use, which is how compiled code names them.
 
     None is native. Raises PolicyError for a name that is neither.
     """
@@ -347,15 +418,16 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_builtin_name(name: str) -> None:
-    """Raise PolicyError unless `name` is native, native:DEVICE or safe."""
+    """Raise PolicyError unless `name` is native, native:DEVICE, safe or ipex."""
     family, colon, device_type = name.partition(":")
     if family == "native" and colon:
         check_device_type(device_type)
-    elif name not in ("native", "safe"):
+    elif name not in BUILTIN:
         raise PolicyError(
             asked=f"policy {name!r}",
             found="no such built-in policy",
-            advice="Write native, native:DEVICE, safe, or the path of a policy file (ending in .toml).",
+            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml). "
+            "A policy may extend nothing, too, and then nothing else.",
         )
 
 
@@ -381,14 +453,15 @@ def _resolve(policy: Policy, device_type: str) -> Policy:
     for name in policy.extends:
         base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
         below += [layer for layer in base.layers if layer not in below]
-    caches = [load_builtin(name).cache for name in policy.extends if name != "native"]
-    cache = policy.cache or next((c for c in caches if c is not None), None)
-    chosen = [load_builtin(name).unsupported for name in policy.extends if name != "native"]
-    unsupported = policy.unsupported or next((c for c in chosen if c is not None), None)
-    return replace(
-        policy, layers=(*below, *_existing(policy.layers)), extends=(), cache=cache, unsupported=unsupported, text=None,
-        text_layers=0,
-    )  # fmt: skip
+    settings = {key: _setting(policy, key) for key in ("cache", "unsupported", "low", "training", "inner")}
+    return replace(policy, layers=(*below, *_existing(policy.layers)), extends=(), text=None, text_layers=0, **settings)
+
+
+def _setting(policy: Policy, key: str) -> Any:
+    """What the policy says in its head, or what it extends does."""
+    own = getattr(policy, key)
+    chosen = (getattr(load_builtin(name), key) for name in policy.extends if name != "native")
+    return own or next((found for found in chosen if found), own)
 
 
 def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:

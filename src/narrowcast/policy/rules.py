@@ -89,7 +89,8 @@ class Place:
 
     `module_path` is the dotted path as in `model.named_modules()` (empty at the root); `classes` are the qualified
     class names of the modules around the call, innermost first; `functions` the qualified names of the user's
-    functions around it, innermost first; `file` and `line` the user's source line.
+    functions around it, innermost first; `file` and `line` the user's source line. `around` is the path of that root
+    in a larger module whose method called it, if one did: `net` where `training_step` calls `self.net(x)`.
     """
 
     module_path: str = ""
@@ -97,6 +98,14 @@ class Place:
     functions: tuple[str, ...] = ()
     file: str = ""
     line: int = 0
+    around: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The module path, and if the root is part of a larger module the path in that one."""
+        if not self.around:
+            return (self.module_path,)
+        return (self.module_path, f"{self.around}.{self.module_path}".strip("."))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else "?"
@@ -149,6 +158,11 @@ class Rule:
     def __post_init__(self) -> None:
         if isinstance(self.action, str):  # Rule("aten.gelu", "full") reads better than a nested constructor
             object.__setattr__(self, "action", parse_action(self.action))
+        if not isinstance(self.op, str):
+            raise PolicyError(
+                asked=f"a rule about {self.op!r}", found=f"the op is given as a {type(self.op).__name__}, not by name",
+                advice=f'Write Rule("{_name_of(self.op)}", "{self.action}"): the names that narrowcast.explain lists.',
+            )  # fmt: skip
         namespace, dot, name = self.target.partition(".")
         if not (namespace and dot and name):
             raise PolicyError(
@@ -224,6 +238,11 @@ class Rule:
         return self.argument is not None and self.argument.partition(".")[0] == RESULT
 
     @property
+    def is_builtin(self) -> bool:
+        """Whether the rule stands in a built-in policy."""
+        return self.origin is not None and self.origin.file.startswith("builtin/")
+
+    @property
     def is_unconditional(self) -> bool:
         """Whether the rule holds wherever the op is called."""
         return self.module is None and self.module_class is None and self.function is None
@@ -263,12 +282,12 @@ class Rule:
         """Whether the call's place satisfies the module, class and function conditions."""
         if self.op == MODULE_CALL:  # the module itself, not what is inside
             return (
-                (self.module is None or fnmatchcase(place.module_path, self.module))
+                (self.module is None or any(fnmatchcase(path, self.module) for path in place.paths))
                 and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes[:1]))
                 and (self.function is None or any(_matches_name(self.function, f) for f in place.functions))
             )
         return (
-            (self.module is None or _matches_path(self.module, place.module_path))
+            (self.module is None or any(_matches_path(self.module, path) for path in place.paths))
             and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes))
             and (self.function is None or any(_matches_name(self.function, f) for f in place.functions))
         )
@@ -284,6 +303,12 @@ class Rule:
         if self.function is not None:
             parts.append(f"in function {self.function}")
         return f"{' '.join(parts)}: {self.action}"
+
+
+def _name_of(op: object) -> str:
+    """The name of what somebody took for an op."""
+    text = str(op)  # torch.ops.aten.gelu.default says its own
+    return text if text.startswith("aten.") else f"aten.{getattr(op, '__name__', 'gelu')}"
 
 
 _PER_ARGUMENT = (Kind.LOWER, Kind.FULL, Kind.FOLLOW, Kind.TO)

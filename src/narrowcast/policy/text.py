@@ -1,9 +1,12 @@
 """The TOML text form of a policy: read with file:line errors, written with comments kept.
 
     name = "train-bf16"
-    extends = "native"          # or "safe", "native:cuda", "other-file.toml", or a list of these
+    extends = "native"          # or "safe", "ipex", "native:cuda", "other-file.toml", a list of these, or "nothing"
     cache = "native"            # or "off"
     unsupported = "raise"       # or "full": what becomes of a call in a format that the device lacks
+    low = "bf16"                # the low format of regions that name none
+    training = ["bf16"]         # the low formats to train in: a region in another one warns
+    inner = "native"            # or "policy": what rules in torch.autocast blocks inside
 
     [[rule]]
     op = "aten.softmax"         # or a list of ops
@@ -30,19 +33,22 @@ import tomlkit
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError
 from narrowcast.files import replace_text
 from narrowcast.policy.known_ops import unknown_op
-from narrowcast.policy.policy import Policy, with_origin
+from narrowcast.policy.policy import NOTHING, Policy, with_origin
 from narrowcast.policy.rules import Rule, did_you_mean, parse_action
 
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
-    "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str,
-    "rule": list, "layer": list,
+    "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str, "low": str,
+    "training": list, "inner": str, "rule": list, "layer": list,
 }  # fmt: skip
 # what such a list holds
-_LISTS: dict[str, type] = {"extends": str, "op": str, "class": str, "argument": str, "rule": dict, "layer": dict}
+_LISTS: dict[str, type] = {
+    "extends": str, "training": str, "op": str, "class": str, "argument": str, "rule": dict, "layer": dict,
+}  # fmt: skip
 _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
     "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
     "reason": str, "source": str, "override": bool, "torch": str,
 }  # fmt: skip
+_SETTINGS = ("cache", "unsupported", "low", "training", "inner")
 _TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
 _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
@@ -80,7 +86,7 @@ def load_policy(path: Path, inside: tuple[Path, ...] = ()) -> Policy:
             asked=f"policy file {path}",
             found=getattr(error, "strerror", None) or str(error),
             where=(Origin(str(path)),),
-            advice="Give the path of a TOML policy file, or the name of a built-in one: native, safe.",
+            advice="Give the path of a TOML policy file, or the name of a built-in one: native, safe, ipex.",
         ) from None
     return parse_policy(text, str(path), path.parent, (*inside, path.resolve()))
 
@@ -104,24 +110,27 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
         _check_keys(table, {"rule": list}, file, head, "a layer")
         layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file, head)))
         position += len(rows)
-    extends = data.get("extends", [])
+    extends = data.get("extends", "native")
     names = [extends] if isinstance(extends, str) else extends
     try:
         below = [load_policy((folder or Path()) / n, inside) for n in names if n.endswith(".toml")]
         policy = Policy(
             name=data.get("name", Path(file).stem),
             layers=tuple(layer for layer in layers if layer),
-            extends=tuple(n for n in names if not n.endswith(".toml")),
+            extends=tuple(n for n in names if not n.endswith(".toml")) or (NOTHING,),
             description=data.get("description", ""),
             cache=data.get("cache"),
             unsupported=data.get("unsupported"),
+            low=data.get("low"),
+            training=tuple(data.get("training", ())),
+            inner=data.get("inner"),
             text=None if below else text,
             text_layers=sum(1 for layer in layers if layer),
         )
     except NarrowcastError as error:
         if error.where:
             raise
-        key = next((key for key in ("cache", "unsupported") if error.asked.startswith(key)), "extends")
+        key = next((key for key in _SETTINGS if error.asked.startswith(key)), "extends")
         raise with_origin(error, Origin(file, head.line_of(key))) from None
     for base in reversed(below):
         policy = replace(base.merge(policy), name=policy.name, description=policy.description)
@@ -136,8 +145,8 @@ def print_policy(policy: Policy) -> str:
     if policy.text is not None:
         if document.get("name") != policy.name:
             document["name"] = policy.name
-        for key, value in (("cache", policy.cache), ("unsupported", policy.unsupported)):
-            if value is not None and document.get(key) != value:
+        for key, value in _settings(policy).items():
+            if document.get(key) != value:
                 document[key] = value
     if later and done == 0 and "rule" not in document:
         document["rule"] = _array_of_rules(later.pop(0))
@@ -162,12 +171,16 @@ def _header(policy: Policy) -> tomlkit.TOMLDocument:
     document["name"] = policy.name
     if policy.description:
         document["description"] = policy.description
-    if policy.extends:
-        document["extends"] = policy.extends[0] if len(policy.extends) == 1 else list(policy.extends)
-    for key, value in (("cache", policy.cache), ("unsupported", policy.unsupported)):
-        if value is not None:
-            document[key] = value
+    names = policy.extends or (NOTHING,)
+    document["extends"] = names[0] if len(names) == 1 else list(names)
+    document.update(_settings(policy))
     return document
+
+
+def _settings(policy: Policy) -> dict[str, Any]:
+    """What the policy itself says in its head, as TOML has it."""
+    values = {key: getattr(policy, key) for key in _SETTINGS}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v}
 
 
 def _array_of_rules(rules: tuple[Rule, ...]) -> tomlkit.items.AoT:

@@ -261,8 +261,8 @@ class _Editor:
             steps.append(replace(cast, region=None))
             returns[position] = cast.id
 
-    def _hoist(self, edit: Hoist, steps: list[Step]) -> None:
-        cast = self.program.steps[edit.step]
+    def _hoist(self, edit: Hoist, steps: list[Step], before: Step) -> None:
+        cast = replace(self.program.steps[edit.step], grad_mode=before.grad_mode)
         source = self.program.values[cast.operands[0].value]
         known = source.weight
         value = replace(cast.value if known else source, id=self.next_id, weight=False)
@@ -279,7 +279,7 @@ class _Editor:
     def _add(self, step: Step, steps: list[Step]) -> None:
         """The step as it is after the edits, with the casts before and after it."""
         for hoist in self.hoists.get(step.id, ()):
-            self._hoist(hoist, steps)
+            self._hoist(hoist, steps, step)
         if step.id in self.gone:
             return
         operands = [self._operand(step, n, o) for n, o in enumerate(step.operands)]

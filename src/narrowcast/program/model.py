@@ -186,9 +186,13 @@ class Program:
         """Every step by its id, in the order of the program, those of inner blocks first."""
         return {step.id: step for _, step in self.body.walk()}
 
-    def open_region(self, step: Step) -> int | None:
-        """The number of the step's region, if only the running program knows some of that region's facts."""
-        return step.region if step.region is not None and self.regions[step.region].open else None
+    def open_region(self, step: Step, but_device: bool = False) -> int | None:
+        """The number of the step's region, if only the running program knows some of that region's facts.
+
+        but_device: it does not count whether a tensor is on the region's device, as between casts of one tensor.
+        """
+        known = step.region is None or set(self.regions[step.region].open) <= ({"device"} if but_device else set())
+        return None if known else step.region
 
     def casts(self) -> list[Step]:
         """All casts in order."""
