@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowcast.eager.watch import region_watchers, tell_entered, tell_left
 from narrowcast.formats import fp32
-from narrowcast.ledger import Advice, Ledger
-from narrowcast.policy import DEVICE_TYPES, Kind, Place, Policy
+from narrowcast.ledger import Advice, HidingBlock, Ledger
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Kind, Place, Policy, nearest_name
+from narrowcast.regions.hidden import hidden_policy
 from narrowcast.regions.place import find_place
 from narrowcast.regions.state import ruled_device_types
+from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
 from narrowcast.torch_bridge import FORMATS, OpFacts
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dispatch import op_name, overload_name
@@ -42,6 +43,9 @@ class Adviser:
         self._open: list[_Open] = []
         self._regions: dict[int, _Seen] = {}
         self._conversions = 0
+        self._policies: dict[str, Policy] = {}  # of our regions, by digest
+        self._places: dict[Place, None] = {}  # of calls that were decided
+        self._hidden: dict[HidingBlock, int] = {}  # how many calls ran in it
 
     def add(self, kind: str, what: str, todo: str, place: Place) -> Advice:
         """Note one piece of advice, once per line."""
@@ -73,7 +77,11 @@ class Adviser:
         seen = self._regions.get(id(region))
         if seen is None:
             seen = self._regions[id(region)] = _Seen(region, find_place(with_names=False))
-        self._open.append(_Open(seen, *self._counts()))
+        if not isinstance(region, torch.autocast):
+            self._policies[region.policy.digest] = region.policy
+        around = self._open[-1] if self._open else None
+        kept = around is not None and around.hiding is not None
+        self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.place)))
 
     def left(self, region: Any, raised: bool) -> None:
         """It is left."""
@@ -87,12 +95,29 @@ class Adviser:
         opened.seen.calls += calls - opened.calls
         opened.seen.casts += casts - opened.casts
         opened.seen.raised |= raised
+        if opened.hiding is not None:
+            self._hidden[opened.hiding] = self._hidden.get(opened.hiding, 0) + calls - opened.calls
+
+    def _block(self, region: Any, place: Place) -> HidingBlock | None:
+        """What a region, just entered, is to those around it."""
+        if is_enabled(region):
+            policy = hidden_policy(region.device) if isinstance(region, torch.autocast) else ""
+            return HidingBlock(policy, region.device, place) if policy else None
+        around = any(is_enabled(o.seen.region) and o.seen.region.device == region.device for o in self._open)
+        return HidingBlock("", region.device, place) if around or self._on_at_start else None
 
     def _counts(self) -> tuple[int, int]:
         return sum(t.calls for t in self.ledger.calls.values()), len(self.ledger.casts) + self._conversions
 
     def _judge(self) -> None:
-        """Regions that cast nothing in the whole recording; one around a generator is entered step by step."""
+        """Regions that cast nothing in the whole recording, one around a generator is entered step by step; blocks that
+        keep a policy from ruling.
+        """
+        for policy in self._policies.values():
+            self._judge_rules(policy)
+        for block, calls in self._hidden.items():
+            if calls:
+                self.ledger.advice[block.advice(calls)] = 1
         for seen in self._regions.values():
             if seen.calls and not seen.casts and not seen.raised and is_enabled(seen.region):
                 self.add(
@@ -103,6 +128,20 @@ class Adviser:
                     "away.",
                     seen.place,
                 )
+
+    def _judge_rules(self, policy: Policy) -> None:
+        """The user's rules that matched nothing in the whole recording."""
+        for rule in policy.rules:
+            if rule.is_builtin or rule.label in self.ledger.matches or not self._places:
+                continue
+            found = nearest_name(rule, self._places) or f"no call of {rule.op} ran where it holds"
+            place = Place(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
+            self.add(
+                "rule without effect",
+                f"policy {policy.name}: the rule {rule} matches nothing: {found}",
+                "Correct the name, or delete the rule, unless other inputs, or another part of the model, need it.",
+                place,
+            )
 
     @property
     def _is_on(self) -> bool:
@@ -146,6 +185,8 @@ class Adviser:
 
     def decided(self, facts: OpFacts, place: Place, tensors: list[torch.Tensor]) -> None:
         """A call in a region reads these tensors."""
+        if len(self._places) < _MOST_PLACES:
+            self._places[place] = None
         for tensor in tensors:
             if tensor.dtype in _LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 known = self._converted.get(tensor.dtype)
@@ -239,13 +280,18 @@ class _Seen:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A region between its enter and its exit; calls and casts that there were before."""
+    """A region between its enter and its exit; calls and casts that there were before.
+
+    hiding: what it is, if it keeps a region around it from ruling, and nothing around it does so already.
+    """
 
     seen: _Seen
     calls: int
     casts: int
+    hiding: HidingBlock | None = None
 
 
+_MOST_PLACES = 4096
 _FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
 _LOSSES = frozenset(["log_softmax", "nll_loss", "nll_loss2d"])  # what cross_entropy calls: for a region's last lines
 

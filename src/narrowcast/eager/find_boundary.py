@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +14,9 @@ from narrowcast.eager.region import autocast
 from narrowcast.formats import bf16
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
 from narrowcast.regions.graph_place import traced_place
-from narrowcast.regions.place import called_modules, find_place, module_path
+from narrowcast.regions.place import called_modules, find_place, module_path, path_around
 from narrowcast.regions.recomputation import carried_region
-from narrowcast.regions.state import OpenRegion, innermost
+from narrowcast.regions.state import OpenRegion, active_region, innermost
 from narrowcast.torch_surface.autograd import current_graph_task
 
 ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none
@@ -34,16 +35,18 @@ def ruling_region() -> OpenRegion | None:
     """The innermost region of ours whose policy has rules about modules, and which rules its device type now."""
     region = innermost()
     if region is None or not region.is_innermost:
-        return _carried() if current_graph_task() != -1 else None
+        carried = _carried() if current_graph_task() != -1 else None
+        if carried is not None:
+            return carried
     passed: list[str] = []
     while region is not None:
         device_type = region.prepared.facts.device_type
         if device_type not in passed and torch.is_autocast_enabled(device_type):
-            if region.prepared.policy.has_module_rules:
-                return region
+            ruling = active_region(device_type)
+            if ruling is not None and ruling.prepared.policy.has_module_rules:
+                return ruling
         passed.append(device_type)
-        outer = region.outer
-        region = outer if outer is not None and outer.depth == region.depth - 1 else None
+        region = region.outer
     return None
 
 
@@ -69,7 +72,9 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
             pin.boundaries[type(module)] = _made(module, pin, None, NOWHERE)
         return pin.boundaries[type(module)]
     place = _place(module, ruling, traced)
-    key = (type(module), pin.tag if pin is not None else None, place.module_path, place.functions)
+    if ruling.prepared.sightings is not None:
+        ruling.prepared.sightings.see(place)
+    key = (type(module), pin.tag if pin is not None else None, place.module_path, place.functions, place.around)
     made: dict[Any, Boundary | None] = ruling.prepared.boundaries
     if key not in made:
         made[key] = _made(module, pin, ruling, place)
@@ -81,18 +86,23 @@ def _place(module: Module, ruling: OpenRegion | None, traced: bool) -> Place:
     asked = ruling.prepared.policy.asked_of_modules if ruling is not None else frozenset()
     if not asked:
         return NOWHERE
-    found = (traced_place() or NOWHERE) if traced else Place(module_path([module, *called_modules()]))
-    functions = found.functions if traced else find_place().functions if "function" in asked else ()
-    return Place(found.module_path if "module" in asked else "", (), functions if "function" in asked else ())
+    if traced:
+        found = traced_place() or NOWHERE
+    else:
+        called = [module, *called_modules()]
+        functions = find_place().functions if "function" in asked else ()
+        found = Place(module_path(called), (), functions, around=path_around(called) if "module" in asked else "")
+    path, around = (found.module_path, found.around) if "module" in asked else ("", "")
+    return Place(path, (), found.functions if "function" in asked else (), around=around)
 
 
 def _made(module: Module, pin: Pinned | None, ruling: OpenRegion | None, place: Place) -> Boundary | None:
-    policy = ruling.prepared.policy if ruling is not None else Policy("none")
+    policy = ruling.prepared.policy if ruling is not None else Policy("none", extends=())
     if pin is not None:
         policy = policy.with_rules(pin.policy.rules)
     facts = ANYWHERE if ruling is None else ruling.prepared.facts
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return boundary_of(_names(module), policy, facts, Place(place.module_path, (name,), place.functions))
+    return boundary_of(_names(module), policy, facts, replace(place, classes=(name,)))
 
 
 def _names(module: Module) -> Names:

@@ -18,8 +18,10 @@ from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.regions.graph_place import current_place, traced_place
+from narrowcast.regions.hidden import tell_hidden
 from narrowcast.regions.place import find_place, in_generated_code
 from narrowcast.regions.state import CHECKED, Decided, OpenRegion, Step, active_region, innermost, native_region
+from narrowcast.regions.training import watch_gradients
 from narrowcast.torch_bridge import (
     DTYPES,
     FORMATS,
@@ -64,10 +66,15 @@ class Kernel:
         if watching:
             return self._run_watched(watching, region, keyset, args, kwargs)
         if region is None or self.facts.id not in region.prepared.changed:
+            if region is None and innermost() is not None:
+                tell_hidden(self.facts.id, self.device_type, lambda: _noted_place() or find_place())
             if self._native is None:
                 return self._pass_on(keyset, args, kwargs)
             region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
-        decided = self._decide(gather(self.facts, args, kwargs), args, kwargs, region)
+        tensors = gather(self.facts, args, kwargs)
+        decided = self._decide(tensors, args, kwargs, region)
+        if not region.prepared.trains:
+            _watch_gradients(decided, region, tensors)
         return self.run(decided, region, keyset, args, kwargs)
 
     def _decide(
@@ -91,6 +98,8 @@ class Kernel:
         depends_on_place = region.prepared.policy.asks_where(self.facts.id, self.facts.computes)
         if depends_on_place and place is NOWHERE:
             place = self._place()
+        if depends_on_place and region.prepared.sightings is not None:
+            region.prepared.sightings.see(place)
         slots = slots_of(self.facts, args, kwargs)
         plan = decide(self._facts_of(slots, tensors, given, place), region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
@@ -137,6 +146,8 @@ class Kernel:
         tensors = gather(self.facts, args, kwargs)
         place = _noted_place() or find_place(region.prepared.policy.table.asks_for_names)
         decided = self._decide(tensors, args, kwargs, region, NOWHERE if tracing_compiled_code() else place)
+        if not region.prepared.trains:
+            _watch_gradients(decided, region, tensors)
         if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
             watching = tuple(watcher for watcher in watching if self.facts.id in watcher.whole)
         if not watching:
@@ -324,6 +335,12 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
         region = around  # torch's region inside one of ours whose cache is checked
     prepared = region.prepared
     return region.casts.cast(tensor, dtype, prepared.cache_limit_bytes, prepared.grade == "checksum")
+
+
+def _watch_gradients(decided: Decided, region: OpenRegion, tensors: Tensors) -> None:
+    """In a region in a format that its policy does not train in: a call in it through which gradients flow."""
+    if not region.has_warned and decided.plan.computes_in is region.prepared.facts.low:
+        watch_gradients(region, tensors)
 
 
 def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:

@@ -20,7 +20,7 @@ from narrowcast.eager.traced_calls import key_of, run_traced
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
-from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_bridge import FORMATS, to_dtype
 from narrowcast.torch_surface.dynamo import forget_compiled_code
 
 T = TypeVar("T")
@@ -57,8 +57,11 @@ def _rebuilt(policy: Policy, region: autocast | None) -> Pin:
     return Pin(policy, region)
 
 
+_NO_TARGET: Any = object()  # None is a mistake
+
+
 def pin(
-    target: Any = None,
+    target: Any = _NO_TARGET,
     format: torch.dtype | str | Format | None = None,
     *,
     keep: Iterable[str] = (),
@@ -83,12 +86,14 @@ def pin(
 
     Raises PinError for what has no call to pin, for names of arguments that do not exist, and for what is pinned.
     """
-    if target is None or isinstance(target, (str, torch.dtype, Format)):
-        wanted = format if target is None else target
+    if target is _NO_TARGET or (format is None and isinstance(target, (str, torch.dtype, Format))):
+        wanted = format if target is _NO_TARGET else target
+        if wanted is not None:
+            to_dtype(wanted)
         return functools.partial(pin, format=wanted, keep=keep, only=only, out=out, at_least=at_least)
     names = _names_of(target)
     rules = _rules(target, names, format, tuple(_as_names(keep)), only, out, at_least)
-    policy = Policy("pin", (tuple(rules),))
+    policy = Policy("pin", (tuple(rules),), extends=())
     if _is_module(target):
         return _set(target, Pin(policy, None))
     return _pinned_function(target, names, policy)
@@ -119,7 +124,7 @@ def unpin(target: Any) -> Any:
 
 def pin_to_region(target: T, region: autocast) -> T:
     """`nc.autocast(...)(module)`: its calls run inside the region."""
-    pinned: T = _set(target, Pin(Policy("pin"), region))
+    pinned: T = _set(target, Pin(Policy("pin", extends=()), region))
     return pinned
 
 

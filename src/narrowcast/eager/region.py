@@ -15,7 +15,6 @@ from narrowcast.decide import Region
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.registered import install
 from narrowcast.eager.steps import run_inside
-from narrowcast.eager.watch import region_watchers, tell_entered, tell_left
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, as_policy
@@ -24,8 +23,10 @@ from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, mark, note_exported
 from narrowcast.regions.native_state import NativeState, enter_native, leave_native
 from narrowcast.regions.recomputation import carry_into_recomputation
+from narrowcast.regions.sightings import sightings_of
 from narrowcast.regions.state import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
-from narrowcast.torch_bridge import FORMATS, find_op, op_facts, op_id, ops_of, to_dtype
+from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
+from narrowcast.torch_bridge import FORMATS, default_dtype, find_op, op_facts, op_id, ops_of, to_dtype
 from narrowcast.torch_surface.dispatch import OpOverload
 from narrowcast.torch_surface.dynamo import constant_for_dynamo, never_trace
 from narrowcast.torch_surface.state import caches, is_enabled
@@ -37,15 +38,19 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     """A region in which ops compute in the formats that a policy gives them; same arguments as torch.autocast.
 
     device_type: cpu, cuda, xpu, mps, mtia or maia, as in `tensor.device.type`.
-    dtype:       the low format, torch.bfloat16 or torch.float16; None takes the device type's default. A policy other
-                 than native may also run a region in torch.float32, which torch ignores on most devices.
+    dtype:       the low format, torch.bfloat16 or torch.float16; None takes the policy's, or the device type's default.
+                 A policy other than native may also run a region in torch.float32, which torch ignores on most devices.
     enabled:     False switches autocasting off inside.
     cache_enabled: whether a weight is cast once per outermost region; None takes what torch has set, or the policy's.
                  torch's own kernels then keep the casts, and forget them when an optimizer steps or a state_dict is
                  loaded. "checked" has ours keep them, which see every in-place change of a weight, at some cost per
                  call; "checksum" also finds changes that go through `weight.data`, and raises CacheError.
     cache_limit_bytes: how much the weight cache may hold; "checked" and "checksum" can keep to it.
-    policy:      a Policy, the name of a built-in one (`native`, `safe`) or the path of a TOML file; None is native.
+    policy:      a Policy, the name of a built-in one (`native`, `safe`, `ipex`) or the path of a TOML file; None is
+                 native.
+    inner:       what rules in `torch.autocast` blocks inside, as frameworks open them: "native", torch's own lists;
+                 "policy", this policy, in the block's own format; None is what the policy says, or native. Blocks that
+                 are switched off stay off.
 
     Under `native` this is torch.autocast. Under another policy only the ops for which the policy differs take another
     path. Usable as a context manager, re-entrant, and as a decorator of functions.
@@ -63,12 +68,13 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         *,
         policy: Policy | str | Path | None = None,
         cache_limit_bytes: int | None = None,
+        inner: str | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             wanted = policy.digest if isinstance(policy, Policy) else policy if policy is None else str(policy)
-            self._key = _marked_key(device_type, dtype, enabled, cache_enabled, wanted, cache_limit_bytes)
+            self._key = _marked_key(device_type, dtype, enabled, cache_enabled, wanted, cache_limit_bytes, inner)
             return
-        self.policy = as_policy(policy)
+        self.policy = as_policy(policy) if inner is None else as_policy(policy).with_inner(inner)
         if self.policy.has_backward_rules:
             rule = next(r for r in self.policy.rules if r.direction != "forward")
             raise RegionError(
@@ -122,8 +128,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             )  # what is checked stays checked inside
             checked = _prepared(self.policy, prepared.facts, grade, limit)
             prepared = replace(checked, graphs=prepared.graphs)
-        special = bool(prepared.ops) or prepared.policy.has_module_rules
-        if special and self._enabled:
+        if prepared.differs and self._enabled:
             install(prepared.ops, prepared.changed, self.device)
             carry_into_recomputation()
         before, depth = enter_native(self._state)
@@ -131,8 +136,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if mixes:
             torch.clear_autocast_cache()
         seen = prepared.for_graphs
-        differs = bool(seen.ops) or seen.policy.has_module_rules
-        identity = Identity(seen.policy.digest, self.device) if differs else None
+        identity = Identity(seen.policy.digest, self.device) if seen.differs else None
         open_anywhere.append(None)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
         if region_watchers:
@@ -182,7 +186,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if region.mixes:
             torch.clear_autocast_cache()
         if exc_val is not None:
-            note_failure(exc_val, self.device)
+            note_failure(exc_val, self.device, bool(self.prepared.policy.lacks) or not self._enabled)
+        elif self.prepared.sightings is not None:
+            self.prepared.sightings.tell()
 
     def __call__(self, func: F) -> F:
         """The function, running inside the region; generators and async functions while their steps run.
@@ -241,10 +247,11 @@ def _rebuilt(
 
 
 def _marked_key(
-    device_type: str, dtype: Any, enabled: bool, cache: bool | str | None, policy: str | None, limit: int | None
-) -> str:
+    device_type: str, dtype: Any, enabled: bool, cache: bool | str | None, policy: str | None, limit: int | None,
+    inner: str | None,
+) -> str:  # fmt: skip
     """The key of a region that compiled code opens; run while Dynamo traces, with what was written there."""
-    region = autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit)
+    region = autocast(device_type, dtype, enabled, cache, policy=policy, cache_limit_bytes=limit, inner=inner)
     hold(region._key)  # nobody else does
     return region._key
 
@@ -255,7 +262,7 @@ constant_for_dynamo(_marked_key)
 def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | Format | None) -> torch.dtype:
     """The low dtype, or RegionError for what torch would accept and then ignore, or crash on."""
     if dtype is None and device_type in DEVICE_TYPES:
-        dtype = torch.get_autocast_dtype(device_type)
+        dtype = default_dtype(policy, device_type)
     if dtype in _LOW and device_type in DEVICE_TYPES:
         return dtype
     if not _has_autocast(device_type):
@@ -339,10 +346,14 @@ def _prepare(policy: Policy, facts: Region, grade: str, limit_bytes: int | None)
         return Prepared(facts, policy, (), frozenset(), {}, {}, grade)
     resolved = fitted(policy, facts.device_type)
     ops = changed_ops(resolved, facts.device_type)
-    if grade in CHECKED:  # whatever casts weights is cast by us
+    trains = not facts.enabled or resolved.trains_in(facts.low)
+    if grade in CHECKED or not trains:  # whatever casts weights is cast by us
         lowering = [find_op(r.op) for r in resolved.rules if r.action.kind is Kind.LOWER and not r.is_pattern]
         ops = tuple(dict.fromkeys((*ops, *(op for op in lowering if op is not None))))
-    return Prepared(facts, resolved, ops, frozenset(op_id(op) for op in ops), {}, {}, grade, limit_bytes)
+    return Prepared(
+        facts, resolved, ops, frozenset(op_id(op) for op in ops), {}, {}, grade, limit_bytes, trains=trains,
+        sightings=sightings_of(resolved) if facts.enabled else None,
+    )  # fmt: skip
 
 
 def changed_ops(policy: Policy, device_type: str) -> tuple[OpOverload, ...]:

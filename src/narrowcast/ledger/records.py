@@ -115,7 +115,8 @@ class Advice:
     """Something that is legal, and hardly meant: what it is, and what to do instead.
 
     kind: `backward in a region`, `optimizer step in a region`, `left the region in a low format`, `skipped by
-    autocast`, `no casts`, or `weights in a low format`.
+    autocast`, `no casts`, `weights in a low format`, `hidden policy`, `switched off`, or `rule
+    without effect`.
     """
 
     kind: str

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.measure import synchronize
+from narrowcast.numerics.finite import first_not_finite
 from narrowcast.report import Comparison, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import TorchDispatchMode, keystr, storage_key, tree_flatten_with_path
@@ -96,6 +97,9 @@ def compare(
     reference_output, reference_peak = peak_bytes(reference)
     region_output, region_peak = peak_bytes(region)
     errors = output_errors(reference_output, region_output)
+    not_finite, reference_not_finite = None, ""
+    if any(math.isnan(error.sqnr_db) for error in errors) or _has_nan(reference_output):
+        not_finite, reference_not_finite = first_not_finite(reference, region)
     del reference_output, region_output
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
@@ -118,7 +122,13 @@ def compare(
         reference_peak_bytes=reference_peak,
         region_peak_bytes=region_peak,
         memory_ratio=region_peak / reference_peak if reference_peak else math.nan,
+        not_finite=not_finite,
+        reference_not_finite=reference_not_finite,
     )
+
+
+def _has_nan(tree: Any) -> bool:
+    return any(t.is_floating_point() and bool(torch.isnan(_dense(t)).any()) for t in tensors_in(tree))
 
 
 def _milliseconds(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""What torch raises because a device lacks something, with a note: which call it was, and what avoids it.
+"""What torch raises for the formats of a call, with a note: which call it was, and what avoids it.
 
 Asked only once an error is on its way out of a region, a compiled graph or a script.
 """
@@ -16,31 +16,53 @@ from narrowcast.errors import NarrowcastError
 from narrowcast.regions.place import find_place
 
 _MARK = "narrowcast: "
+_FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
 _NO_KERNEL = re.compile(r'"(?P<kernel>\w+)" not implemented for \'(?P<type>BFloat16|Half)\'')
 _NAMES = {"BFloat16": "bf16", "Half": "fp16"}
 
 
-def note_failure(error: BaseException, device_type: str) -> None:
-    """Add the note to an error that the device raised for want of a kernel; nothing to any other."""
+_ONE_FORMAT = re.compile(
+    r"same (scalar |data )?d?types?\b|expected (scalar type|dtype) \S+ .*but (found|got)|dtypes match|did not match"
+    r"|different dtypes|must have the same type|to have (the same|scalar) type|same dtypes?\b",
+    re.IGNORECASE,
+)
+
+
+def note_failure(error: BaseException, device_type: str, repairs: bool = False) -> None:
+    """Add the note to an error that the device raised for want of a kernel, or an op for mixed formats; nothing to any
+    other. repairs: the policy has avoided what can be avoided.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or _has_note(error):
         return
     with suppress(Exception):  # the user's error goes on, with a note or without
-        _add_note(error, device_type)
+        _add_note(error, device_type, repairs)
 
 
-def _add_note(error: RuntimeError, device_type: str) -> None:
+def _add_note(error: RuntimeError, device_type: str, repairs: bool) -> None:
     said = _what(str(error).strip().partition("\n")[0], device_type)
     if said is None:
+        if not repairs and _ONE_FORMAT.search(str(error)):
+            error.add_note(
+                f"{_MARK}a call got tensors of several formats{_where(error)}. Autocasting makes them differ where it "
+                "lowers what one of them comes from.\n"
+                '  policy="safe" gives such calls one format; nc.explain(model, *inputs) names the call, and tries it.'
+            )
         return
     lacks, rule = said
-    place = find_place(frame=_innermost(error.__traceback__))
-    where = " in " + place.module_path if place.module_path else ""
-    line = f", {place.file}:{place.line}" if place.file else ""
     error.add_note(
-        f"{_MARK}{lacks}{where}{line}.\n"
+        f"{_MARK}{lacks}{_where(error)}.\n"
         f'  policy="safe" runs what the device lacks in fp32, with the results that were promised; so does a rule:\n'
         f"  {rule}"
     )
+
+
+def _where(error: BaseException) -> str:
+    traced = _FROM_TRACE.findall(str(error))
+    if traced:  # the stack is the compiler's; it says itself where
+        return ", {}:{}".format(*traced[-1])
+    place = find_place(frame=_innermost(error.__traceback__))
+    module = f" in {place.module_path}" if place.module_path and "<" not in place.module_path else ""
+    return f"{module}, {place.file}:{place.line}" if place.file else module
 
 
 def _has_note(error: BaseException) -> bool:

@@ -91,14 +91,16 @@ def _place(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outs
     around = outside.place.functions
     if functions and around and functions[-1] == around[0]:
         around = around[1:]
+    path, around_root = _path(modules, called)
     classes = [_class_name(entry[1]) for entry in modules.values()]
     classes = classes[::-1] + [_class_name(type(m)) for m in called]
     return Place(
-        module_path=_path(modules, called),
+        module_path=path,
         classes=tuple(classes),
         functions=functions + around,
         file=file,
         line=line,
+        around=outside.place.around if called else around_root,
     )
 
 
@@ -120,12 +122,12 @@ def _class_name(found: Any) -> str:
     return found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
 
 
-def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> str:
-    """The dotted path of the innermost module."""
+def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> tuple[str, str]:
+    """The dotted path of the innermost module, and that of the outermost in the one whose method called it."""
     outer = module_path(list(called)) if called else ""
     names = [outer] if outer else []
     parent: Module | None = called[0] if called else None
-    before = ""
+    before = root = ""
     for key, (source, _) in modules.items():
         module = _members(parent).get(key) if parent is not None else None
         if module is not None and parent is not None:
@@ -133,11 +135,14 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> str:
             parent = module
         else:
             parent = None
-            if before or not _is_root(source):
+            if not (names or before or called) and source[:2] in ("L[", "G["):  # a part, called by a traced method
+                root = "" if _is_root(source) else _relative("", source)
+            elif before or not _is_root(source):
                 names.append(_relative(before, source))
         before = source
-    parts = [part for name in names for part in name.split(".") if part]
-    return ".".join(parts[1:] if parts[:1] == ["_export_root"] else parts)  # torch.export's wrapper adds nothing
+    parts = [part for name in names for part in name.split(".") if part not in ("", "_orig_mod")]
+    path = ".".join(parts[1:] if parts[:1] == ["_export_root"] else parts)  # torch.export's wrapper adds nothing
+    return path, ".".join(part for part in root.split(".") if part != "_orig_mod")
 
 
 def _is_root(source: str) -> bool:

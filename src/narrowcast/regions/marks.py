@@ -7,7 +7,7 @@ The calls exist only between Dynamo and a backend: ours reads them, others run t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -17,7 +17,7 @@ import torch
 from narrowcast.regions.state import Prepared
 from narrowcast.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
 from narrowcast.torch_surface.fx import keep_calls
-from narrowcast.torch_surface.patches import note_staying, once
+from narrowcast.torch_surface.patches import held, note_staying, once
 from narrowcast.torch_surface.state import autocast_nesting
 
 
@@ -125,6 +125,28 @@ BOUNDARY = "narrowcast_boundary"
 def note_exported(key: str, depth: int) -> Any:
     """A context in which torch.export notes, beside each node, that a region of ours is the innermost one."""
     return torch.fx.traceback.annotate({_NOTE: f"{depth} {key}"})
+
+
+@contextmanager
+def caches_as_in_eager_code() -> Iterator[None]:
+    """While torch.export traces, a region that says nothing of a weight cache has the one that it has in eager code.
+
+    torch.export switches the cache off meanwhile, and such a region, torch's or ours, would be one without.
+    """
+    thread, depth, before = threading.get_ident(), autocast_nesting(), torch.is_autocast_cache_enabled()
+
+    def made(make: Callable[..., None]) -> Callable[..., None]:
+        def make_with_cache(
+            region: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+        ) -> None:
+            if cache_enabled is None and threading.get_ident() == thread and autocast_nesting() == depth:
+                cache_enabled = before  # inside another region torch asks that one's
+            make(region, device_type, dtype, enabled, cache_enabled)
+
+        return make_with_cache
+
+    with held(torch.autocast, "exported regions keep their weight cache", __init__=made):
+        yield
 
 
 def exported_key(body: torch.fx.GraphModule) -> str | None:

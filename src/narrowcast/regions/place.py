@@ -79,15 +79,19 @@ def find_place(with_names: bool = True, frame: FrameType | None = None) -> Place
     line_frame: FrameType | None = None
     modules: list[Module] = []
     functions: list[str] = []
+    callers: list[FrameType] = []  # of the outermost module that was called
     while frame is not None:
         code = frame.f_code
         if code is _CALL:
             modules.append(frame.f_locals["self"])
+            callers.clear()
         elif is_user_file(code.co_filename):
             if line_frame is None:
                 line_frame = frame
             if with_names:
                 functions.append(f"{frame.f_globals.get('__name__', '')}.{code.co_qualname}")
+            if len(callers) < _CALLERS:
+                callers.append(frame)
         frame = frame.f_back
     return Place(
         module_path=module_path(modules) if modules else "",
@@ -95,7 +99,37 @@ def find_place(with_names: bool = True, frame: FrameType | None = None) -> Place
         functions=tuple(functions),
         file=line_frame.f_code.co_filename if line_frame is not None else "",
         line=line_frame.f_lineno if line_frame is not None else 0,
+        around=_path_around(modules[_outermost(modules)], callers) if modules and with_names else "",
     )
+
+
+_CALLERS = 6  # a method of the model calls its parts at once, or through a few others
+
+
+def path_around(called: list[Module]) -> str:
+    """The path of the outermost of these modules, which are being called, in the one whose method called it."""
+    callers: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    codes = (_CALL, module_call_code())
+    while frame is not None:
+        if frame.f_code in codes:
+            callers.clear()
+        elif len(callers) < _CALLERS and is_user_file(frame.f_code.co_filename):
+            callers.append(frame)
+        frame = frame.f_back
+    return _path_around(called[_outermost(called)], callers)
+
+
+def _path_around(root: Module, callers: list[FrameType]) -> str:
+    for frame in reversed(callers):
+        code = frame.f_code
+        if code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, Module) and owner is not root:
+                name = name_in(owner, root)
+                if not name.startswith("<"):
+                    return name
+    return ""
 
 
 def module_path(modules: list[Module]) -> str:
@@ -103,11 +137,16 @@ def module_path(modules: list[Module]) -> str:
 
     It is put together from the modules between them, so that a shared module has the name under which it was called.
     """
+    outermost = _outermost(modules)
+    names = [name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
+    return ".".join(name for name in names if name)
+
+
+def _outermost(modules: list[Module]) -> int:
     outermost = len(modules) - 1
     while outermost > 0 and _is_wrapper(modules[outermost]):
         outermost -= 1
-    names = [name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
-    return ".".join(name for name in names if name)
+    return outermost
 
 
 def _is_wrapper(module: Module) -> bool:

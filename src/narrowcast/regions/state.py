@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.native_state import NativeState
 from narrowcast.regions.recomputation import carried_region
+from narrowcast.regions.sightings import Sightings
 from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.dispatch import OpOverload
@@ -40,6 +41,7 @@ class Prepared:
     plans: what was decided for calls whose plan does not depend on the place. boundaries: for the calls of modules.
     grade: `native`, `checked`, `checksum` or `off`: the weight cache. cache_limit_bytes: what our own may hold.
     graphs: what holds for graphs that are captured inside, if that is another policy than eager code's.
+    trains: whether the policy's low format is one to train in. sightings: of the modules that rules ask about.
     """
 
     facts: Region
@@ -51,6 +53,28 @@ class Prepared:
     grade: str = "native"
     cache_limit_bytes: int | None = None
     graphs: Prepared | None = None
+    trains: bool = True
+    sightings: Sightings | None = None
+
+    def with_facts(self, facts: Region) -> Prepared:
+        """The same policy in a region with other facts."""
+        if self.graphs is not None:
+            return replace(self, facts=facts, plans={}, boundaries={}, graphs=self.graphs.with_facts(facts))
+        key = ("with facts", facts, self.changed, self.grade, self.cache_limit_bytes, self.trains)
+        found: Prepared | None = self.policy.memory.get(key)
+        if found is None:
+            found = self.policy.memory[key] = replace(self, facts=facts, plans={}, boundaries={})
+        return found
+
+    @property
+    def differs(self) -> bool:
+        """Whether the policy may decide anything else than native does."""
+        return bool(self.changed) or self.policy.has_module_rules
+
+    @property
+    def holds_inside(self) -> bool:
+        """Whether the policy holds in torch's own blocks inside the region, too."""
+        return self.policy.effective_inner == "policy"
 
     @property
     def for_graphs(self) -> Prepared:
@@ -68,7 +92,8 @@ class OpenRegion:
     before:  torch's own state, to be restored; None for what is no region of ours.
     identity: what tells Dynamo that another policy is in force; None under native.
     mixes: an outer region has another low format, and torch's cache does not tell them apart.
-    kept: the weight cache, once it is used.
+    kept: the weight cache, once it is used. inside: this region in torch's blocks inside it, by their facts.
+    has_warned: of training in a format that its policy does not train in. has_told: that a block of torch's hides it.
     """
 
     prepared: Prepared
@@ -79,6 +104,9 @@ class OpenRegion:
     identity: Identity | None = None
     mixes: bool = False
     kept: WeightCache | None = None
+    has_warned: bool = False
+    has_told: bool = False
+    inside: dict[Region, OpenRegion] | None = None
 
     @property
     def is_innermost(self) -> bool:
@@ -92,6 +120,17 @@ class OpenRegion:
             outer = self.outer if self.outer is not None and self.outer.depth < self.depth else None
             self.kept = WeightCache(self.prepared.cache_limit_bytes) if outer is None else outer.casts
         return self.kept
+
+    def in_native(self, facts: Region) -> OpenRegion:
+        """This region in a `torch.autocast` block inside it that has these facts, where its policy is to hold."""
+        if facts == self.prepared.facts:
+            return self
+        self.inside = {} if self.inside is None else self.inside
+        found = self.inside.get(facts)
+        if found is None:
+            kept = self.casts
+            found = self.inside[facts] = replace(self, prepared=self.prepared.with_facts(facts), kept=kept)
+        return found
 
 
 class _Stack(threading.local):
@@ -118,18 +157,39 @@ def active_region(device_type: str) -> OpenRegion | None:
     """Our region that rules this device type now; None where a native one does, or none.
 
     The innermost region rules. torch counts nesting, so a `torch.autocast` block entered inside ours shows as a depth
-    that no region of ours accounts for, and is left to torch; but where torch.utils.checkpoint recomputes a forward
-    that ran in a region of ours, that region rules.
+    that no region of ours accounts for, and is left to torch unless our policy is to hold there; but where
+    torch.utils.checkpoint recomputes a forward that ran in a region of ours, that region rules.
     """
     region = stack.innermost
     if region is None or not region.is_innermost:
-        return carried_region(device_type)
+        return carried_region(device_type) or _around_native(region, device_type)
     while region is not None and region.prepared.facts.device_type != device_type:
         outer = region.outer
         if outer is None or outer.depth != region.depth - 1:
-            return None
+            return _around_native(outer, device_type)
         region = outer
     return region
+
+
+def shadowed_region(device_type: str) -> OpenRegion | None:
+    """Our region on this device type that a `torch.autocast` block inside it keeps from ruling now."""
+    region = stack.innermost
+    while region is not None and region.prepared.facts.device_type != device_type:
+        region = region.outer
+    return region if region is not None and active_region(device_type) is None else None
+
+
+def _around_native(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
+    """Our innermost region on this device type, seen from a block of torch's inside it; None if the block rules."""
+    while region is not None and region.prepared.facts.device_type != device_type:
+        region = region.outer
+    return region.in_native(_native_facts(device_type)) if region is not None and region.prepared.holds_inside else None
+
+
+def _native_facts(device_type: str) -> Region:
+    """What torch says of this device type now."""
+    low, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return Region(device_type, FORMATS[low], enabled, torch.is_autocast_cache_enabled())
 
 
 def region_on(device_type: str) -> OpenRegion | None:

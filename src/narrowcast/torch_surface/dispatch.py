@@ -32,6 +32,13 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
 """The op that a conversion of element types ends in."""
+ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
+"""An nn.TransformerEncoderLayer as one op; those that its kernel calls are below."""
+MULTI_HEAD_ATTENTION = torch.ops.aten._native_multi_head_attention.default
+ADDMM_ACTIVATION = torch.ops.aten._addmm_activation.default
+SCALED_MM = torch.ops.aten._scaled_mm.default
+TRILINEAR = torch.ops.aten._trilinear.default
+"""What torch.bilinear calls; its kernel calls bmm."""
 ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 without_modes = _disable_current_modes

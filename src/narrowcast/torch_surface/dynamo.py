@@ -122,6 +122,17 @@ def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def original_module(compiled: Any) -> Any:
+    """The module that a compiled one was compiled of."""
+    return compiled._orig_mod
+
+
+def forget_original(compiled: Any) -> None:
+    """What compiles this module again does not look through it to the one that it was compiled of."""
+    for name in ("_torchdynamo_orig_callable", "get_compiler_config"):
+        compiled.__dict__.pop(name, None)
+
+
 def begins_again(error: Exception) -> bool:
     """Whether a compiler asks Dynamo with this exception to trace anew: it is nobody's failure, and Dynamo's to see."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)

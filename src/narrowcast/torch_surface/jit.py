@@ -16,6 +16,8 @@ from narrowcast.torch_surface.patches import Wrap, held
 
 BOOL, INT = torch._C.BoolType.get(), torch._C.IntType.get()
 NONE, TENSOR = torch._C.NoneType.get(), torch._C.TensorType.get()
+PREPACKED = "prim::ConstantMKLDNNTensor"
+"""What torch.jit.optimize_for_inference makes of weights."""
 TensorType, ListType, OptionalType = torch._C.TensorType, torch._C.ListType, torch._C.OptionalType
 ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
 

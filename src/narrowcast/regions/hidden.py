@@ -1,0 +1,30 @@
+"""A region of ours that a `torch.autocast` block inside it hides: frameworks open theirs, and the innermost rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from narrowcast.ledger import TO_RULE_INSIDE
+from narrowcast.policy import Place
+from narrowcast.regions.state import shadowed_region
+from narrowcast.regions.warned import warn_at
+from narrowcast.torch_surface.autograd import current_graph_task
+
+
+def tell_hidden(op: str, device_type: str, find_place: Callable[[], Place]) -> None:
+    """RegionWarning, once each time that a region is entered, if the region's policy changes this op, and is hidden."""
+    region = shadowed_region(device_type)
+    if region is None or region.has_told or op not in region.prepared.changed or current_graph_task() != -1:
+        return
+    region.has_told = True
+    warn_at(
+        f"narrowcast: a torch.autocast block inside your region hides policy {region.prepared.policy.name}: {op} runs "
+        f"as torch decides. {TO_RULE_INSIDE}; narrowcast.record says where the block is opened",
+        find_place(),
+    )
+
+
+def hidden_policy(device_type: str) -> str:
+    """The name of the policy that a region of torch's, just entered, keeps from ruling; empty if it keeps none."""
+    hidden = shadowed_region(device_type)
+    return hidden.prepared.policy.name if hidden is not None and hidden.prepared.differs else ""

@@ -1,0 +1,17 @@
+"""Warnings about regions, at the user's line and once for each."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from narrowcast.errors import RegionWarning
+from narrowcast.policy import Place
+
+_said: dict[str, dict[Any, Any]] = {}  # by file: Python's memory of what was shown, which keeps it to once per line
+
+
+def warn_at(text: str, place: Place) -> None:
+    """RegionWarning at a place, which Python's filters show once there."""
+    file = place.file or "<unknown>"
+    warnings.warn_explicit(text, RegionWarning, file, place.line, registry=_said.setdefault(file, {}))
