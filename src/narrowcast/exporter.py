@@ -13,7 +13,8 @@ from narrowcast.costs.abilities import for_target
 from narrowcast.eager import autocast
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
-from narrowcast.fx.exported import explicit_program, note_target, placed_program
+from narrowcast.fx.exported import explicit_program, note_target, placed_program, traced_program
+from narrowcast.fx.other_paths import tell_other_paths
 from narrowcast.goals import as_goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.torch_bridge import tensors_in
@@ -82,13 +83,13 @@ def export(
             advice="Give dtype or policy, too.",
         )  # fmt: skip
     with around():
-        with torch.fx.traceback.preserve_node_meta():  # regions of ours inside the model leave notes there
-            exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
+        exported = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
         try:
             if wanted.places:
                 made = placed_program(exported, args, kwargs or {}, wanted, fold_weights, runs_in == "inductor")
             else:
-                made = explicit_program(exported, fold_weights)[0]
+                made, explicit = explicit_program(exported, fold_weights)
+                tell_other_paths(model, explicit.reading.program)
             return note_target(made, made_on)
         except NarrowcastError:
             raise

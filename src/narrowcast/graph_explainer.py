@@ -12,7 +12,7 @@ from narrowcast.compiler import compile
 from narrowcast.eager_choice import eager_note, is_raced, run_watched
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
-from narrowcast.fx.exported import explicit_program, placed_program
+from narrowcast.fx.exported import explicit_program, placed_program, traced_program
 from narrowcast.goals import Goal
 from narrowcast.isolation import isolated
 from narrowcast.policy import Place
@@ -103,8 +103,7 @@ def _through(front_end: str, goal: Goal, backend: str) -> Callable[..., Any]:
                 asked="explain with front_end='export'", found="the model is no Module",
                 advice="torch.export takes modules: write one whose forward calls the function.",
             )  # fmt: skip
-        with torch.fx.traceback.preserve_node_meta():
-            program = torch.export.export(model, args, kwargs)
+        program = traced_program(model, args, kwargs)
         if goal.places:
             return placed_program(program, args, kwargs, goal, fold=True, fused=backend == "inductor")
         return explicit_program(program)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from narrowcast.fx.compiled import first_place, note_reading, report_graph
 from narrowcast.fx.elsewhere import find_elsewhere
 from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.joint import edit_joint
+from narrowcast.fx.other_paths import tell_other_paths
 from narrowcast.fx.placing import Placed, compile_placed, place_graph, with_weights
 from narrowcast.fx.resting import Resting, rest_weights, weight_positions, with_stand_ins
 from narrowcast.goals import CAST, WORKING, Goal, as_goal
@@ -61,13 +63,14 @@ class GraphBackend:
 
     inner:    the compiler that gets the explicit graphs, as torch.compile makes it from its arguments.
     backward: under which autocast backwards run. rules: a policy's rules about the backward. goal: what is asked of
-    the formats, and of weights.
+    the formats, and of weights. model: the one that is compiled, if it is a Module.
     """
 
     inner: Compiled
     backward: Backward = field(default_factory=lambda: parse_backward("as_eager"))
     rules: Policy | None = None
     goal: Goal = field(default_factory=Goal)
+    model: weakref.ref[torch.nn.Module] | None = field(default=None, compare=False, repr=False)
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """What torch.compile asks of a backend: the graph, compiled."""
@@ -91,6 +94,9 @@ class GraphBackend:
         except Exception as error:
             return self._fall_back(graph, inputs, report, error)
         report.seconds = time.perf_counter() - start
+        model = self.model() if self.model is not None else None
+        if model is not None:
+            tell_other_paths(model, explicit.reading.program)
         try:
             if placed is not None:
                 compiled, expected = self._compile_placed(placed, inputs, report)

@@ -278,12 +278,12 @@ class _Runner(torch.fx.Interpreter):
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
         """What torch.export made of a region: its calls, in the region, without the wrapper."""
-        device, dtype, enabled, _, body, *operands = args
+        device, dtype, enabled, cache, body, *operands = args
         key = exported_key(body)
         if key is not None:
             self._mark(enter_marked, (key,))
-        else:  # export has the weight cache off while it traces; the region's own is that around it
-            region = self._enter((device, dtype, enabled, None))
+        else:
+            region = self._enter((device, dtype, enabled, cache))
         try:
             return _Runner(body, self.captured, self.outside, self.cached[-1]).run(*operands)
         finally:

@@ -44,6 +44,7 @@ def report_graph(place: Place) -> CompiledGraph:
 def note_reading(report: CompiledGraph, reading: Reading) -> None:
     """Note what was read: the program before anything was decided, its policies, and casts at modules' boundaries."""
     report.before, report.policies, report.boundaries = reading.program, reading.policies, reading.boundaries
+    report.hidden = reading.hidden
 
 
 def first_place(graph: GraphModule) -> Place:

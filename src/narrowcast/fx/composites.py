@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Argument, Call, decide
+from narrowcast.fx.fused import INSIDE
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.graph_place import traced_place
 from narrowcast.regions.state import OpenRegion, region_on
@@ -23,7 +24,7 @@ from narrowcast.torch_surface.state import any_autocast
 
 def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
     """For each composite op: run the calls inside it where a region is on and no rule is about the op itself."""
-    ops = dict.fromkeys(aten_composites())
+    ops = dict.fromkeys((*aten_composites(), *INSIDE))
     for node in graph.graph.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace != "aten" and can_decompose(node.target):
             ops[node.target] = None
@@ -32,7 +33,7 @@ def decompositions(graph: torch.fx.GraphModule) -> dict[OpOverload, Callable[...
 
 def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
     facts = op_facts(op)
-    inside = _dropout if op is torch.ops.aten.dropout.default else composite_kernel(op)
+    inside = _dropout if op is torch.ops.aten.dropout.default else INSIDE.get(op) or composite_kernel(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any_autocast():
@@ -82,6 +83,8 @@ def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 @cache
 def is_composite(op: OpOverload, device_type: str) -> bool:
     """Whether the op, on this device type, is nothing but calls of other ops, which autocast sees."""
+    if op in INSIDE:
+        return True
     if not can_decompose(op):
         return False
     own = (device_type.upper(), f"Autograd{device_type.upper()}")

@@ -15,6 +15,7 @@ from narrowcast.fx.capture import capture
 from narrowcast.fx.edit import write_passes
 from narrowcast.fx.read import Ambient, Reading, read_graph
 from narrowcast.passes import Outcome, before_autograd
+from narrowcast.regions.sightings import see_all
 from narrowcast.torch_surface.dispatch import ASSERT_METADATA
 
 _ASSERT = ASSERT_METADATA
@@ -47,7 +48,9 @@ def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = Tru
     seconds = time.perf_counter() - start
     for node in () if asserts else captured.graph.graph.find_nodes(op="call_function", target=_ASSERT):
         captured.graph.graph.erase_node(node)
-    return read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode), seconds
+    reading = read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode)
+    see_all(reading.program, reading.policies)
+    return reading, seconds
 
 
 def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:

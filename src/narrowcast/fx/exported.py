@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +21,33 @@ from narrowcast.fx.explicit import Explicit, make_explicit
 from narrowcast.fx.folding import fold_weights
 from narrowcast.fx.placing import choose_now, place_graph, tell
 from narrowcast.goals import CAST, FOLDED, Goal
+from narrowcast.regions.marks import caches_as_in_eager_code
 from narrowcast.torch_surface.fx import FakeTensor, FakeTensorMode, rename, updated_program
+from narrowcast.torch_surface.patches import held
 
+_WHY = "exported modules take eager code's paths"
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
+
+
+def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **options: Any) -> ExportedProgram:
+    """What torch.export makes of a model, with what it loses of eager code: which regions are ours, caches, paths."""
+    with (
+        torch.fx.traceback.preserve_node_meta(),  # regions of ours leave notes there
+        caches_as_in_eager_code(),
+        nullcontext() if options.get("strict") else held(torch.overrides, _WHY, has_torch_function=_without_modes),
+    ):
+        return torch.export.export(model, args, kwargs, **options)
+
+
+def _without_modes(asked: Callable[..., bool]) -> Callable[..., bool]:
+    """Plain tensors are answered for as where nothing traces: by that nn.TransformerEncoderLayer chooses its path."""
+
+    def has_torch_function(values: Sequence[Any]) -> bool:
+        others = any(type(v) not in _PLAIN for v in values)
+        return others and (torch.compiler.is_dynamo_compiling() or asked(values))
+
+    return has_torch_function
 
 
 def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[ExportedProgram, Explicit]:

@@ -20,9 +20,14 @@ from narrowcast.fx.candidates import PLACED, Candidate, make_candidates
 from narrowcast.fx.check import check_formats
 from narrowcast.fx.choosing import Choosing, Side, time_sides
 from narrowcast.fx.explicit import Explicit, read_explicit
+from narrowcast.fx.read import Reading
 from narrowcast.fx.resting import Resting, with_stand_ins
 from narrowcast.goals import FAST, Goal
+from narrowcast.passes.assign import assign_casts
+from narrowcast.policy import Place
+from narrowcast.policy.lacks import ONE_FORMAT
 from narrowcast.program import Program, Writes
+from narrowcast.regions.warned import warn_at
 from narrowcast.report import CandidateTime, CompiledGraph
 from narrowcast.torch_surface.dynamo import begins_again, without_wrappers
 
@@ -79,7 +84,30 @@ def place_graph(
         str(goal.memory_limit_bytes), str(torch.is_grad_enabled()),
     )  # fmt: skip
     explicit = Explicit(right[0].graph, reading, right[0].outcome, seconds)
+    _tell_aligned(reading, goal)
     return Placed(right, explicit, goal, key)
+
+
+def _tell_aligned(reading: Reading, goal: Goal) -> None:
+    """Warn of each call that would raise in eager code, because of its formats, and runs under a goal."""
+    program, told = reading.program, set()
+    for edit in assign_casts(program, reading.policies):
+        rule = edit.why.rule
+        step = program.steps[edit.step]
+        if rule is None or rule.source != ONE_FORMAT or (step.op, step.place) in told:
+            continue
+        told.add((step.op, step.place))
+        warn_at(
+            f"narrowcast: {step.op.removesuffix('.default')} raises under autocast, because its tensors come in "
+            f"several formats{_at(step.place)}; goal={goal.kind!r} runs it in the one of the tensor that it writes to, "
+            'or in the widest. policy="safe" does so without a goal',
+            step.place,
+        )
+
+
+def _at(place: Place) -> str:
+    where = f" in {place.module_path}" if place.module_path else ""
+    return f"{where}, {place.file}:{place.line}" if place.file else where
 
 
 def _is_right(candidate: Candidate, values: Sequence[Any]) -> bool:

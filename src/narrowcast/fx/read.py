@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region
 from narrowcast.fx.operands import operands_of
+from narrowcast.ledger import HidingBlock
 from narrowcast.op_memory import alias_names
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
@@ -28,7 +29,25 @@ _TO = torch.ops.aten.to.dtype
 _CASTS = (TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
 
 Flags = Mapping[Node, tuple[bool, bool]]
-Open = tuple[int, int, frozenset[str]]  # a region's numbers, for torch's ops and for those that its policy changes
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A region that is open: its numbers, for ops that torch's own kernels cast and for those that its policy changes,
+    whose weight cache is another.
+    """
+
+    prepared: Prepared
+    torchs: int
+    ours: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The regions that hold, by device type, and the outermost block that hides one."""
+
+    regions: Mapping[str, Open] = field(default_factory=dict)
+    hiding: HidingBlock | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,7 @@ class Reading:
 
     nodes: by step id, and ids by node. modules: the graph module of each block, in the order in which they were read.
     policies: by digest. boundaries: what is noted of casts at the boundaries of modules, by step id, as JSON.
+    hidden: calls in blocks in which the policy around does not rule.
     """
 
     program: Program
@@ -59,6 +79,7 @@ class Reading:
     modules: list[GraphModule]
     policies: dict[str, Policy]
     boundaries: dict[int, str] = field(default_factory=dict)
+    hidden: dict[HidingBlock, int] = field(default_factory=dict)
 
 
 def read_graph(
@@ -96,41 +117,44 @@ class _Reader:
         self.roots: dict[int, int] = {}
         self.taken: set[int] = set()  # memory that an in-place op made part of autograd
         self.places: dict[tuple[Any, ...], Place] = {}
-        self.open: list[dict[str, Open]] = [
-            {device: self._region(prepared) for device, prepared in ambient.regions.items()}
-        ]
+        self.hidden: dict[HidingBlock, int] = {}
+        self.open = [Level({device: self._region(prepared) for device, prepared in ambient.regions.items()})]
 
     def run(self, graph: GraphModule) -> Reading:
         body = self._block(graph, "main")
         program = Program(self.name, body, tuple(self.regions))
-        return Reading(program, self.nodes, self.ids, self.modules, self.policies, self.boundaries)
+        return Reading(program, self.nodes, self.ids, self.modules, self.policies, self.boundaries, self.hidden)
 
     # -- regions
 
     def _region(self, prepared: Prepared) -> Open:
-        """The region's number: for ops that torch's own kernels cast, and for those of ours, whose cache is another."""
         digest = prepared.policy.digest[:16]
         self.policies.setdefault(digest, prepared.policy)
         numbers = [
             self.regions.setdefault(OpenedRegion(prepared.facts, digest, 2 * self.session + ours), len(self.regions))
             for ours in ((0, 1) if prepared.changed else (0,))
         ]
-        return numbers[0], numbers[-1], prepared.changed
+        return Open(prepared, numbers[0], numbers[-1])
 
-    def _open_region(self, prepared: Prepared) -> None:
-        if not any(self.open[-1].values()) and len(self.open) == 1 and not self.open[0]:
+    def _open_region(self, prepared: Prepared, node: Node) -> None:
+        around, device = self.open[-1], prepared.facts.device_type
+        if len(self.open) == 1 and not around.regions:
             self.sessions += 1
             self.session = self.sessions
-        self.open.append({**self.open[-1], prepared.facts.device_type: self._region(prepared)})
+        hiding = around.hiding
+        if hiding is None:  # Dynamo does not say where a region is opened
+            first = next((n for n in _from(node) if n.meta.get("stack_trace")), node)
+            hiding = _hiding(around.regions.get(device), prepared, self._place(first))
+        self.open.append(Level({**around.regions, device: self._region(prepared)}, hiding))
 
     def _region_of(self, op: str, devices: list[str]) -> int | None:
         """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is none."""
-        now = self.open[-1]
+        now = self.open[-1].regions
         found = [d for d in devices if d in now]
         if not found:
             return None
-        torchs, ours, changed = now[next((d for d in found if d != "cpu"), found[0])]
-        return ours if op in changed else torchs
+        region = now[next((d for d in found if d != "cpu"), found[0])]
+        return region.ours if op in region.prepared.changed else region.torchs
 
     # -- blocks and steps
 
@@ -184,17 +208,21 @@ class _Reader:
 
     def _enter(self, node: Node) -> Step:
         if node.target is enter_marked:
-            self._open_region(marked_region(str(node.args[0])))
+            self._open_region(marked_region(str(node.args[0])), node)
         else:
             device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
-            self._open_native(str(device), dtype, bool(enabled), cached is not False)
+            self._open_native(node, str(device), dtype, bool(enabled), cached is not False)
         constants = ", ".join(map(str, node.args))
         return Step(self._value(node, False), ENTER, constants=constants, effects=("order",))
 
-    def _open_native(self, device: str, dtype: Any, enabled: bool, cached: bool) -> None:
+    def _open_native(self, node: Node, device: str, dtype: Any, enabled: bool, cached: bool) -> None:
         low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
         facts = Region(device, low, enabled, cached)
-        self._open_region(Prepared(facts, Policy.native(device), (), frozenset(), {}))
+        around = self.open[-1].regions.get(device)
+        prepared = Prepared(facts, Policy.native(device), (), frozenset(), {})
+        if around is not None and around.prepared.holds_inside:
+            prepared = around.prepared.with_facts(facts)
+        self._open_region(prepared, node)
 
     def _exit(self, node: Node) -> Step:
         if len(self.open) > 1:
@@ -222,6 +250,9 @@ class _Reader:
                 value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
                 None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._place(node),
             )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
+        hiding = self.open[-1].hiding
+        if hiding is not None and facts.computes:
+            self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
         if gradient and any(o.written for o in operands):
             self.taken.update(self._memory(o.value) for o in operands if o.written)
         return Step(
@@ -286,14 +317,14 @@ class _Reader:
         before, grad_before = len(self.open), self.grad_mode
         if name.endswith("wrap_with_autocast"):
             device, dtype, enabled, cached = node.args[:4]
-            self._open_native(str(device), dtype, bool(enabled), cached is not False)
+            self._open_native(node, str(device), dtype, bool(enabled), cached is not False)
         if name.endswith("wrap_with_set_grad_enabled"):
             self.grad_mode = bool(node.args[0])
         blocks = []
         for k, body in enumerate(bodies):
             written_as_backward = name.endswith("autograd_function_apply") and k == 1
             if written_as_backward or name.endswith("flex_attention"):  # eager code has no region in there
-                self.open.append({})
+                self.open.append(Level())
                 blocks.append(self._block(body, f"body{k}"))
                 self.open.pop()
             else:
@@ -311,6 +342,24 @@ class _Reader:
         if place is None:
             place = self.places[key] = node_place(node.meta, self.outside)
         return place
+
+
+def _from(node: Node) -> Iterator[Node]:
+    """The nodes from this one on."""
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _hiding(around: Open | None, prepared: Prepared, place: Place) -> HidingBlock | None:
+    """What a region is to the one around it on its device type, if it keeps that from ruling."""
+    if around is None or not around.prepared.facts.enabled:
+        return None
+    policy = around.prepared.policy.name
+    if not prepared.facts.enabled:
+        return HidingBlock("", prepared.facts.device_type, place)
+    hides = around.prepared.differs and prepared.policy is Policy.native(prepared.facts.device_type)
+    return HidingBlock(policy, prepared.facts.device_type, place) if hides else None
 
 
 def _with_gradients(block: Block, taken: set[int]) -> Block:
