@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import io
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +19,13 @@ from narrowcast.eager import autocast
 from narrowcast.errors import GoalError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
-from narrowcast.policy import Action, Kind, Policy, Rule, as_policy
+from narrowcast.policy import Policy, as_policy
 from narrowcast.regions.state import ruled_device_types
 from narrowcast.script_choice import choose_script, policies_for
 from narrowcast.torch_bridge import DTYPES, tensors_in
-from narrowcast.torch_surface.jit import add_text, deprecations_unsaid, function_from_graph
-from narrowcast.torchscript.calls import CALLING
+from narrowcast.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
+from narrowcast.torchscript.callers import graphs_of
+from narrowcast.torchscript.cast_already import cast_for_all
 from narrowcast.torchscript.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.torchscript.scopes import Scopes
 from narrowcast.torchscript.scripted import (
@@ -32,6 +34,7 @@ from narrowcast.torchscript.scripted import (
     explicit_function,
     explicit_module,
 )
+from narrowcast.torchscript.source import shown_at
 from narrowcast.torchscript.tracing import traced_function, traced_module, tracing
 
 
@@ -137,6 +140,13 @@ def convert(
             ScriptWarning,
             stacklevel=2,
         )
+    if scopes and set(scopes) <= cast_for_all(script):
+        warnings.warn(
+            "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to rule. "
+            "Convert the original instead: nc.convert(what was scripted, traced or loaded before it was cast, ...)",
+            ScriptWarning,
+            stacklevel=2,
+        )
     with deprecations_unsaid():
         if isinstance(script, torch.jit.ScriptFunction):
             copied = function_from_graph(str(script.name), script.graph.copy())
@@ -155,14 +165,23 @@ def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
 
 
 def _copied(script: torch.jit.ScriptModule) -> Any:
-    """The same module with types of its own, in the same mode."""
+    """The same module with types of its own, in the same mode. ScriptError for one that cannot be copied."""
+    fused = next((n for graph in graphs_of(script) for n in graph.findAllNodes(PREPACKED)), None)
+    if fused is not None:
+        raise ScriptError(
+            asked="convert(a script from torch.jit.optimize_for_inference)",
+            found="its weights are packed for oneDNN's fp32 kernels, and are no tensors any more",
+            where=shown_at(fused),
+            advice="Convert what torch.jit.freeze gives, and optimize the result: "
+            "torch.jit.optimize_for_inference(torch.jit.freeze(nc.convert(frozen, ...).eval())).",
+        )
     buffer = io.BytesIO()
     torch.jit.save(script, buffer)
     buffer.seek(0)
     copied = torch.jit.load(buffer)
     for parameter, original in zip(copied.parameters(), script.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
-    return copied.train(script.training)
+    return copied.train(script.training) if hasattr(script, "training") else copied  # a frozen one has no mode
 
 
 def _scopes(
@@ -200,6 +219,10 @@ def _device_of(target: Any, *inputs: Any) -> str:
     return next((t.device.type for t in (*tensors, *tensors_in(inputs))), "cpu")
 
 
+_one_trace_at_a_time = threading.RLock()
+"""torch's weight cache is that of all threads: a cast that one trace has recorded is no value of another's graph."""
+
+
 def trace(
     target: Callable[..., Any] | torch.nn.Module,
     example_inputs: Any,
@@ -229,8 +252,8 @@ def trace(
     if policy is not None or dtype is not None or device_type is not None:
         device = device_type or _device_of(target, example_inputs)
         chosen, made_on = for_target(as_policy(policy), device, made_for)
-        region = _casting_composites(autocast(device, dtype, enabled, cache_enabled, policy=chosen))
-    with deprecations_unsaid(), region:
+        region = autocast(device, dtype, enabled, cache_enabled, policy=chosen)
+    with _one_trace_at_a_time, deprecations_unsaid(), region:
         torch.clear_autocast_cache()
         ruled = ruled_device_types()
         if device and device not in ruled:
@@ -245,21 +268,6 @@ def trace(
         if checked and "example_kwarg_inputs" not in options:
             _check_trace(target, made, example_inputs)
     return made
-
-
-def _casting_composites(region: autocast) -> autocast:
-    """A region like this one for code that is traced: composite ops are cast as one call, where the policy lowers what
-    they call, for torch does not record what an op casts inside. A `gru` is left alone: it casts only its products.
-    """
-    policy = region.policy.resolve(region.device)
-    rules = [
-        Rule(op, Action(Kind.LOWER), reason="traced: what it casts inside is not recorded")
-        for op, inner in CALLING.items()
-        if not op.startswith("aten.gru") and not policy.table.candidates(op, True).whole
-        and (found := policy.table.candidates(inner, True).whole)
-        and found[0].is_unconditional and found[0].action.kind is Kind.LOWER
-    ]  # fmt: skip
-    return region.with_eager_policy(region.policy.with_rules(rules, name=region.policy.name)) if rules else region
 
 
 def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:

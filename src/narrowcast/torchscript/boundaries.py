@@ -78,7 +78,8 @@ def bound_whole(graph: Any, names: list[str], pin: Pin | None, is_method: bool) 
     inputs = list(graph.inputs())[is_method:]
     start = next(iter(graph.nodes()), None)
     if start is None:  # it gives what it takes
-        start = graph.appendNode(graph.create("prim::Constant", [], 1))
+        graph.setInsertPoint(graph.block())
+        start = graph.insertConstant(False).node()
     made = []
     for value, name in zip(inputs, names, strict=True):
         if _is_tensor(value.type()):

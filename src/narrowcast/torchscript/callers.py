@@ -102,6 +102,7 @@ def cross(callers: list[Place], mark: Any) -> dict[str, Any] | None:
             (*([facts["function"]] if "function" in facts else []), *outer.functions),
             facts.get("file", outer.file),
             facts.get("line", outer.line),
+            outer.around,
         )
     )
     return dict(facts)
@@ -113,9 +114,9 @@ def place_in(caller: Place, node: Any) -> Place:
     path = caller.module_path or _path_in_hierarchy(node)
     if caller.file and not _is_users(file):
         file, line = caller.file, caller.line
-    if not (path or file or caller.functions or caller.classes):
+    if not (path or file or caller.functions or caller.classes or caller.around):
         return NOWHERE
-    return Place(path, caller.classes, caller.functions, file, line)
+    return Place(path, caller.classes, caller.functions, file, line, caller.around)
 
 
 def path_of(node: Any) -> tuple[str, ...] | None:

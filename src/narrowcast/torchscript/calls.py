@@ -24,15 +24,74 @@ class Source:
 CALLING = {
     "aten.einsum.default": "aten.bmm.default",
     "aten.lstm.input": "aten.mkldnn_rnn_layer.default",
-    "aten.gru.input": "aten.linear.default",
     "aten.rnn_tanh.input": "aten.linear.default",
     "aten.rnn_relu.input": "aten.linear.default",
 }
 
 
-def decided_as(op: str) -> str:
-    """The op about which policies are asked: the one that a composite op calls."""
-    return CALLING.get(op, op)
+STANDING_FOR_ONE = frozenset(["aten.pad.default", "aten.nll_loss_nd.default"])
+"""Ops that do nothing but call one of several."""
+
+
+def decided_as_itself(op: str) -> bool:
+    """Whether a policy is asked about this op itself, and not about one that it calls."""
+    return op not in CALLING
+
+
+def decided_as(node: Any, facts: OpFacts) -> str:
+    """The op about which policies are asked: the one that a composite op calls; of a traced convolution, that one."""
+    name = facts.id.rpartition(".")[0]
+    if name == "aten.nll_loss_nd":
+        return "aten.nll_loss.default"  # lists say the same of nll_loss2d
+    if name == "aten.pad":
+        return _padding_called(node) or facts.id
+    if name == "aten.einsum" and not _sums(node):
+        return facts.id
+    if name in ("aten._convolution", "aten._convolution_mode"):
+        return _convolution_called(node, name) or facts.id
+    return CALLING.get(facts.id, facts.id)
+
+
+def _sums(node: Any) -> bool:
+    """Whether an einsum sums over what two operands share; if not it multiplies, which no list names."""
+    equation, count = constant(node.inputsAt(0)), list_of_values(node, 1)
+    if not isinstance(equation, str) or count is None:
+        return True
+    inputs, arrow, output = equation.replace(" ", "").replace("...", "").partition("->")
+    operands = inputs.split(",")
+    labels = [label for operand in operands for label in set(operand)]
+    if not arrow:
+        output = "".join(label for label in labels if inputs.count(label) == 1)
+    return any(label not in output and labels.count(label) > 1 for label in labels)
+
+
+def _padding_called(node: Any) -> str:
+    """The op that pads in this mode; empty if no list could name it, or that is not known before it runs."""
+    mode, amounts = constant(list(node.inputs())[2]), list_of_values(node, 1)
+    name = {"reflect": "reflection_pad", "replicate": "replication_pad"}.get(str(mode))
+    rank = 0 if amounts is None else len(amounts) // 2
+    return f"aten.{name}{rank}d.default" if name and rank in (1, 2, 3) else ""
+
+
+def _convolution_called(node: Any, name: str) -> str:
+    """The op that a trace had in the place of this one, by its rank; empty if that is not known before it runs."""
+    stride, transposed = list_of_values(node, 3), name == "aten._convolution" and constant(list(node.inputs())[6])
+    if stride is None or transposed is None or len(stride) not in (1, 2, 3):
+        return ""
+    rank = len(stride)
+    if transposed:
+        return f"aten.conv_transpose{rank}d.{'default' if rank == 1 else 'input'}"
+    return f"aten.conv{rank}d.{'padding' if name == 'aten._convolution_mode' else 'default'}"
+
+
+def list_of_values(node: Any, position: int) -> list[Any] | None:
+    """An argument that is a list, as far as its length is known."""
+    value = list(node.inputs())[position]
+    maker = value.node()
+    if maker.kind() == "prim::ListConstruct":
+        return list(maker.inputs())
+    known = constant(value)
+    return known if isinstance(known, list) else None
 
 
 @cache

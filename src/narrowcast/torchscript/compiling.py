@@ -22,10 +22,11 @@ from narrowcast.torch_surface.jit import (
 from narrowcast.torch_surface.state import caches, is_enabled
 from narrowcast.torchscript.boundaries import bound_whole, close_passages
 from narrowcast.torchscript.callers import mark_calls, mark_function, unmark
-from narrowcast.torchscript.convert import hold_policy
+from narrowcast.torchscript.cast_already import prepare_marks
+from narrowcast.torchscript.policies import hold_policy
 from narrowcast.torchscript.region import register_region
 from narrowcast.torchscript.scopes import Scope, make_edges, number_of
-from narrowcast.torchscript.source import OURS, Signature, rewriting
+from narrowcast.torchscript.source import OURS, TORCH, Signature, rewriting
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def compiling(region_class: type) -> Iterator[None]:
     """
 
     def with_regions(get_closure: Any) -> Any:
-        return lambda function: {**get_closure(undecorated(function)), OURS: region_class}
+        return lambda function: {**get_closure(undecorated(function)), OURS: region_class, TORCH: torch}
 
     def compile_called(compile: Any, function: Any, location: Any) -> Any:
         check_pins(function)
@@ -53,7 +54,9 @@ def compiling(region_class: type) -> Iterator[None]:
 
     marked: list[Any] = []
     register_region(region_class)
-    with deprecations_unsaid(), rewriting(functools.partial(_described, region_class), _signature_of):
+    prepare_marks()  # before torch's regions are written as ours
+    describe, signature_of = functools.partial(_described, region_class), functools.partial(_signature_of, region_class)
+    with deprecations_unsaid(), rewriting(describe, signature_of, _as_number):
         try:
             with compiler_replaced(with_regions, lambda compile: functools.partial(compile_called, compile)):
                 yield
@@ -75,8 +78,14 @@ def _described(region_class: type, value: Any) -> dict[str, Any] | None:
     return {**facts, "cache_enabled": value.prepared.facts.cache, "policy": value.policy.digest}
 
 
-def _signature_of(value: Any) -> Signature | None:
-    """The arguments of torch's region classes in their order, and what ours takes where these do not say it."""
+def _as_number(value: Any) -> int | None:
+    return number_of(value) if isinstance(value, torch.dtype) and value.is_floating_point else None
+
+
+def _signature_of(region_class: type, value: Any) -> Signature | None:
+    """The arguments of region classes in their order, and what ours takes where these do not say it."""
+    if value is region_class:
+        return ("device_type", "dtype", "enabled", "cache_enabled"), {}
     if value is torch.autocast:
         return ("device_type", "dtype", "enabled", "cache_enabled"), {"policy": "''"}
     names = ("enabled", "dtype", "cache_enabled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +11,22 @@ import torch
 from narrowcast.costs.abilities import fitted
 from narrowcast.errors import ScriptError
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
-from narrowcast.policy import NOWHERE, Place, Policy, as_policy, known_policy
-from narrowcast.program import Program
+from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.regions.sightings import see_all
 from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
-from narrowcast.torch_surface.jit import BOOL, INT, drop_unused, forget_shapes, inline, simplify
+from narrowcast.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
 from narrowcast.torch_surface.state import autocast_off
 from narrowcast.torchscript.boundaries import ModuleBounds
 from narrowcast.torchscript.callers import path_of
-from narrowcast.torchscript.cells import open_cells
+from narrowcast.torchscript.calls import is_optional_tensor
+from narrowcast.torchscript.cast_already import drop_empty, enter_off, leave_off, switch_off
+from narrowcast.torchscript.composites import open_composites, tell_closed
 from narrowcast.torchscript.lifetimes import keep_until_last_use
-from narrowcast.torchscript.read import Reader
-from narrowcast.torchscript.scopes import Scanner, Scope, Scopes, Section, make_edges, region_class
+from narrowcast.torchscript.policies import named_policy
+from narrowcast.torchscript.read import Reader, Reading
+from narrowcast.torchscript.scopes import ANYWHERE, Scanner, Scope, Scopes, Section, make_edges, region_class
 from narrowcast.torchscript.source import shown_at
+from narrowcast.torchscript.statistics import keep_norms, norms_kept
 from narrowcast.torchscript.write import write_graph
 
 
@@ -38,7 +43,7 @@ def _read_attributes_once(graph: Any) -> None:
     inputs = list(graph.inputs())
     if not inputs or inputs[0].type().kind() != "ClassType":
         return
-    changed = {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+    changed = _set_names(graph)
     read: dict[tuple[str, ...], Any] = {}
     for node in graph.findAllNodes("prim::GetAttr"):
         path = path_of(node)
@@ -58,6 +63,35 @@ def _read_attributes_once(graph: Any) -> None:
                 read[path[: n + 1]] = made.output()
             value = read[path[: n + 1]]
         node.output().replaceAllUsesWith(value)
+        node.destroy()
+
+
+def _set_names(graph: Any) -> set[str]:
+    """The names of attributes that a graph sets."""
+    return {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+
+
+def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
+    """An attribute that is the same tensor as another is read once, and one that may be None but is a tensor is one.
+
+    attribute: from a value that is read off the module to what it is now.
+    """
+    known: dict[int, tuple[Any, Any]] = {}
+    for node in [node for node in graph.nodes() if node.kind() == "prim::GetAttr"]:
+        value, tensor = node.output(), attribute(node.output())
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) in known:
+            value.replaceAllUsesWith(known[id(tensor)][1])
+            node.destroy()
+            continue
+        if is_optional_tensor(value):
+            cast = graph.create("prim::unchecked_cast", [value], 1)
+            cast.output().setType(TENSOR)
+            cast.insertAfter(node)
+            value.replaceAllUsesAfterNodeWith(cast, cast.output())
+            value = cast.output()
+        known[id(tensor)] = tensor, value
 
 
 def _find_read(node: Any, up: int) -> Any:
@@ -67,71 +101,96 @@ def _find_read(node: Any, up: int) -> Any:
 
 
 def make_graph_explicit(
-    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Place = NOWHERE
-) -> tuple[Program, Outcome, dict[str, Policy]]:
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Place = NOWHERE, marked: bool = True
+) -> tuple[Reading, Outcome]:
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 
-    module: the script module that `self` is. caller: who calls the whole graph. Returns the program as read, what the
-    passes made of it, and the policies by digest.
+    module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
+    marked as cast already. Returns what was read, and what the passes made of its program.
 
     Raises ScriptError for what cannot be cast.
     """
-    simplify(graph)
-    scanner = Scanner(graph, around, caller, _caches, ModuleBounds(policy_of))
+    changed = _set_names(graph)
+
+    def attribute(value: Any) -> Any:
+        return attribute_of(value, module, changed)
+
+    _know_tensors(graph, attribute)
+    _simplify(graph)
+    scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
     section = scanner.scan()
-    if open_cells(graph, section, policy_of):
-        scanner = Scanner(graph, around, caller, _caches, ModuleBounds(policy_of))
+    if open_composites(graph, section, policy_of):
+        graph.setInsertPoint(graph.block())  # it stood before nodes that are gone
+        _simplify(graph)
+        scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
         section = scanner.scan()
     _refuse_unseen(section)
+    tell_closed(section)
     _convert_forks(section, module)
     _answer(graph, section)
-    reading = Reader(lambda value: attribute_of(value, module), policy_of).read(section, name)
+    reading = Reader(attribute, policy_of).read(section, name)
+    see_all(reading.program, reading.policies)
     passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
     outcome = run_passes(reading.program, passes, reading.policies, _overload)
     write_graph(graph, section, reading, outcome.program)
+    if marked:
+        _mark(graph, scanner)
     scanner.finish()
     forget_shapes(graph)
-    drop_unused(graph)
+    with norms_kept(graph):
+        drop_unused(graph)
+    keep_norms(graph)
+    if marked:
+        drop_empty(graph)
     keep_until_last_use(graph)
-    return reading.program, outcome, reading.policies
+    return reading, outcome
 
 
-def _caches(policy: str) -> bool:
-    return not policy or _named(policy).effective_cache != "off"
+def _simplify(graph: Any) -> None:
+    with norms_kept(graph):
+        simplify(graph)
 
 
-def _named(policy: str) -> Policy:
-    found = _in_scripts.get(policy)
-    if found is None:
-        found = known_policy(policy) or as_policy(policy)
-        _in_scripts[found.digest] = found
-    return found
+def _mark(graph: Any, scanner: Scanner) -> None:
+    """What the regions of a graph, and those around it, ruled is cast already."""
+    for first, last, device_types in scanner.ruled:
+        graph.setInsertPoint(first)
+        instances = [enter_off(graph, device_type) for device_type in _known(device_types)]
+        graph.setInsertPoint(last)
+        for instance in reversed(instances):
+            leave_off(graph, instance)
+    switch_off(graph, _known(scanner.around))
 
 
-def hold_policy(policy: Policy) -> str:
-    """Hold a policy that a script is to name; its digest."""
-    _in_scripts[policy.digest] = policy
-    return policy.digest
+def _known(device_types: Iterable[str]) -> list[str]:
+    """Device types by name; of what holds on every one, those that torch's own pass casts for."""
+    return [name for device in device_types for name in (("cuda", "cpu") if device == ANYWHERE else (device,))]
 
 
-_in_scripts: dict[str, Policy] = {}  # by digest, which is all that a graph can hold; torch never frees scripts either
+def _told(policy: str) -> Policy | None:
+    return named_policy(policy) if policy else None
 
 
 def policy_of(scope: Scope) -> Policy:
     """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
-    chosen = _named(scope.policy) if scope.policy else Policy.native(scope.device_type)
+    chosen = named_policy(scope.policy) if scope.policy else Policy.native(scope.device_type)
     check_ops(chosen)
     return fitted(chosen, scope.device_type)
 
 
-def attribute_of(value: Any, module: Any) -> Any:
-    """What an attribute that a graph reads off its module is now; None if that cannot be told."""
+def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:
+    """What an attribute that a graph reads off its module is now; None if that cannot be told.
+
+    changed: the names of attributes that the graph sets.
+    """
     node = value.node()
     if node.kind() == "prim::Param":
         return module
-    if node.kind() != "prim::GetAttr":
+    if node.kind() == "prim::unchecked_cast":
+        return attribute_of(node.input(), module, changed)
+    if node.kind() != "prim::GetAttr" or node.s("name") in changed:
         return None
-    owner = attribute_of(node.input(), module)
+    owner = attribute_of(node.input(), module, changed)
     return getattr(owner, node.s("name"), None) if owner is not None else None
 
 

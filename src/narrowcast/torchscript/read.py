@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region, decide
+from narrowcast.ledger import HidingBlock
 from narrowcast.op_memory import alias_names
 from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value, reaching
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
-from narrowcast.torch_surface.dispatch import op_name, schema_of
+from narrowcast.torch_surface.dispatch import op_name, schema_of, storage_key
 from narrowcast.torchscript.boundaries import passage
 from narrowcast.torchscript.callers import place_in
 from narrowcast.torchscript.calls import (
@@ -41,7 +43,8 @@ class Reading:
 
     ids: of the script's values. items: the call of each step. operands: for each step the script's values that its
     operands are, with the position among the call's inputs and, for an element of a list, in the list. scopes: of each
-    region. policies: by digest. sessions: of each the first step of the block in which it begins.
+    region. policies: by digest. sessions: of each the first step of the block in which it begins. hidden: calls in
+    blocks in which the policy around does not rule.
     """
 
     program: Program
@@ -51,6 +54,7 @@ class Reading:
     scopes: list[Scope]
     policies: dict[str, Policy]
     sessions: dict[int, int]
+    hidden: dict[HidingBlock, int]
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ class Reader:
     numbers: dict[tuple[Scope, tuple[str, ...]], int] = field(default_factory=dict)
     policies: dict[str, Policy] = field(default_factory=dict)
     sessions: dict[int, int] = field(default_factory=dict)
+    hidden: dict[HidingBlock, int] = field(default_factory=dict)
+    memories: Counter[int] = field(default_factory=Counter)  # how many known tensors are views of each
     parts: dict[str, str] = field(default_factory=dict)  # of the call looked at: types of results that rules are about
 
     def read(self, section: Section, name: str) -> Reading:
@@ -82,7 +88,9 @@ class Reader:
         self._propagate(section)
         body = self._block(section, "main")
         program = Program(name, body, tuple(self.opened))
-        return Reading(program, self.ids, self.items, self.operands, self.scopes, self.policies, self.sessions)
+        return Reading(
+            program, self.ids, self.items, self.operands, self.scopes, self.policies, self.sessions, self.hidden
+        )
 
     # -- regions
 
@@ -157,8 +165,7 @@ class Reader:
         node = item.node
         outputs = list(node.outputs())
         facts = facts_of(node)
-        if node.kind() in ("prim::GetAttr", "prim::Constant") and outputs and is_tensor(outputs[0]):
-            self._look_up(outputs[0])
+        if node.kind() in ("prim::GetAttr", "prim::Constant", "prim::unchecked_cast") and self._look_up(outputs[0]):
             return
         if facts is None:
             for output in outputs:
@@ -170,14 +177,15 @@ class Reader:
             now = self.parts.get(str(n), known) if len(outputs) > 1 else known
             self.types[output.unique()] = now if holds_tensors(output) else OTHER
 
-    def _look_up(self, value: Any) -> None:
-        tensor = self.attributes(value) if value.node().kind() == "prim::GetAttr" else value.toIValue()
-        if isinstance(tensor, torch.Tensor):
-            self.known[value.unique()] = tensor
-            floats = tensor.dtype in FORMATS
-            self.types[value.unique()] = FORMATS[tensor.dtype].name if floats else OTHER
-        else:
-            self.types[value.unique()] = TENSOR
+    def _look_up(self, value: Any) -> bool:
+        """Whether a value is a tensor that is there before the script runs."""
+        tensor = value.toIValue() if value.node().kind() == "prim::Constant" else self.attributes(value)
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        self.known[value.unique()] = tensor
+        floats = tensor.dtype in FORMATS
+        self.types[value.unique()] = FORMATS[tensor.dtype].name if floats else OTHER
+        return True
 
     def _type_without_schema(self, node: Any, output: Any) -> str:
         if not holds_tensors(output):
@@ -311,11 +319,11 @@ class Reader:
             what = "argument" if "argument" in passed else f"result {passed['result']}"
             return Step(
                 Value(-1, OTHER), MODULE_CALL_OP, operands, what, computes=True,
-                region=regions[0] if regions else None, place=place, others=regions[1:],
+                region=regions[0] if regions else None, grad_mode=item.grad_mode, place=place, others=regions[1:],
             )  # fmt: skip
         return Step(
-            Value(-1, OTHER), decided_as(facts.id), operands, COMPOSITE if facts.id in CALLING else "", given,
-            facts.computes, regions[0] if regions else None,
+            Value(-1, OTHER), decided_as(node, facts), operands, COMPOSITE if facts.id in CALLING else "", given,
+            facts.computes, regions[0] if regions else None, item.grad_mode,
             effects=("random",) if is_random(facts.op) else (), place=place, others=regions[1:],
         )  # fmt: skip
 
@@ -332,6 +340,8 @@ class Reader:
         if facts is not None:
             found = _sources(item, facts)
             made = self._step_of(item, facts, found, [self._id(s.value) for s in found], self._regions(item.scopes))
+            for block in {s.hiding for s in item.scopes.values() if s.hiding is not None and facts.computes}:
+                self.hidden[block] = self.hidden.get(block, 0) + 1
         else:  # what its blocks read besides has no position
             found = [Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
             made = self._other(item, blocks)
@@ -345,7 +355,10 @@ class Reader:
             names = frozenset([made.operands[-1].name])
         through = reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
         if through is not None:  # a loop that does not run gives what it was given
-            through.update(self.ids[v.unique()] for v in node.inputs() if v.unique() in self.ids)
+            given = [v for v in node.inputs() if v.unique() in self.ids and not _is_plain(v)]
+            through.update(self.ids[v.unique()] for v in given)
+        if node.kind() == "prim::GetAttr" and self._has_own_memory(outputs[0]):
+            through = set()
         aliases = tuple(
             n
             for n, o in enumerate(made.operands)
@@ -360,6 +373,26 @@ class Reader:
                 steps.append(Step(got, "getitem", (Operand("a0", value.id),), str(n), aliases=(0,)))
         return steps
 
+    def _has_own_memory(self, attribute: Any) -> bool:
+        """Whether an attribute is no tensor, or one whose memory no other attribute that is read has."""
+        tensor = self.known.get(attribute.unique())
+        if tensor is None or tensor.layout is not torch.strided:
+            return _is_plain(attribute)
+        if not self.memories:
+            dense = {id(t): t for t in self.known.values() if t.layout is torch.strided}
+            self.memories = Counter(storage_key(t) for t in dense.values())
+        return self.memories[storage_key(tensor)] == 1
+
+    def _passed_on(self, item: Item) -> list[tuple[int, int]]:
+        """What the body of a loop takes: each parameter, with what comes there before the loop and after each step."""
+        if item.node.kind() != "prim::Loop":
+            return []
+        (body,) = item.blocks
+        taken = list(body.block.inputs())[1:] * 2
+        came = [*list(item.node.inputs())[2:], *list(body.block.outputs())[1:]]
+        pairs = zip(taken, came, strict=True)
+        return [(self.ids[t.unique()], self.ids[v.unique()]) for t, v in pairs if v.unique() in self.ids]
+
     def _other(self, item: Item, blocks: tuple[Block, ...]) -> Step:
         """What is no op of a library: control flow, attributes, lists, calls into Python."""
         node = item.node
@@ -369,12 +402,35 @@ class Reader:
         within = [*blocks, *[inner for b in blocks for _, s in b.walk() for inner in s.blocks]]
         made_inside = {s.id for b in within for s in b.steps} | {v.id for b in within for v in b.parameters}
         captured = dict.fromkeys(o.value for o in inner if o.value not in made_inside and o.value not in numbers)
-        written = {o.value for o in inner if o.written}
+        written = _written_in(blocks, self._passed_on(item))
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
         name = node.kind().replace("::", ".")
         pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
         place = place_in(item.caller, node)
-        return Step(Value(-1, OTHER), name, operands, effects=() if pure else ("order",), place=place)
+        effects = () if pure else ("order",)
+        return Step(Value(-1, OTHER), name, operands, grad_mode=item.grad_mode, effects=effects, place=place)
+
+
+def _written_in(blocks: tuple[Block, ...], passed_on: list[tuple[int, int]]) -> set[int]:
+    """The values that blocks may write to, views of them included. passed_on: parameters, and what comes there."""
+    found = {o.value for block in blocks for step in block.steps for o in step.operands if o.written}
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        for block in blocks:
+            for step in reversed(block.steps):
+                if step.id in found:
+                    found.update(step.operands[n].value for n in step.aliases)
+        found.update(value for parameter, value in passed_on if parameter in found)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or the like, which shares memory with nothing."""
+    return value.type().kind() in _PLAIN
+
+
+_PLAIN = ("IntType", "FloatType", "BoolType", "NumberType", "StringType", "NoneType", "DeviceObjType")
 
 
 def _sources(item: Item, facts: OpFacts) -> list[Source]:

@@ -29,6 +29,11 @@ class autocast:  # noqa: N801 (in scripts it has this name)
         self.narrowcast_policy = policy
 
     def __enter__(self):  # type: ignore[no-untyped-def]
+        if self.cached > -2:  # where narrowcast.script has compiled it, no region is left to be entered
+            raise RuntimeError(
+                "narrowcast.autocast does nothing here: torch.jit.script compiled it, or __enter__ is called by hand. "
+                "Write narrowcast.script(...) and with statements; a part of a script is converted by itself"
+            )
         return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any):  # type: ignore[no-untyped-def]

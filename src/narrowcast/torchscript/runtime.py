@@ -13,7 +13,8 @@ from typing import Any, List, Optional  # noqa: UP035  # what TorchScript reads
 import torch
 from torch import Tensor
 
-from narrowcast.torch_surface.jit import deprecations_unsaid
+from narrowcast.torch_surface.jit import deprecations_unsaid, own_pass_off
+from narrowcast.torch_surface.state import autocast_off
 
 
 def is_eligible(x: Tensor, on: bool, device: str) -> bool:
@@ -133,8 +134,14 @@ def chosen_dtype(x: Tensor, dtype: Optional[int], on: bool, device: str) -> Opti
     return dtype
 
 
+def keep(x: Tensor) -> None:
+    """Reads a tensor, and does nothing: what makes it is not dropped."""
+    if x.dim() < 0:
+        raise RuntimeError("a tensor without dimensions")
+
+
 @cache
 def graph_of(function: Callable[..., Any]) -> Any:
-    """The function's graph, with what it calls inside it."""
-    with deprecations_unsaid():
+    """The function's graph, with what it calls inside it, and without the casts of torch's own pass."""
+    with deprecations_unsaid(), own_pass_off(), autocast_off():
         return torch.jit.script(function).inlined_graph

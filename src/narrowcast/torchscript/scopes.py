@@ -8,15 +8,17 @@ is the same for every object that may be entered is known; the rest is read off 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from narrowcast.errors import ScriptError
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place
+from narrowcast.ledger import HidingBlock
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.torch_bridge import default_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, NONE
-from narrowcast.torchscript.callers import cross, is_caller_mark
+from narrowcast.torchscript.callers import cross, is_caller_mark, place_in
 from narrowcast.torchscript.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
 
 AUTOCAST = "torch.amp.autocast_mode.autocast"
@@ -36,7 +38,7 @@ class Scope:
     """A region that is entered: what is known of it, and the script's values for what is not.
 
     enabled: True, False, or a value of type bool. low: a dtype, or a value of type int. policy: a digest; empty for
-    torch's own.
+    torch's own. hiding: what keeps a region around it from ruling, itself or a block around it.
     """
 
     device_type: str
@@ -45,6 +47,7 @@ class Scope:
     policy: str = ""
     cached: bool = True
     session: int = 0
+    hiding: HidingBlock | None = None
 
     @property
     def open(self) -> tuple[str, ...]:
@@ -58,12 +61,16 @@ Scopes = dict[str, Scope]  # the regions that hold, by device type
 
 @dataclass(slots=True)
 class Item:
-    """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks."""
+    """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks.
+
+    grad_mode: False under no_grad.
+    """
 
     node: Node
     scopes: Scopes
     caller: Place = NOWHERE
     blocks: list[Section] = field(default_factory=list)
+    grad_mode: bool = True
     came: tuple[tuple[str, Value], ...] = ()  # where it is the result of a module's call: the arguments
 
 
@@ -95,13 +102,13 @@ class Scanner:
         graph: Any,
         around: Scopes,
         caller: Place = NOWHERE,
-        caches: Callable[[str], bool] | None = None,
+        policies: Callable[[str], Policy | None] = lambda policy: None,
         bounds: Bounds | None = None,
     ) -> None:
-        """caches: whether a policy, by digest, name or path, leaves the weight cache on. bounds: of modules' calls."""
+        """policies: a policy by digest, name or path; None where it is torch's own. bounds: of modules' calls."""
         self.bounds = bounds or Bounds()
         self.graph = graph
-        self.caches = caches or (lambda policy: True)
+        self.policies = policies
         self.around = around
         self.caller = caller
         self.sessions = max((s.session for s in around.values()), default=0)
@@ -109,7 +116,12 @@ class Scanner:
         self.inside: list[Section] = []  # the blocks that are being read, the innermost last
         self.homes: dict[int, list[Section]] = {}  # of each session: the blocks around all parts of it
         self.edges: list[Node] = []
+        self.ruled: list[tuple[Node, Node, tuple[str, ...]]] = []  # first and last node of parts that regions rule
         self.passages: list[Node] = []
+        self.grad_mode: bool | None = True  # where the walk is; None where only the running script knows
+        self.grad_modes: list[bool | None] = []  # around the no_grad blocks that are open
+        self.asked: dict[int, bool | None] = {}  # values that hold the grad mode
+        self.uncached: dict[Scope, Scope] = {}
 
     def scan(self) -> Section:
         """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
@@ -127,24 +139,25 @@ class Scanner:
             node.destroy()
         for node in self.passages:
             _close(node)
-        _remove_unused_objects(self.graph)
+        remove_unused_objects(self.graph)
 
     def _section(self, block: Any, stack: list[Scopes], caller: Place) -> Section:
         section = Section(block, [])
         self.inside.append(section)
-        callers, frames = [caller], list[Any]()
+        callers, frames, entered = [caller], list[Any](), list[Node]()
         depth = len(stack)
         for node in list(block.nodes()):
             kind = node.kind()
             if kind in ("prim::Enter", "prim::Exit") and region_class(node.inputsAt(0)) is not None:
                 if kind == "prim::Enter":
-                    stack.append(self._entered(node, stack))
+                    stack.append(self._entered(node, stack, callers[-1]))
+                    entered.append(node)
                 else:
-                    stack.pop()
+                    self._left(entered.pop(), node, stack)
                 self.edges.append(node)
                 continue
             if is_caller_mark(node):
-                self._cross(node, callers, frames, stack)
+                self._cross(node, callers, frames, stack, entered)
                 self.edges.append(node)
                 continue
             passed = self.bounds.passage(node)
@@ -157,8 +170,10 @@ class Scanner:
                 continue
             if _is_machinery(node):
                 continue
-            item = Item(node, stack[-1], callers[-1])
-            item.blocks = [self._section(inner, [stack[-1]], callers[-1]) for inner in node.blocks()]
+            self._follow_grad_mode(node)
+            scopes = stack[-1] if self.grad_mode is not None else self._uncached(stack[-1])
+            item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False)
+            item.blocks = self._inner(node, stack[-1], callers[-1])
             section.items.append(item)
         if len(stack) != depth:
             raise ScriptError(
@@ -168,17 +183,60 @@ class Scanner:
         self.inside.pop()
         return section
 
-    def _cross(self, mark: Node, callers: list[Place], frames: list[Any], stack: list[Scopes]) -> None:
+    def _inner(self, node: Node, scopes: Scopes, caller: Place) -> list[Section]:
+        """The blocks of a node. The grad mode after it is that at the ends of them all, or nobody knows."""
+        blocks = list(node.blocks())
+        if not blocks:
+            return []
+        if node.kind() == "prim::Loop" and any(_sets_grad_mode(block) for block in blocks):
+            self.grad_mode = None
+        before, ends, found = self.grad_mode, set(), []
+        for block in blocks:
+            self.grad_mode = before
+            found.append(self._section(block, [scopes], caller))
+            ends.add(self.grad_mode)
+        self.grad_mode = ends.pop() if len(ends) == 1 else None
+        return found
+
+    def _follow_grad_mode(self, node: Node) -> None:
+        kind = node.kind()
+        if kind == "aten::is_grad_enabled":
+            self.asked[node.output().unique()] = self.grad_mode
+        elif kind == "aten::set_grad_enabled":
+            self.grad_mode = self.asked.get(node.input().unique(), constant(node.input()))
+        elif kind == "prim::Enter" and _is_no_grad(node.inputsAt(0)):
+            self.grad_modes.append(self.grad_mode)
+            self.grad_mode = False
+        elif kind == "prim::Exit" and _is_no_grad(node.inputsAt(0)):
+            self.grad_mode = self.grad_modes.pop()
+
+    def _uncached(self, scopes: Scopes) -> Scopes:
+        """The same regions where nobody knows whether a cast carries a gradient: it is made for each use."""
+        for scope in scopes.values():
+            self.uncached.setdefault(scope, replace(scope, cached=False))
+        return {device: self.uncached[scope] for device, scope in scopes.items()}
+
+    def _left(self, first: Node, last: Node, stack: list[Scopes]) -> None:
+        """Leave what was entered last: it ruled device types that nothing around it does."""
+        inside, around = stack.pop(), stack[-1]
+        new = tuple(device for device in inside if device not in around)
+        if new:
+            self.ruled.append((first, last, new))
+
+    def _cross(
+        self, mark: Node, callers: list[Place], frames: list[Any], stack: list[Scopes], entered: list[Node]
+    ) -> None:
         """Go over a mark: into a call, whose boundary may change the regions, or out of one."""
         facts = cross(callers, mark)
         if facts is None:
             if frames.pop() is not None:
-                stack.pop()
+                self._left(entered.pop(), mark, stack)
             return
-        entered = self.bounds.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
-        frames.append(None if entered is None else entered[0])
-        if entered is not None:
-            stack.append(entered[1])
+        found = self.bounds.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
+        frames.append(None if found is None else found[0])
+        if found is not None:
+            stack.append(found[1])
+            entered.append(mark)
 
     def _passed(self, node: Node, passed: Mapping[str, str], frame: Any, caller: Place) -> Item:
         """What goes into a call, or comes out: the regions around it decide."""
@@ -195,7 +253,7 @@ class Scanner:
         self.homes[self.sessions] = list(self.inside)
         return self.sessions
 
-    def _entered(self, node: Node, stack: list[Scopes]) -> Scopes:
+    def _entered(self, node: Node, stack: list[Scopes], caller: Place) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
         before = stack[-1]
         instance = node.inputsAt(0)
@@ -228,10 +286,17 @@ class Scanner:
                 asked="a region in a script", found="its policy depends on a condition",
                 where=shown_at(instance.node()), advice="Open each region in a branch of its own.",
             )  # fmt: skip
+        around, is_torchs = before.get(device), not policy
+        if is_torchs and around is not None and self._holds_inside(around):
+            policy = around.policy
         told = _the_same(makers, "cached", missing=-1)
-        inherited = next((s.cached for s in before.values()), True) and self.caches(policy)
+        chosen = self.policies(policy)
+        caches = chosen is None or chosen.effective_cache != "off"
+        inherited = next((s.cached for s in before.values()), True) and caches
         enabled = self._fact(node, makers, "_enabled")
         low = self._fact(node, makers, "fast_dtype")
+        if chosen is not None and not is_torchs and _leave_low_open(makers):
+            low = number_of(default_dtype(chosen, device))
         if isinstance(low, int):
             if low not in _DTYPES:
                 raise ScriptError(
@@ -239,8 +304,23 @@ class Scanner:
                     where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
                 )  # fmt: skip
             low = dtype_of(low)
-        scope = Scope(device, enabled, low, policy, inherited if told in (-1, None) else bool(told), session)
-        return {**before, device: scope}
+        cached = inherited if told in (-1, None) else bool(told)
+        hiding = self._hiding(around, device, policy, enabled, place_in(caller, instance.node()))
+        return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
+
+    def _hiding(self, around: Scope | None, device: str, policy: str, enabled: Any, place: Place) -> Any:
+        """What a region is to the one around it on its device type, if it keeps that from ruling."""
+        if around is None or around.hiding is not None or around.enabled is False:
+            return None if around is None else around.hiding
+        if enabled is False:
+            return HidingBlock("", device, place)
+        hidden = None if policy else self.policies(around.policy)
+        return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, place)
+
+    def _holds_inside(self, scope: Scope) -> bool:
+        """Whether a region's policy holds in torch's own regions inside it."""
+        policy = self.policies(scope.policy)
+        return policy is not None and policy.effective_inner == "policy"
 
     def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
         """A constant, or a value that is at hand where the region is entered."""
@@ -260,6 +340,18 @@ def _close(passage: Node) -> None:
     """Take a passage out of the graph."""
     passage.output().replaceAllUsesWith(passage.inputsAt(0))
     passage.destroy()
+
+
+def _is_no_grad(value: Value) -> bool:
+    kind = value.type()
+    return bool(kind.kind() == "ClassType" and str(kind.qualified_name()).endswith("torch.autograd.grad_mode.no_grad"))
+
+
+def _sets_grad_mode(block: Any) -> bool:
+    return any(
+        node.kind() == "aten::set_grad_enabled" or any(_sets_grad_mode(inner) for inner in node.blocks())
+        for node in block.nodes()
+    )
 
 
 def region_class(value: Value) -> str | None:
@@ -284,6 +376,7 @@ def number_of(dtype: torch.dtype) -> int:
     return _NUMBERS[dtype]
 
 
+_DEFAULT_LOW = "aten::get_autocast_dtype"
 _NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
 _DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
 
@@ -323,12 +416,17 @@ def _the_same(makers: list[dict[str, Value]] | None, name: str, missing: Any = N
     return found.pop() if len(found) == 1 else None
 
 
+def _leave_low_open(makers: list[dict[str, Value]] | None) -> bool:
+    """Whether no region names its low format: each takes the policy's, or the device's."""
+    return {m["fast_dtype"].node().kind() for m in makers or ()} == {_DEFAULT_LOW}
+
+
 def constant(value: Value) -> Any:
     """A constant's value, the device's default dtype included; None for anything else."""
     node = value.node()
     if node.kind() == "prim::Constant":
         return value.toIValue()
-    if node.kind() == "aten::get_autocast_dtype":
+    if node.kind() == _DEFAULT_LOW:
         device = constant(node.input())
         return number_of(torch.get_autocast_dtype(device)) if isinstance(device, str) else None
     return None
@@ -365,7 +463,7 @@ def _is_machinery(node: Node) -> bool:
     return node.kind() == "prim::SetAttr" and region_class(node.inputsAt(0)) is not None
 
 
-def _remove_unused_objects(graph: Any) -> None:
+def remove_unused_objects(graph: Any) -> None:
     """Region objects that nothing reads go, with the statements that fill them."""
     for node in graph.findAllNodes("prim::CreateObject"):
         users = [use.user for use in node.output().uses()]

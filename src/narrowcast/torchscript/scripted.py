@@ -4,6 +4,9 @@ A script's graph has the casts of its own regions and of the one that it was mad
 inside a region, eager or native, it is converted once more from the graph that it was made of, with that region around
 it, and the result runs with autocast off. So what the script switches off is off, whoever calls it, and what it leaves
 open follows the caller.
+
+A script that was given no region is a part of what calls it: rules about places mean it as eager code does, by paths
+from the outermost module that is called. One that was given a region is a program of its own: paths begin at it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ import torch
 
 from narrowcast.passes import Outcome
 from narrowcast.policy import NOWHERE, Place, Policy
-from narrowcast.program import Program
 from narrowcast.regions.failures import note_failure
+from narrowcast.regions.place import called_modules, find_place, module_path, path_around
 from narrowcast.regions.state import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
 from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.jit import (
     compiled_method,
     find_type,
@@ -38,6 +42,7 @@ from narrowcast.torch_surface.state import any_autocast, autocast_off
 from narrowcast.torchscript.boundaries import Modules, Pin, bound_whole, close_passages
 from narrowcast.torchscript.callers import class_name, function_name, graphs_of, mark_calls, method_name, unmark
 from narrowcast.torchscript.convert import inline_calls, make_graph_explicit
+from narrowcast.torchscript.read import Reading
 from narrowcast.torchscript.scopes import Scope, Scopes
 
 
@@ -46,7 +51,7 @@ class Method:
     """One function of a script: the graph that it was made of, what was done to it, and its forms in other regions.
 
     fixed: traced in its regions: it leaves nothing open. called: by another method of its module; TorchScript keeps
-    what it inlined then, and would run that instead of the graph.
+    what it inlined then, and would run that instead of the graph. asked: what rules of its own regions ask of places.
     """
 
     name: str
@@ -57,12 +62,24 @@ class Method:
     caller: Place = NOWHERE
     fixed: bool = False
     called: bool = False
+    asked: frozenset[str] = frozenset()
     variants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
-    def make_explicit(self, graph: Any, scopes: Scopes) -> tuple[Program, Outcome, dict[str, Policy]]:
-        """Convert a graph of the method, in place, with its own regions and those around its call."""
-        return make_graph_explicit(graph, {**scopes, **self.around}, self.module, self.name, self.caller)
+    def make_explicit(
+        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Place | None = None
+    ) -> tuple[Reading, Outcome]:
+        """Convert a graph of the method, in place, with its own regions and those around its call.
+
+        marked: what they ruled is marked as cast already, for those who put the graph elsewhere. caller: another one.
+        """
+        around = {**scopes, **self.around}
+        return make_graph_explicit(graph, around, self.module, self.name, caller or self.caller, marked)
+
+    def convert_own(self, graph: Any) -> None:
+        """Convert the graph that others get, in place, with the method's own regions."""
+        reading, _ = self.make_explicit(graph, {}, marked=True)
+        self.asked = frozenset().union(*(_asked_of_places(policy) for policy in reading.policies.values()))
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
@@ -74,24 +91,40 @@ class Method:
 
     def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ambient = any_autocast()
-        if not ambient and not self.called:
-            with _eager_gradients():
-                return plain(*args, **kwargs)
-        key, scopes = _ambient(self.around) if ambient and not self.fixed else ((), {})
-        if not scopes and not self.called:
-            with autocast_off(), _eager_gradients():
+        key, scopes, asked = _ambient(self.around) if ambient and not self.fixed else ((), {}, frozenset())
+        caller = self._called_from(asked | self.asked)
+        if not scopes and caller == self.caller and not self.called:
+            with autocast_off() if ambient else nullcontext(), _as_written():
                 return plain(*args, **kwargs)
         with self.lock:
-            variant = self.variants.get(key)
+            variant = self.variants.get((*key, caller))
             if variant is None:
-                variant = self.variants[key] = self._variant(scopes)
-        with autocast_off(), _eager_gradients():
+                variant = self.variants[*key, caller] = self._variant(scopes, caller)
+        with autocast_off(), _as_written():
             return variant(*self._bound(args, kwargs))
 
-    def _variant(self, scopes: Scopes) -> Any:
+    def _variant(self, scopes: Scopes, caller: Place) -> Any:
         graph = self.raw.copy()
-        self.make_explicit(graph, scopes)
+        self.make_explicit(graph, scopes, caller=caller)
         return function_from_graph(self.name, graph)
+
+    def _called_from(self, asked: frozenset[str]) -> Place:
+        """What is around everything in the method where it is called now, as far as rules ask for that."""
+        if not asked or self.around:
+            return self.caller
+        here, modules = find_place(), called_modules()
+        path, around, classes = here.module_path, here.around, here.classes
+        if modules and isinstance(modules[0], torch.jit.ScriptModule):  # the call of this script
+            classes = classes[1:]
+        elif isinstance(self.module, torch.nn.Module):
+            path = module_path([self.module, *modules])
+            around = around if modules else path_around([self.module])
+        return Place(
+            path if "module" in asked else "",
+            (*self.caller.classes, *(classes if "module_class" in asked else ())),
+            (*self.caller.functions, *(here.functions if "function" in asked else ())),
+            around=around if "module" in asked else "",
+        )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All arguments by position: functions made of graphs know no names and no defaults."""
@@ -119,32 +152,53 @@ class Method:
         """What becomes of it in these regions, for explanations."""
         graph = self.raw.copy()
         start = time.perf_counter()
-        before, outcome, policies = self.make_explicit(graph, {} if self.fixed else scopes)
+        reading, outcome = self.make_explicit(graph, {} if self.fixed else scopes)
         seconds = time.perf_counter() - start
-        first = next((step.place for step in before.steps.values() if step.place.file), NOWHERE)
+        first = next((step.place for step in reading.program.steps.values() if step.place.file), NOWHERE)
         return CompiledGraph(
-            number, first, before, outcome.program, edits=outcome.edits, policies=policies, seconds=seconds
-        )
+            number, first, reading.program, outcome.program, edits=outcome.edits, policies=reading.policies,
+            hidden=reading.hidden, seconds=seconds,
+        )  # fmt: skip
 
 
-def _eager_gradients() -> Any:
-    """Leave gradients to autograd: TorchScript's own formulas give some in the format of the wrong operand."""
-    if torch.is_grad_enabled() and optimizes():
+def _as_written() -> Any:
+    """Run a graph as it stands. TorchScript's executor would take an `addmm` apart, make one of equal casts, which then
+    add up gradients in the low format, and give some gradients in the format of the wrong operand.
+    """
+    if optimizes():
         return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
     return nullcontext()
 
 
-def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes]:
-    """The regions that we are in, without those that a script's own replace; and what tells them apart."""
+def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
+    """The regions that we are in, without those that a script's own replace; what tells them apart; what rules ask."""
     found: Scopes = {}
     key: list[Any] = []
+    asked: frozenset[str] = frozenset()
     for device_type in ruled_device_types():
         region = region_on(device_type)
         if region is not None and device_type not in around:
-            facts, digest = region.prepared.facts, region.prepared.policy.digest
-            found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], digest, facts.cache)
-            key.append((facts, digest))
-    return tuple(key), found
+            facts, policy = region.prepared.facts, region.prepared.policy
+            found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
+            key.append((facts, policy.digest))
+            asked |= _asked_of_places(policy)
+    return tuple(key), found, asked
+
+
+def scopes_here() -> Scopes:
+    """The regions that we are in."""
+    return _ambient({})[1]
+
+
+_asked: dict[str, frozenset[str]] = {}  # by the digests of policies
+
+
+def _asked_of_places(policy: Policy) -> frozenset[str]:
+    """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`."""
+    if policy.digest not in _asked:
+        names = ("module", "module_class", "function")
+        _asked[policy.digest] = frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
+    return _asked[policy.digest]
 
 
 class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]
@@ -190,6 +244,9 @@ class BoundMethod:
         return getattr(self._plain, name)
 
 
+never_trace(ExplicitFunction.__call__, BoundMethod.__call__)  # Dynamo calls scripts, and does not look into them
+
+
 def explicit_function(
     function: Any, around: Scopes, written: Callable[..., Any] | None = None, pin: Pin | None = None
 ) -> ExplicitFunction:
@@ -202,7 +259,7 @@ def explicit_function(
     name = function_name(written) if written is not None else ""
     caller = Place(functions=(name,)) if name else NOWHERE
     method = Method(function.name, function.schema, graph.copy(), around, caller=caller)
-    method.make_explicit(graph, {})
+    method.convert_own(graph)
     return with_method(function, method)
 
 
@@ -224,7 +281,7 @@ def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None
         schema, caller = compiled_method(module, name).schema, caller_of(module, name)
         methods[name] = Method(name, schema, graph.copy(), around, module, caller, called=name in called)
     for name, graph in graphs.items():
-        methods[name].make_explicit(graph, {})
+        methods[name].convert_own(graph)
     for graph in graphs_of(module):
         unmark(graph)
         close_passages(graph)

@@ -24,34 +24,44 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch.jit import frontend as _frontend
 
 from narrowcast.errors import Origin, ScriptError
+from narrowcast.policy import as_policy
 from narrowcast.regions.place import is_user_file
 from narrowcast.torch_surface.jit import parser_replaced
+from narrowcast.torchscript.policies import hold_policy
 
 frontend: Any = _frontend
 _numbers = itertools.count()
+_NATIVE = ast.Constant("native")
 _FRAME = re.compile(r"(.+)\((\d+)\): ")
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
+TORCH = "__narrowcast_torch"
+"""The name of torch in them."""
+_GRAD = "__narrowcast_grad_"
 Signature = tuple[tuple[str, ...], dict[str, str]]
 """Of a region class: names of its arguments, and what ours is given, as source, where a call does not say it."""
 
 
 @contextmanager
 def rewriting(
-    describe: Callable[[Any], dict[str, Any] | None], signature_of: Callable[[Any], Signature | None]
+    describe: Callable[[Any], dict[str, Any] | None],
+    signature_of: Callable[[Any], Signature | None],
+    as_number: Callable[[Any], int | None],
 ) -> Iterator[None]:
     """TorchScript parses functions through us inside; one thread at a time.
 
     describe: from a region object to the arguments that make it, or None for any other object.
-    signature_of: from torch's region classes to their signature, or None for any other object.
+    signature_of: from region classes to their signature, or None for any other object.
+    as_number: from a dtype to the number that TorchScript writes for it, or None for any other object.
     """
 
     def parse_rewritten(parse: Any, function: Any) -> Any:
         parsed = parse(function)
-        _Rewriter(function, parsed, describe, signature_of).run()
+        _Rewriter(function, parsed, describe, signature_of, as_number).run()
         return parsed
 
     with parser_replaced(lambda parse: partial(parse_rewritten, parse)):
@@ -61,11 +71,12 @@ def rewriting(
 class _Rewriter:
     """One function's rewriting, in its own syntax tree."""
 
-    def __init__(self, function: Any, parsed: Any, describe: Any, signature_of: Any) -> None:
+    def __init__(self, function: Any, parsed: Any, describe: Any, signature_of: Any, as_number: Any) -> None:
         self.definition = parsed.ast.body[0]
         self.parsed = parsed
         self.describe = describe
         self.signature_of = signature_of
+        self.as_number = as_number
         self.entered: set[str] = set()
         self.names = _namespace(function)
         self.local = {a.arg for a in ast.walk(self.definition) if isinstance(a, ast.arg)} | {
@@ -97,7 +108,7 @@ class _Rewriter:
         if names & self.local or not isinstance(expression, ast.Name | ast.Attribute | ast.Call):
             return None
         try:
-            return eval(compile(ast.Expression(expression), "<region>", "eval"), dict(self.names))
+            return self._evaluated(expression)
         except Exception:
             return None
 
@@ -113,35 +124,45 @@ class _Rewriter:
     def _made_here(self, expression: ast.expr) -> ast.expr:
         """The region of a with statement; one that exists in Python already as the call that makes it."""
         if isinstance(expression, ast.Call):
-            return self._with_digest(expression)
+            return expression
         return self._existing(expression) or expression
 
-    def _with_digest(self, call: ast.Call) -> ast.expr:
-        """A call of ours: its policy is any Python expression, in a script it is text. A script's cache is its own."""
+    def _with_digest(self, call: ast.Call) -> None:
+        """A call of ours, in place: its policy is any Python expression, in a script it is text; so is its dtype, if
+        that has a name of the user's. A script's cache is its own.
+        """
+        for keyword in call.keywords:
+            if keyword.arg == "dtype" and (number := self.as_number(self._value(keyword.value))) is not None:
+                keyword.value = _at(ast.Constant(number), keyword.value)
         call.keywords = [k for k in call.keywords if k.arg != "cache_limit_bytes"]
         for keyword in call.keywords:
             if keyword.arg == "cache_enabled" and isinstance(keyword.value, ast.Constant):
                 grade = keyword.value.value
                 keyword.value = _at(ast.Constant(True if isinstance(grade, str) else grade), keyword.value)
-        policies = [k for k in call.keywords if k.arg == "policy"]
-        if not policies or isinstance(policies[0].value, ast.Constant):
-            return call
-        facts = None
+        call.keywords = [k for k in call.keywords if k.arg != "policy" or not _is_none(k.value)]
+        told = {k.arg: k.value for k in call.keywords if k.arg in ("policy", "inner")}
+        if "inner" not in told and isinstance(told.get("policy", _NATIVE), ast.Constant):
+            return
         try:
-            names = dict(self.names)
-            value = eval(compile(ast.Expression(policies[0].value), "<policy>", "eval"), names)
-            facts = value if isinstance(value, str) or value is None else value.digest
+            value = as_policy(self._evaluated(told.get("policy", _NATIVE)))
+            inner = self._evaluated(told["inner"]) if "inner" in told else None
+            digest = hold_policy(value if inner is None else value.with_inner(inner))
         except Exception as error:
             raise ScriptError(
                 asked="a region's policy in a script", found=f"{type(error).__name__}: {error}",
                 where=(Origin(self.parsed.filename, self.parsed.file_lineno + call.lineno - 1),),
                 advice="Name a policy that exists when the function is scripted.",
             ) from None  # fmt: skip
-        policies[0].value = _at(ast.Constant(facts), policies[0].value)
-        return call
+        call.keywords = [k for k in call.keywords if k.arg not in told]
+        call.keywords.append(_at(ast.keyword("policy", ast.Constant(digest)), call))
+
+    def _evaluated(self, expression: ast.expr) -> Any:
+        return eval(compile(ast.Expression(expression), "<region>", "eval"), dict(self.names))
 
     def _make_ours(self, call: ast.Call) -> None:
-        """A call of one of torch's region classes, in place, as one of ours."""
+        """A call of a region class, torch's or ours, in place: as one of ours."""
+        if isinstance(call.func, ast.Name) and call.func.id == OURS:
+            return
         signature = self.signature_of(self._value(call.func))
         if signature is None:
             return
@@ -153,6 +174,7 @@ class _Rewriter:
         call.args = []
         call.keywords = [ast.keyword(k, v) for k, v in found.items()]
         _at(call, call)
+        self._with_digest(call)
 
     # -- control flow out of a with statement
 
@@ -173,6 +195,12 @@ class _Rewriter:
         made: list[ast.stmt] = []
         items: list[str] = []
         for item in statement.items:
+            if self._is_no_grad(item.context_expr):
+                name = f"{_GRAD}{next(_numbers)}"
+                made.append(_at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
+                items.append(name)
+                continue
+            self._check_region(item.context_expr, statement)
             name = f"__narrowcast_with_{next(_numbers)}"
             made.append(_at(ast.Assign(targets=[ast.Name(name, ast.Store())], value=item.context_expr), statement))
             if item.optional_vars is not None:
@@ -181,6 +209,20 @@ class _Rewriter:
             items.append(name)
         return made + self._inside(items, statement.body)
 
+    def _is_no_grad(self, expression: ast.expr) -> bool:
+        return isinstance(expression, ast.Call) and self._value(expression.func) is torch.no_grad
+
+    def _check_region(self, expression: ast.expr, statement: ast.With) -> None:
+        """ScriptError for what is known to be no region: there are marks for regions alone."""
+        value = self._value(expression.func) if isinstance(expression, ast.Call) else None
+        if isinstance(value, type) and self.signature_of(value) is None:
+            raise ScriptError(
+                asked=f"a script of a function in which something leaves with {ast.unparse(expression)}",
+                found="TorchScript cannot leave a with statement early, and this one is no region",
+                where=(Origin(self.parsed.filename, self.parsed.file_lineno + statement.lineno - 1),),
+                advice="Write the function with one return, at its end.",
+            )
+
     def _inside(self, items: list[str], body: list[ast.stmt]) -> list[ast.stmt]:
         """The statements, each in the regions with these names."""
         made: list[ast.stmt] = []
@@ -188,9 +230,9 @@ class _Rewriter:
 
         def around(statements: list[ast.stmt]) -> list[ast.stmt]:
             first, last = statements[0], statements[-1]
-            enter = [_at(_mark(name, AGAIN_MARK if name in self.entered else ENTER_MARK), first) for name in items]
+            enter = [_at(_edge(name, AGAIN_MARK if name in self.entered else ENTER_MARK), first) for name in items]
             self.entered.update(items)
-            return [*enter, *statements, *[_at(_mark(name, EXIT_MARK), last) for name in reversed(items)]]
+            return [*enter, *statements, *[_at(_edge(name, EXIT_MARK), last) for name in reversed(items)]]
 
         for statement in body:
             if not _leaves([statement]):
@@ -239,6 +281,13 @@ ENTER_MARK, AGAIN_MARK, EXIT_MARK = "_enabled", "fast_dtype", "device"
 """Assigned to themselves where a region is entered, is still open after a part that leaves it, and is left."""
 
 
+def _edge(name: str, mark: str) -> ast.stmt:
+    """Where a region, or a part without gradients, is entered or left."""
+    if name.startswith(_GRAD):
+        return ast.parse(f"{TORCH}.set_grad_enabled({name if mark == EXIT_MARK else False})").body[0]
+    return _mark(name, mark)
+
+
 def _mark(name: str, attribute: str) -> ast.stmt:
     return ast.parse(f"{name}.{attribute} = {name}.{attribute}").body[0]
 
@@ -277,6 +326,10 @@ def _computes(expression: ast.expr) -> bool:
         isinstance(n, ast.Call) or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult | ast.Pow))
         for n in ast.walk(expression)
     )
+
+
+def _is_none(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Constant) and expression.value is None
 
 
 def _without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:

@@ -1,40 +1,42 @@
-"""Traces: the casts of eager code are in them as torch records them; the regions that made them are marked.
-
-A marked part is cast already. The mark is a region that is off, so a script that calls the trace from a region of its
-own leaves the part as it is, and torch's own pass does, too. What no region ruled is left open to the caller.
+"""Traces: the casts of eager code are in them as torch records them; the regions that made them are marked, so that
+nobody casts these parts again (cast_already.py).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
+from narrowcast.errors import ScriptWarning
 from narrowcast.policy import NOWHERE
+from narrowcast.regions.watchers import region_watchers
 from narrowcast.torch_surface.jit import (
-    NONE,
     compiled_method,
     compiled_module,
     compiler_lock,
-    inline,
     method_names,
     script_calls_replaced,
-    simplify,
     traced_graph,
     tracing_state,
 )
-from narrowcast.torch_surface.state import any_autocast, native_regions_replaced
-from narrowcast.torchscript.callers import graphs_of, mark_calls, unmark
-from narrowcast.torchscript.convert import inline_calls
+from narrowcast.torch_surface.state import any_autocast, is_enabled, native_regions_replaced
+from narrowcast.torchscript.callers import graphs_of, mark_calls, place_in, unmark
+from narrowcast.torchscript.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
+from narrowcast.torchscript.composites import casts_inside
+from narrowcast.torchscript.convert import inline_calls, make_graph_explicit, policy_of
+from narrowcast.torchscript.scopes import region_class
 from narrowcast.torchscript.scripted import (
     ExplicitFunction,
     ExplicitModule,
     Method,
     caller_of,
     methods_of,
+    scopes_here,
     with_method,
     with_methods,
 )
@@ -48,7 +50,7 @@ def tracing() -> Iterator[None]:
     """
     kept: list[Method] = []
     with compiler_lock:
-        _mark()  # TorchScript compiles the class of native regions for it, as that class is outside
+        prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
         with _following(kept), _marking():
             yield
 
@@ -82,67 +84,64 @@ def _method_of(script: Any, module: Any) -> Method:
 # -- marks -------------------------------------------------------------------------------------------------------------
 
 
+class _Marker:
+    """Marks each region that is entered while this thread traces."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[Any]] = {}
+
+    def entered(self, region: Any) -> None:
+        """A region is entered, torch's or ours."""
+        state = tracing_state()
+        if state is not None:
+            mark = enter_off(traced_graph(state), region.device, is_enabled(region))
+            self.open.setdefault(id(region), []).append(mark)
+
+    def left(self, region: Any, raised: bool) -> None:
+        """It is left."""
+        if self.open.get(id(region)):
+            instance, state = self.open[id(region)].pop(), tracing_state()
+            if state is not None:
+                leave_off(traced_graph(state), instance)
+
+
+class _OfOurs(_Marker):
+    """The same, told of all regions, for those of ours alone: torch's own tell only recordings."""
+
+    def entered(self, region: Any) -> None:
+        """A region is entered."""
+        if not isinstance(region, torch.autocast):
+            super().entered(region)
+
+
 @contextmanager
 def _marking() -> Iterator[None]:
-    """Every region enters a native one: there the mark is made."""
-    open_marks: dict[int, list[Any]] = {}
+    ours, native = _OfOurs(), _Marker()
 
     def enter(enter: Any, self: Any) -> Any:
         entered = enter(self)
-        state = tracing_state()
-        if state is not None:
-            open_marks.setdefault(id(self), []).append(mark_entered(traced_graph(state), self.device))
+        native.entered(self)
         return entered
 
     def leave(leave: Any, self: Any, *raised: Any) -> Any:
-        if open_marks.get(id(self)):
-            instance = open_marks[id(self)].pop()
-            state = tracing_state()
-            if state is not None:
-                mark_left(traced_graph(state), instance)
+        native.left(self, bool(raised))
         return leave(self, *raised)
 
     with native_regions_replaced(lambda e: partial(enter, e), lambda e: partial(leave, e), "traces mark regions"):
-        yield
-
-
-def mark_entered(graph: Any, device_type: str) -> Any:
-    """Enter a region that is off, where the graph is written to. Returns the region."""
-    (instance,) = graph.insertGraph(_mark(), [graph.insertConstant(device_type)])
-    return instance
-
-
-def mark_left(graph: Any, instance: Any) -> None:
-    """Leave it."""
-    node = graph.create("prim::Exit", [instance], 1)
-    node.output().setType(NONE)
-    graph.insertNode(node)
-
-
-def _region_that_is_off(device_type: str):  # type: ignore[no-untyped-def]
-    region = torch.autocast(device_type, dtype=torch.bfloat16, enabled=False)
-    with region:  # not `as`: torch's own pass, which sees traces, refuses it
-        pass
-    return region
-
-
-@cache
-def _mark() -> Any:
-    """The graph of the function above, without the exit: it makes the region, enters it, and gives it."""
-    graph = torch.jit.script(_region_that_is_off).graph.copy()
-    inline(graph)
-    simplify(graph)
-    graph.findNode("prim::Exit").destroy()
-    return graph
+        region_watchers.append(ours)
+        try:
+            yield
+        finally:
+            region_watchers.remove(ours)
 
 
 # -- what was traced ---------------------------------------------------------------------------------------------------
 
 
 def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction:
-    """A traced function; `regions` are the device types that a region around the trace ruled."""
+    """A traced function; `regions` are the device types that a region around the trace ruled, and rules still."""
     inline_calls(function.graph)
-    _mark_whole(function.graph, regions)
+    _cast_inside(function.graph, regions)
     return with_method(function, _method(function.name, function, None, regions))
 
 
@@ -157,7 +156,7 @@ def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
     methods = {}
     for name in method_names(module):
         plain = compiled_method(module, name)
-        _mark_whole(plain.graph, regions)
+        _cast_inside(plain.graph, regions, module, name)
         methods[name] = _method(name, plain, module, regions)
     for graph in graphs_of(module):
         unmark(graph)
@@ -169,15 +168,46 @@ def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Met
     return Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
 
 
-def _mark_whole(graph: Any, regions: tuple[str, ...]) -> None:
-    """The whole graph is in regions that are off."""
-    instances = []
-    first = next(iter(graph.nodes()), None)
-    if first is None:
+def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
+    """The whole graph is cast already, but for what torch has recorded as one op: that is cast now, in place."""
+    _tell_inside(graph)
+    scopes = {device: scope for device, scope in scopes_here().items() if device in regions}
+    policies = [policy_of(scope) for scope in scopes.values()]
+    inside = [node for node in graph.nodes() if policies and casts_inside(node, policies)]
+    if not inside:
+        switch_off(graph, regions)
         return
-    graph.setInsertPoint(first)
-    for device_type in regions:
-        instances.append(mark_entered(graph, device_type))
+    graph.setInsertPoint(next(iter(graph.nodes())))
+    off = [enter_off(graph, device) for device in scopes]
+    for node in inside:
+        graph.setInsertPoint(node)
+        for instance in reversed(off):
+            leave_off(graph, instance)
+        mark = graph.create("prim::Constant", [], 1)
+        mark.insertAfter(node)
+        graph.setInsertPoint(mark)
+        off = [enter_off(graph, device) for device in scopes]
+        mark.destroy()
     graph.setInsertPoint(graph.block())
-    for instance in reversed(instances):
-        mark_left(graph, instance)
+    for instance in reversed(off):
+        leave_off(graph, instance)
+    make_graph_explicit(graph, scopes, module, name, marked=True)
+
+
+def _tell_inside(graph: Any) -> None:
+    """ScriptWarning for ops in regions inside the traced code that torch has recorded without what they cast."""
+    marks: list[bool] = []
+    for node in graph.nodes():
+        if node.kind() == "prim::Enter" and region_class(node.inputsAt(0)):
+            marks.append(has_cast(node.inputsAt(0)))
+        elif node.kind() == "prim::Exit" and region_class(node.inputsAt(0)):
+            marks.pop()
+        elif marks and marks[-1] and casts_inside(node, ()):
+            name = node.kind().replace("::", ".")
+            warnings.warn(
+                f"narrowcast: {name} ({place_in(NOWHERE, node)}) stands in a region inside the traced code, "
+                "and torch does not record what it casts there: the trace runs it as its inputs are. Open "
+                "the region around nc.trace, or use nc.script",
+                ScriptWarning,
+                stacklevel=4,
+            )

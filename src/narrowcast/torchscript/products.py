@@ -1,0 +1,180 @@
+"""Ops of linear algebra that are made of products: in a script they are written as what their kernels do.
+
+In a region eager autocast casts the products inside them. The formulas are those of aten/src/ATen/native (Linear.cpp,
+LinearAlgebra.cpp, Correlation.cpp).
+"""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional  # noqa: UP035  # what TorchScript reads
+
+import torch
+from torch import Tensor
+
+
+def tensordot(self: Tensor, other: Tensor, dims_self: List[int], dims_other: List[int]) -> Tensor:  # noqa: UP006
+    """A product over several dimensions of each. Those that one of the two lacks are summed away first."""
+    a, b = self, other
+    contracted = 1
+    for i in range(len(dims_self)):
+        if other.size(dims_other[i]) == 1:
+            a = a.sum([dims_self[i]], True)
+        elif self.size(dims_self[i]) == 1:
+            b = b.sum([dims_other[i]], True)
+        else:
+            contracted *= self.size(dims_self[i])
+    order_a: List[int] = []  # noqa: UP006
+    order_b: List[int] = list(dims_other)  # noqa: UP006
+    sizes: List[int] = []  # noqa: UP006
+    rows, columns = 1, 1
+    for i in range(self.dim()):
+        if i not in dims_self and i - self.dim() not in dims_self:
+            order_a.append(i)
+            rows *= a.size(i)
+            sizes.append(a.size(i))
+    order_a.extend(dims_self)
+    for i in range(other.dim()):
+        if i not in dims_other and i - other.dim() not in dims_other:
+            order_b.append(i)
+            columns *= b.size(i)
+            sizes.append(b.size(i))
+    if rows == 1 and columns == 1:
+        a, b = a.permute(order_a).reshape([contracted]), b.permute(order_b).reshape([contracted])
+        return torch.dot(a, b).reshape(sizes)
+    a = a.permute(order_a).reshape([rows, contracted])
+    b = b.permute(order_b).reshape([contracted, columns])
+    return torch.mm(a, b).reshape(sizes)
+
+
+def inner(self: Tensor, other: Tensor) -> Tensor:
+    """A product over the last dimension of each."""
+    if self.dim() == 0 or other.dim() == 0:
+        return self * other
+    return tensordot(self, other, [-1], [-1])
+
+
+def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
+    """A product of several matrices, in the order that takes the fewest multiplications."""
+    n = len(tensors)
+    factors = list(tensors)
+    sizes: List[int] = []  # noqa: UP006
+    if factors[0].dim() == 1:
+        factors[0] = factors[0].unsqueeze(0)
+    else:
+        sizes.append(factors[0].size(0))
+    if factors[n - 1].dim() == 1:
+        factors[n - 1] = factors[n - 1].unsqueeze(-1)
+    else:
+        sizes.append(factors[n - 1].size(1))
+    if n == 2:
+        return torch.mm(factors[0], factors[1]).view(sizes)
+    if n == 3:
+        a, b, c, d = factors[0].size(0), factors[1].size(0), factors[2].size(0), factors[2].size(1)
+        if a * c * (b + d) > b * d * (a + c):
+            return torch.mm(factors[0], torch.mm(factors[1], factors[2])).view(sizes)
+        return torch.mm(torch.mm(factors[0], factors[1]), factors[2]).view(sizes)
+    p = [factor.size(0) for factor in factors]
+    p.append(factors[n - 1].size(1))
+    costs: List[int] = [0] * (n * n)  # noqa: UP006
+    splits: List[int] = [0] * (n * n)  # noqa: UP006
+    for length in range(1, n):
+        for i in range(n - length):
+            j = i + length
+            for k in range(i, j):
+                cost = costs[i * n + k] + costs[(k + 1) * n + j] + p[i] * p[k + 1] * p[j + 1]
+                if k == i or cost < costs[i * n + j]:
+                    costs[i * n + j] = cost
+                    splits[i * n + j] = k
+    needed: List[int] = [n - 1]  # noqa: UP006  # i * n + j of products of i to j, the whole first
+    for at in range(2 * n):
+        if at < len(needed):
+            i, j = needed[at] // n, needed[at] % n
+            if i < j:
+                k = splits[i * n + j]
+                needed.append(i * n + k)
+                needed.append((k + 1) * n + j)
+    products: Dict[int, Tensor] = {}  # noqa: UP006
+    for at in range(len(needed)):
+        found = needed[len(needed) - 1 - at]
+        i, j = found // n, found % n
+        if i == j:
+            products[found] = factors[i]
+        else:
+            k = splits[found]
+            products[found] = torch.mm(products[i * n + k], products[(k + 1) * n + j])
+    return products[n - 1].view(sizes)
+
+
+def chain_matmul(matrices: List[Tensor]) -> Tensor:  # noqa: UP006
+    """The same under its old name."""
+    if len(matrices) == 1:
+        return matrices[0].clone()
+    return linalg_multi_dot(matrices)
+
+
+def linalg_matrix_power(self: Tensor, n: int) -> Tensor:
+    """A power, by squaring."""
+    base, power = self, n
+    if power == 0:
+        return self.clone().copy_(torch.eye(self.size(-2), dtype=self.dtype, device=self.device))
+    if power < 0:
+        base = torch.linalg.inv(self)
+        power = -power
+    if power == 1:
+        return base.clone() if n == 1 else base
+    if power == 2:
+        return torch.matmul(base, base)
+    if power == 3:
+        return torch.matmul(torch.matmul(base, base), base)
+    square, result = base, base
+    started, has_result = False, False
+    while power > 0:
+        bit = power % 2
+        power = power // 2
+        square = torch.matmul(square, square) if started else base
+        started = True
+        if bit == 1:
+            result = torch.matmul(result, square) if has_result else square
+            has_result = True
+    return result
+
+
+def cov(
+    self: Tensor,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """The covariance of rows."""
+    x = self.view([1, -1]) if self.dim() < 2 else self
+    count = x.size(1)
+    w: Optional[Tensor] = None  # noqa: UP045
+    if fweights is not None:
+        w = fweights if aweights is None else fweights * aweights
+    elif aweights is not None:
+        w = aweights
+    if w is None:
+        mean = x.sum([1]) / torch.scalar_tensor(count, dtype=torch.int64, device=x.device)
+        norm = torch.scalar_tensor(count - correction, dtype=torch.int64, device=x.device)
+    else:
+        total = w.sum()
+        mean = (x * w).sum([1]) / total
+        norm = total - correction
+        if aweights is not None and correction != 0:
+            norm = total - (w * aweights).sum() * correction / total
+    if bool(norm <= 0):
+        norm = torch.zeros_like(norm)
+    x = x - mean.unsqueeze(1)
+    right = x if w is None else x * w
+    return (torch.mm(x, right.t()) / norm).squeeze()
+
+
+def corrcoef(self: Tensor) -> Tensor:
+    """The correlation of rows."""
+    c = cov(self)
+    if c.dim() == 0:
+        return c / c
+    deviation = torch.sqrt(c.diagonal())
+    c = c / deviation.view([-1, 1])
+    c = c / deviation.view([1, -1])
+    return c.clamp(-1, 1)
