@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from narrowcast.capabilities import one_format
 from narrowcast.costs.abilities import slow_note
 from narrowcast.costs.measure import is_here
 from narrowcast.eager import autocast, record
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
+from narrowcast.failed_run import failure_of, first_line
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graph_explainer import check_front_end, graphs_of, script_graphs_of
@@ -28,12 +30,15 @@ from narrowcast.report import (
     CompiledGraph,
     DecisionDifference,
     Explanation,
+    Failure,
     decision_differences,
     graph_ledger,
 )
-from narrowcast.torch_bridge import FORMATS, tensors_in, to_dtype
-from narrowcast.torch_surface.dispatch import tree_leaves
+from narrowcast.torch_bridge import FORMATS, default_dtype, tensors_in, to_dtype
+from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
+from narrowcast.torchscript.cast_already import cast_for_all
 from narrowcast.torchscript.compiling import around as scopes_around
+from narrowcast.torchscript.scripted import methods_of
 
 Metric = Callable[..., Mapping[str, float] | float]
 
@@ -116,7 +121,9 @@ def explain(
     backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
 
     Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
-    it runs for real, its buffers and the random state restored after. Raises what the model itself raises.
+    it runs for real, its buffers and the random state restored after. What raises under the policy and not in fp32 is
+    explained as far as it ran, with the call that raised and the policies that run it (`failure`); what raises in fp32,
+    too, is raised.
     """
     subject = model if isinstance(model, Subject) else Subject(model, args, kwargs)
     if isinstance(model, Subject) and (args or kwargs):
@@ -133,18 +140,19 @@ def explain(
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     resolved = chosen.resolve(device_type)
-    fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
+    fast = default_dtype(chosen, device_type) if dtype is None else to_dtype(dtype)
     region = autocast("cpu" if stands_in else device_type, fast, policy=resolved if stands_in else chosen)
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
+    failure: Failure | None = None
     if front_end == "script":
         around = scopes_around(device_type, fast, True, resolved.effective_cache != "off", resolved)
         graphs = script_graphs_of(subject.model, around)
         ledger, ran_on, note = graph_ledger(graphs), "nothing was run", ""
     else:
-        ledger, ran_on, note = _record(subject, region, device_type, stands_in, real)
+        ledger, ran_on, note, failure = _record(subject, region, device_type, stands_in, real)
     ledger.notes.clear()  # said of the explanation as a whole
-    if front_end in ("compile", "export"):
+    if front_end in ("compile", "export") and failure is None:
         graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
         found = graph_ledger(graphs)
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
@@ -163,11 +171,12 @@ def explain(
         ran_on=ran_on,
         note=note if front_end == "script" else _sentences(note, _script_note(subject)),
         ledger=ledger,
-        comparison=_compare(subject, region) if run else None,
+        comparison=_compare(subject, region) if run and failure is None else None,
         front_end=front_end,
         graphs=graphs,
         differences=differences,
         rules=chosen.rules,
+        failure=failure,
     )
 
 
@@ -213,10 +222,10 @@ def _device_type(subject: Subject) -> str:
 
 def _record(
     subject: Subject, region: autocast, device_type: str, stands_in: bool, real: bool
-) -> tuple[Ledger, str, str]:
-    """The ledger of one run, what it ran on, and a note if that is not what one would expect."""
+) -> tuple[Ledger, str, str, Failure | None]:
+    """The ledger of one run, what it ran on, a note if that is not what one would expect, and what raised."""
     why = ""
-    failure: Exception | None = None
+    failed: Exception | None = None
     if not real:
         try:
             with isolated(subject.model, subject.args, subject.kwargs, fake=True) as run, record() as ledger, region:
@@ -224,22 +233,28 @@ def _record(
             why = _not_shown_by_fakes(ledger)
             if not why or _has_meta(subject):
                 where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
-                return ledger, where, " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
+                note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
+                return ledger, where, note, None
         except Exception as error:
-            failure = error
-            why = f"Fake tensors do not carry it: {_first_line(error)}"
+            failed = error
+            why = f"Fake tensors do not carry it: {first_line(error)}"
     if _has_meta(subject):
         advice = "Leave real away, or load the weights."
-        raise failure or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
+        raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
     with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
         try:
             run()
         except Exception as error:
-            if not ledger.refusals:
-                raise
-            note = f"The model RAISED under this policy: {_first_line(error)}. What ran before is shown."
-            return ledger, "the model itself", note
-    return ledger, "the model itself", why
+            failed = error
+        else:
+            return ledger, "the model itself", why, None
+    if ledger.refusals:
+        note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
+        return ledger, "the model itself", note, None
+    failure = failure_of((subject.model, subject.args, subject.kwargs), region, failed, fake=False)
+    if failure is None:
+        raise failed
+    return ledger, "the model itself", "", failure
 
 
 def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
@@ -255,11 +270,6 @@ def _sentences(*notes: str) -> str:
     return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
 
 
-def _first_line(error: BaseException | None) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:160]}"
-
-
 # Unlisted ops whose real kernels call ops that autocast casts; fake ones do not. Found by comparing the ledgers of fake
 # and real runs of every op in torch's op_db, and of the fused modules.
 _CALLS_OPS_INSIDE = (
@@ -272,7 +282,11 @@ _CALLS_OPS_INSIDE = (
 
 
 def _not_shown_by_fakes(ledger: Ledger) -> str:
-    """A sentence naming the ops of a fake run inside which a real one would cast; empty if there are none."""
+    """A sentence naming the ops of a fake run that a real one would refuse, or cast inside; empty if there are none."""
+    strict = {lack.op for lack in one_format() if not lack.low_first}
+    mixed = sorted({k.op for k in ledger.calls if k.op in strict and "," in k.computes})
+    if mixed:
+        return f"Fake tensors let {', '.join(mixed)} have several formats, which real ones may not."
     ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & set(_CALLS_OPS_INSIDE)
     return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
 
@@ -289,14 +303,19 @@ _SCRIPT_NOTE = (
     "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
     "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.convert makes of it."
 )
+_CAST_NOTE = (
+    "It holds TorchScript code that is cast already, and was loaded from a file or frozen: a region around it casts it "
+    "once more. nc.convert(part) keeps its casts as they are."
+)
 
 
 def _script_note(subject: Subject) -> str:
     """What is to be said if the model is scripted or traced, or a part of it is."""
     model = subject.model
     parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
-    has_script = any(isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)) for part in parts)
-    return _SCRIPT_NOTE if has_script else ""
+    scripts = [part for part in parts if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction))]
+    cast = [part for part in scripts if not methods_of(part) and cast_for_all(part)]
+    return _sentences(*[_SCRIPT_NOTE] * bool(scripts), *[_CAST_NOTE] * bool(cast))
 
 
 def _has_meta(subject: Subject) -> bool:
@@ -306,17 +325,22 @@ def _has_meta(subject: Subject) -> bool:
 
 
 def _compare(subject: Subject, region: autocast) -> Comparison:
-    """fp32 (autocasting off) against the region, in evaluation of the same input and metric."""
+    """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
 
     def in_fp32() -> Any:
-        return subject.run()
+        return _detached(subject.run())
 
     def in_region() -> Any:
         with region:
-            return subject.run()
+            return _detached(subject.run())
 
-    with restored(subject.model), torch.no_grad():
+    with restored(subject.model):
         before = subject.measure()
         with region:
             after = subject.measure()
         return compare(in_fp32, in_region, before, after)
+
+
+def _detached(results: Any) -> Any:
+    """The results without autograd's graph."""
+    return tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, results)

@@ -19,8 +19,8 @@ from narrowcast.report.graph_text import program_parts
 
 def explain_command(
     target: Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")],
-    policy: Annotated[str, typer.Option(help="native, safe, native:DEVICE, or a policy file.")] = "native",
-    dtype: Annotated[str | None, typer.Option(help="Low format: bf16 or fp16. Default: the device's.")] = None,
+    policy: Annotated[str, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")] = "native",
+    dtype: Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")] = None,
     device: Annotated[str | None, typer.Option(help="Device type whose lists hold; it need not be here.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
     real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,

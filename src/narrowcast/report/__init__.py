@@ -1,6 +1,16 @@
 """Reports: ledgers and explanations as text and JSON."""
 
-from narrowcast.report.explanation import Comparison, Explanation, ModuleRow, OpRow, OutputError, RepeatRow
+from narrowcast.report.explanation import (
+    Attempt,
+    Comparison,
+    Explanation,
+    Failure,
+    ModuleRow,
+    NotFinite,
+    OpRow,
+    OutputError,
+    RepeatRow,
+)
 from narrowcast.report.graphs import (
     CandidateTime,
     CompiledGraph,
@@ -12,6 +22,7 @@ from narrowcast.report.graphs import (
 )
 
 __all__ = [
-    "CandidateTime", "Comparison", "CompiledGraph", "DecisionDifference", "Explanation", "GraphRow", "ModuleRow",
-    "OpRow", "OutputError", "RepeatRow", "decision_differences", "graph_ledger", "graph_row",
+    "Attempt", "CandidateTime", "Comparison", "CompiledGraph", "DecisionDifference", "Explanation", "Failure",
+    "GraphRow", "ModuleRow", "NotFinite", "OpRow", "OutputError", "RepeatRow", "decision_differences", "graph_ledger",
+    "graph_row",
 ]  # fmt: skip

@@ -49,6 +49,8 @@ def _heading(explanation: Explanation) -> str:
         f"({explanation.digest[:8]})\n  {explanation.device_type}, low format {explanation.low}; "
         f"{_ran(explanation)}"
     )
+    if explanation.failure is not None:
+        text += f"\n  [red]{escape(explanation.failure.text)}[/] What ran before is shown."
     return f"{text}\n  {escape(explanation.note)}\n" if explanation.note else f"{text}\n"
 
 
@@ -174,6 +176,16 @@ def _repeats(explanation: Explanation) -> RenderableType:
     return made
 
 
+def _not_finite(comparison: Comparison) -> list[RenderableType]:
+    """Where values stop being finite, if they do."""
+    parts: list[RenderableType] = []
+    if comparison.reference_not_finite:
+        parts.append(f"[red]fp32 itself is not finite:[/] {escape(comparison.reference_not_finite)}")
+    if comparison.not_finite is not None:
+        parts.append(f"[red]not finite in the region, and finite in fp32:[/] {escape(comparison.not_finite.text)}")
+    return [*parts, ""] if parts else []
+
+
 def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     outputs = table(
         "against fp32: outputs", "output", "fp32 run", "region", ">SQNR", ">relative error", ">largest error"
@@ -181,7 +193,7 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     for o in comparison.outputs:
         sqnr = "equal" if math.isinf(o.sqnr_db) and o.sqnr_db > 0 else f"{o.sqnr_db:.1f} dB"
         outputs.add_row(escape(o.name), o.reference, o.found, sqnr, f"{o.relative_error:.2e}", f"{o.largest_error:.2e}")
-    parts: list[RenderableType] = [outputs]
+    parts: list[RenderableType] = [outputs, *_not_finite(comparison)]
     if comparison.metric_reference:
         metrics = table("against fp32: the model's own metric", "metric", ">fp32", ">region", ">change")
         for name, before in comparison.metric_reference.items():

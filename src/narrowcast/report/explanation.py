@@ -81,11 +81,75 @@ class OutputError:
 
 
 @dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A call whose result holds `infinity` or `nan`; format: of the result."""
+
+    op: str
+    module_path: str
+    file: str
+    line: int
+    format: str
+    value: str
+
+    @property
+    def text(self) -> str:
+        """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
+        where = _place_text(self.module_path, self.file, self.line)
+        return f"{self.value} in the {self.format} result of {self.op.removesuffix('.default')}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A policy under which a model was run that had raised under another; error: what it raises there, or nothing."""
+
+    policy: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What raised while a model was explained that runs in fp32, and what was tried after it.
+
+    op: the innermost call of torch that raised, an op or a function; empty if it was none. formats: of the tensors that
+    it got.
+    """
+
+    op: str
+    formats: str
+    module_path: str
+    file: str
+    line: int
+    error: str
+    policy: str
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def text(self) -> str:
+        """A sentence for a reader: which policy runs it, and what raised where."""
+        runs = [f'policy "{a.policy}" runs it' for a in self.attempts if not a.error]
+        fails = [f'policy "{a.policy}" raises, too ({a.error})' for a in self.attempts if a.error]
+        tried = f"tried: {'; '.join((*runs, *fails))}" if self.attempts else "no other policy was tried"
+        call = self.op.removesuffix(".default") or "the model's own code"
+        got = f" got {' and '.join(self.formats.split(','))}" if self.formats else " raised"
+        where = _place_text(self.module_path, self.file, self.line)
+        return (
+            f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}. "
+            f"It says: {self.error.rstrip('.')}."
+        )
+
+
+def _place_text(module_path: str, file: str, line: int) -> str:
+    return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """fp32 against the region, run on the real model.
 
     time_ratio is region over fp32, the median of `repeats` alternating pairs, with the quartiles of the pairs' ratios;
-    memory_ratio compares peak bytes allocated during the forward.
+    memory_ratio compares peak bytes allocated during the forward. not_finite: where outputs are not, the first call in
+    the region whose result is not, while it is in fp32. reference_not_finite: the first NaN of fp32 itself, if its
+    outputs have any.
     """
 
     outputs: tuple[OutputError, ...]
@@ -99,6 +163,8 @@ class Comparison:
     reference_peak_bytes: int
     region_peak_bytes: int
     memory_ratio: float
+    not_finite: NotFinite | None = None
+    reference_not_finite: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +174,8 @@ class Explanation:
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
     graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
-    none, unless there is a fault. rules: the policy's own, without those of what it extends.
+    none, unless there is a fault. rules: the policy's own, without those of what it extends. failure: what raised;
+    the explanation is then of what ran before.
     """
 
     subject: str
@@ -124,12 +191,15 @@ class Explanation:
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
     rules: tuple[Rule, ...] = ()
+    failure: Failure | None = None
 
     def rule_rows(self) -> list[RuleRow]:
         """What each of the policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
         rows = []
         for rule in self.rules:
             modules = self.ledger.matches.get(rule.label, {})
+            if rule.is_builtin and not modules:
+                continue
             origin = str(rule.origin) if rule.origin is not None else ""
             rows.append(RuleRow(str(rule), origin, rule.reason, sum(modules.values()), tuple(modules)))
         return rows
@@ -198,6 +268,7 @@ class Explanation:
         data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
         data["differences"] = [asdict(row) for row in self.differences]
         data["comparison"] = asdict(self.comparison) if self.comparison else None
+        data["failure"] = asdict(self.failure) if self.failure else None
         data["ledger"] = json.loads(self.ledger.to_json())
         return json.dumps(data, indent=indent)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from narrowcast.decide import Plan, decide
-from narrowcast.ledger import CallKind, Cast, EditRecord, Ledger
+from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
 from narrowcast.passes import call_of
 from narrowcast.passes.place import Placement
 from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy
@@ -25,7 +25,8 @@ class CompiledGraph:
     before, after: its program as read and as written, None if it was not captured. joint_before, joint_after: the same
     of the joint graph of forward and backward, if autograd made one. edits, joint_edits: what the passes did.
     policies: of its regions, by digest. boundaries: what is known of casts that were captured at the boundaries of
-    modules' calls, by step, as JSON. fallback: why it runs as eager would run it; empty if it does not.
+    modules' calls, by step, as JSON. hidden: calls in blocks in which the policy around does not rule.
+    fallback: why it runs as eager would run it; empty if it does not.
     place: its first line. broken_by, broken_at: why the graph ends where it ends, if a graph break is the cause.
     goal: what was asked of the formats. placement: which formats were chosen and what they cost, if any were.
     candidates: what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them
@@ -44,6 +45,7 @@ class CompiledGraph:
     joint_edits: tuple[EditRecord, ...] = ()
     policies: Mapping[str, Policy] = field(default_factory=dict)
     boundaries: Mapping[int, str] = field(default_factory=dict)
+    hidden: Mapping[HidingBlock, int] = field(default_factory=dict)
     fallback: str = ""
     broken_by: str = ""
     broken_at: str = ""
@@ -156,6 +158,7 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
     ledger = Ledger()
     for graph in graphs:
         ledger.edits += [*graph.edits, *graph.joint_edits]
+        ledger.advice.update({block.advice(calls): 1 for block, calls in graph.hidden.items()})
         if graph.before is not None and graph.after is not None:
             _Walker(ledger, graph.before, graph.after, graph.policies).run(graph.boundaries)
     return ledger
