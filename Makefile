@@ -49,6 +49,9 @@ conformance: .venv/.models test-shuffled
 	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/scripts.py
 	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
+	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
+	$(BIN)/python tests/conformance/front_ends.py
+	$(BIN)/python tests/conformance/front_ends.py --dtype bfloat16
 	$(BIN)/python tests/conformance/sweep.py
 
 # Without what these packages ask for: their models need torch alone.

@@ -128,7 +128,7 @@ def mirror(device: str) -> nc.Policy:
     from dataclasses import replace
 
     native = nc.Policy.native(device)
-    return nc.Policy("mirror", (tuple(replace(rule, override=True) for rule in native.rules),))
+    return nc.Policy("mirror", (tuple(replace(rule, override=True) for rule in native.rules),), extends=("nothing",))
 
 
 CUSTOM = nc.Policy.native().with_rules(

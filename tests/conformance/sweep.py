@@ -47,7 +47,7 @@ NOT_REPEATABLE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new
 def mirror() -> nc.Policy:
     """Native's rules, marked so that they are not taken for native's own: our kernels carry them out."""
     native = nc.Policy.native("cpu")
-    return nc.Policy("mirror", (tuple(replace(rule, override=True) for rule in native.rules),))
+    return nc.Policy("mirror", (tuple(replace(rule, override=True) for rule in native.rules),), extends=("nothing",))
 
 
 @dataclass

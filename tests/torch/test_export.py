@@ -82,6 +82,85 @@ def test_exported_equals_eager_bit_for_bit(policy, ambient):
     assert "autocast" not in str(program.graph)
 
 
+class Regions(nn.Module):
+    """A weight that is used twice in a region: its gradients meet in bf16 if the region has a weight cache."""
+
+    def __init__(self, region, **options):
+        super().__init__()
+        self.layer, self.region, self.options = nn.Linear(8, 8), region, options
+
+    def forward(self, x):
+        with self.region("cpu", torch.bfloat16, **self.options):
+            return self.layer(x) + self.layer(x * 1.5)
+
+
+class Nested(Regions):
+    """One that says nothing of a cache, in one that says something."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), self.region("cpu", torch.bfloat16):
+            return self.layer(x) + self.layer(x * 1.5)
+
+
+def gradients_of(model, call, x):
+    model.zero_grad()
+    call(x).float().pow(2).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("region", [torch.autocast, nc.autocast], ids=["torch's", "ours"])
+def test_regions_inside_keep_their_weight_caches(region, strict, around):
+    """On, off, not given, or that of the region around; the gradients are those of eager code."""
+    x = torch.randn(64, 8)
+    options = {"dtype": "bf16"} if around else {}
+    with_cache, without = ([], [])
+    for model in (
+        Regions(region), Regions(region, cache_enabled=None), Regions(region, cache_enabled=True),
+        Regions(region, cache_enabled=False), Nested(region),
+    ):  # fmt: skip
+        nn.init.constant_(model.layer.bias, 0.5)
+        with torch.no_grad():
+            model.layer.weight.copy_(torch.linspace(-1, 1, 64).view(8, 8).sin())
+
+        def in_region(x, model=model):
+            with nc.autocast("cpu", enabled=around):
+                return model(x)
+
+        expected = gradients_of(model, in_region, x)
+        module = nc.export(model, (x,), strict=strict, **options).module()
+        assert all(map(torch.equal, gradients_of(module, module, x), expected)), (type(model), model.options)
+        cached = model.options.get("cache_enabled") is not False and type(model) is Regions
+        (with_cache if cached else without).append(expected[0])
+    assert not torch.equal(with_cache[0], without[0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_tied_weights_are_one(strict):
+    """Their gradient adds up in the low format, as one weight's does."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.first(x) + self.last(x * 1.5)
+
+    model, x = Tied(), torch.randn(64, 8)
+
+    def run(x, cache=True):
+        with nc.autocast("cpu", cache_enabled=cache):
+            return model(x)
+
+    expected = gradients_of(model, run, x)
+    assert not torch.equal(expected[0], gradients_of(model, lambda x: run(x, False), x)[0])
+    module = nc.export(model, (x,), strict=strict, dtype="bf16").module()
+    assert all(map(torch.equal, gradients_of(module, module, x), expected))
+
+
 def test_torch_export_alone_loses_the_region():
     """What this module is for: no casts are recorded, and the result is fp32."""
     with torch.autocast("cpu"):

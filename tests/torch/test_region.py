@@ -34,7 +34,7 @@ def test_the_signature_is_torch_autocast_s_with_a_policy():
     same, own = ours[: len(theirs)], ours[len(theirs) :]
     assert [(p.name, p.default, p.kind) for p in same] == [(p.name, p.default, p.kind) for p in theirs]
     assert [(p.name, p.kind, p.default) for p in own] == [
-        (name, inspect.Parameter.KEYWORD_ONLY, None) for name in ("policy", "cache_limit_bytes")
+        (name, inspect.Parameter.KEYWORD_ONLY, None) for name in ("policy", "cache_limit_bytes", "inner")
     ]
 
 

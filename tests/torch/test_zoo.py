@@ -109,7 +109,7 @@ class TestMiniLM:
         from dataclasses import replace
 
         native = nc.Policy.native("cpu")
-        mirror = nc.Policy("mirror", (tuple(replace(r, override=True) for r in native.rules),))
+        mirror = nc.Policy("mirror", (tuple(replace(r, override=True) for r in native.rules),), extends=("nothing",))
         with torch.autocast("cpu"):
             expected = minilm.run()
         for policy in (None, mirror):
@@ -123,7 +123,7 @@ class TestMiniLM:
         from dataclasses import replace
 
         native = nc.Policy.native("cpu")
-        mirror = nc.Policy("mirror", (tuple(replace(r, override=True) for r in native.rules),))
+        mirror = nc.Policy("mirror", (tuple(replace(r, override=True) for r in native.rules),), extends=("nothing",))
         gradients = []
         with torch.enable_grad():
             for region in (torch.autocast("cpu"), nc.autocast("cpu", policy=mirror)):

@@ -1,0 +1,165 @@
+"""Ops that are made of others, in scripts and conversions: the casts of eager code inside them, bit for bit."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+)
+BF16 = torch.bfloat16
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y, Z, C, SQUARE = (torch.randn(s, generator=GENERATOR) for s in ((3, 4), (4, 5), (5, 2), (2, 3, 4), (3, 3)))
+SQUARE = SQUARE / 3 + torch.eye(3)
+
+OPS = {
+    "tensordot": lambda: torch.tensordot(C, Y, dims=([2], [0])),
+    "tensordot of sizes 1": lambda: torch.tensordot(torch.ones(2, 1), X, dims=([1], [0])),
+    "tensordot to a number": lambda: torch.tensordot(X, X, dims=([0, 1], [0, 1])),
+    "inner": lambda: torch.inner(C, torch.ones(5, 4)),
+    "inner of vectors": lambda: torch.inner(X[0], X[1]),
+    "inner of a number": lambda: torch.inner(X[0, 0], X[1]),
+    "two matrices": lambda: torch.linalg.multi_dot([X, Y]),
+    "three matrices": lambda: torch.linalg.multi_dot([X, Y, Z]),
+    "vectors at both ends": lambda: torch.linalg.multi_dot([X[0], Y, Z[:, 0]]),
+    "six matrices": lambda: torch.linalg.multi_dot([X, Y, Z, Z.t(), Y.t(), X.t()]),
+    "chain_matmul": lambda: torch.chain_matmul(X, Y, Z),
+    **{f"power {n}": lambda n=n: torch.linalg.matrix_power(SQUARE, n) for n in (-3, -1, 0, 1, 2, 3, 5, 12)},
+    "cov": lambda: torch.cov(X),
+    "cov of a vector": lambda: torch.cov(X[0]),
+    "cov with weights": lambda: torch.cov(X, fweights=torch.tensor([1, 2, 3, 4]), aweights=torch.ones(4) / 3),
+    "corrcoef": lambda: torch.corrcoef(X),
+    "einsum that sums": lambda: torch.einsum("ij,jk->ik", X, Y),
+    "einsum that multiplies": lambda: torch.einsum("bi,bj->bij", X, X),
+    "einsum of one": lambda: torch.einsum("ij->ji", X),
+    "einsum without arrow": lambda: torch.einsum("ij,jk", X, Y),
+    "pad reflect": lambda: F.pad(C.to(BF16), (1, 1), mode="reflect"),
+    "pad replicate": lambda: F.pad(C.to(BF16), (1, 1, 1, 1), mode="replicate"),
+    "pad circular": lambda: F.pad(C.to(BF16), (1, 1), mode="circular"),
+    "pad with a number": lambda: F.pad(C.to(BF16), (1, 1), value=1.0),
+    "nll_loss": lambda: F.nll_loss(X.to(BF16), torch.tensor([0, 1, 2])),
+    "cross_entropy": lambda: F.cross_entropy(X.to(BF16), torch.tensor([0, 1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("form", ["convert", "trace"])
+def test_a_composite_op_computes_as_in_eager_code(name, form):
+    """Converted from a plain trace, and traced in a region."""
+    op = OPS[name]
+    with nc.autocast("cpu", BF16):
+        expected = op()
+
+    def program(x):
+        return op() + x
+
+    zero = torch.zeros((), dtype=expected.dtype)
+    if form == "convert":
+        made = nc.convert(torch.jit.trace(program, zero, check_trace=False), dtype=BF16)
+    else:
+        made = nc.trace(program, zero, dtype=BF16, device_type="cpu", check_trace=False)
+    found = made(zero)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+def products(x: torch.Tensor, w: torch.Tensor):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a = torch.tensordot(x, w, dims=1)
+        b = torch.inner(x, w)
+        return a + b, torch.linalg.multi_dot([x * 2, w * 2, x * 3]), torch.linalg.matrix_power(w, 3), torch.corrcoef(x)
+
+
+def test_gradients_of_composite_ops_are_those_of_eager_code():
+    """In a script; a weight is cast once for all of them."""
+    made = nc.script(products)
+    found = []
+    for function in (products, made):
+        torch.manual_seed(0)
+        x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+        results = function(x, w)
+        sum(r.float().square().sum() for r in results).backward()
+        found.append([*results, x.grad, w.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_rule_about_a_composite_op_holds():
+    """It is then cast as one call, in eager code and in scripts."""
+
+    def program(x: torch.Tensor):
+        return torch.tensordot(x, x, dims=1)
+
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.tensordot", "full"))
+    assert nc.script(program, dtype="bf16", policy=policy)(SQUARE).dtype is torch.float32
+    assert nc.script(program, dtype="bf16")(SQUARE).dtype is BF16
+
+
+class Recurrent(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.GRU(4, 3, **options)
+
+    def forward(self, x: torch.Tensor):
+        y, h = self.layer(x)
+        return y, h
+
+
+GRUS = [
+    {"bidirectional": ways, "batch_first": first, "num_layers": layers, "bias": bias, "dropout": 0.5 * (layers > 1)}
+    for ways, first, layers, bias in itertools.product((False, True), (False, True), (1, 2), (True, False))
+]
+
+
+@pytest.mark.parametrize("options", GRUS, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_gru_keeps_its_state_as_it_came(options, training):
+    """Products are cast, the state is not: results and every gradient, bit for bit."""
+    model = Recurrent(**options).train(training)
+    x = torch.randn(5, 2, 4, requires_grad=True)
+
+    def run(call, module):
+        torch.manual_seed(1)
+        with nc.autocast("cpu", BF16):
+            y, h = call(x)
+        (y.float().square().sum() + h.float().sum()).backward()
+        found = [y, h, x.grad, *(p.grad for p in module.parameters())]
+        x.grad = None
+        module.zero_grad()
+        return found
+
+    expected = run(model, model)
+    for made in (nc.script(model), nc.convert(torch.jit.script(model), dtype=BF16)):
+        found = run(made, made)
+        assert [t.dtype for t in found[:2]] == [torch.float32] * 2
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_op_whose_inside_is_not_written_down_says_so():
+    """With its line; where a rule names it, or the region is off, there is nothing to say."""
+
+    def program(x: torch.Tensor):
+        return torch.linalg.pinv(x)
+
+    with pytest.warns(nc.errors.ScriptWarning, match=r"aten.linalg_pinv \(.*test_composite_ops.py:\d+\) calls ops"):
+        nc.script(program, dtype="bf16")
+
+
+def test_a_region_inside_traced_code_says_what_it_does_not_record():
+    """With the line; not where that region is off, nor for a region around the trace."""
+
+    def program(x, enabled=True):
+        with nc.autocast("cpu", BF16, enabled=enabled):
+            return torch.tensordot(x, x, dims=1)
+
+    with pytest.warns(nc.errors.ScriptWarning, match=r"aten.tensordot \(.*\d+\) stands in a region inside the traced"):
+        nc.trace(program, SQUARE, check_trace=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", nc.errors.ScriptWarning)
+        nc.trace(lambda x: program(x, enabled=False), SQUARE, check_trace=False)
+        nc.trace(lambda x: torch.tensordot(x, x, dims=1), SQUARE, dtype=BF16, check_trace=False)

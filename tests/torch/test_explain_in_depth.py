@@ -1,0 +1,251 @@
+"""Models that raise under a policy, or give no numbers, and those that take gradients inside: what is said of them."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.capabilities import one_format
+from narrowcast.errors import NarrowcastError, RegionWarning
+from narrowcast.torch_bridge import find_op
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X, W = torch.linspace(-1, 1, 80).reshape(2, 5, 8), torch.linspace(-1, 1, 128).reshape(16, 8)
+
+
+def contract(x, w):
+    return torch.tensordot(F.linear(x, w), torch.ones(16, 3), dims=((2,), (0,)))
+
+
+class Gather(nn.Module):
+    """Adds rows that were lowered to a buffer that was not, in a part of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.ModuleDict({"linear": nn.Linear(8, 4)})
+        self.register_buffer("rows", torch.zeros(5, 4))
+
+    def forward(self, x):
+        return self.rows.index_add(0, torch.arange(5), self.part["linear"](x[0]))
+
+
+def matrix_vector(x, w):
+    return torch.mv(F.linear(x[0], w), torch.ones(16))
+
+
+def chain(x, w):
+    return torch.linalg.multi_dot([F.linear(x[0], w), torch.ones(16, 4), torch.ones(4, 2)])
+
+
+def grid(x, w):
+    return torch.meshgrid(F.linear(x[0, 0], w), torch.ones(3), indexing="ij")[0]
+
+
+def made_weights(x, w):
+    return F.layer_norm(x, (8,), F.linear(x[0, 0], w[:8]), x[0, 1])
+
+
+def closeness(x, w):
+    return torch.isclose(F.linear(x, w), torch.ones(16)).float()
+
+
+def put_reduced(x, w):
+    return torch.ones(5, 16).index_reduce(0, torch.arange(5), F.linear(x[0], w), "mean")
+
+
+MIXED = [contract, matrix_vector, chain, grid, made_weights, closeness, put_reduced]
+
+
+@pytest.mark.parametrize("function", MIXED)
+def test_a_goal_runs_what_raises_for_mixed_formats(function):
+    """Native raises; with a goal it runs, and a warning names the op and the line."""
+    with pytest.raises(RuntimeError), torch.autocast("cpu", BF16):
+        function(X, W)
+    torch._dynamo.reset()
+    fast = nc.compile(function, dtype=BF16, goal="fast", backend="aot_eager", verify=False)
+    with pytest.warns(RegionWarning, match=r"raises under autocast.*test_explain_in_depth.py.*goal='fast'"):
+        found = fast(X, W)
+    # what is lowered is rounded once to bf16, and close values may then be equal or not
+    if function is not closeness:
+        torch.testing.assert_close(found.float(), function(X, W), rtol=3e-2, atol=3e-1)
+    with nc.autocast("cpu", BF16, policy="safe"):
+        assert function(X, W).dtype is found.dtype
+
+
+@pytest.mark.parametrize("front_end", ["compile", "export"])
+def test_every_graph_goal_runs_it_with_gradients(front_end):
+    """A module, compiled with its backward, or exported."""
+    model = Gather()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RegionWarning)
+        if front_end == "export":
+            found = nc.export(model, (X,), dtype=BF16, goal="fast").module()(X)
+        else:
+            torch._dynamo.reset()
+            found = nc.compile(model, dtype=BF16, goal="fast", backend="aot_eager")(X)
+            found.sum().backward()
+            assert model.part["linear"].weight.grad is not None
+    assert found.dtype is FP32
+
+
+def test_where_native_runs_a_goal_changes_no_format():
+    """Ops that take one format are left alone where they get one, and norms where the input alone is low."""
+
+    def fine(x, w):
+        low = F.linear(x, w)
+        return torch.tensordot(x, torch.ones(8, 3), dims=1), F.layer_norm(low, (16,), torch.ones(16), torch.ones(16))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RegionWarning)
+        torch._dynamo.reset()
+        found = nc.compile(fine, dtype=BF16, goal="fast", backend="aot_eager", verify=False)(X, W)
+    with torch.autocast("cpu", BF16):
+        native = fine(X, W)
+    assert [t.dtype for t in found] == [t.dtype for t in native] == [BF16, BF16]
+
+
+@pytest.mark.parametrize("op", [lack.op for lack in one_format()])
+def test_ops_of_one_format_exist(op):
+    """And no rule of native is about them on the cpu: autocast would cast them, and they would not raise."""
+    assert find_op(op) is not None
+    assert not nc.Policy.native("cpu").table.candidates(op, True).whole
+
+
+@pytest.mark.parametrize("made", ["region", "compile"])
+def test_the_error_stays_torchs_and_its_note_says_what_to_ask(made):
+    """With the user's line; under safe nothing is added."""
+    run = nc.autocast("cpu", BF16)(contract)
+    if made == "compile":
+        torch._dynamo.reset()
+        run = nc.compile(contract, dtype=BF16, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        run(X, W)
+    (note,) = caught.value.__notes__
+    assert 'policy="safe"' in note and "nc.explain" in note
+    assert f"{__file__}:{contract.__code__.co_firstlineno + 1}" in note
+    with pytest.raises(RuntimeError) as caught, nc.autocast("cpu", BF16, policy="safe"):
+        F.batch_norm(X[0], torch.zeros(8), torch.ones(8), F.linear(X[0, 0], W[:8]))
+    assert not getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("front_end", ["eager", "compile"])
+@pytest.mark.parametrize("model", [contract, Gather()], ids=["tensordot", "index_add"])
+def test_what_raises_is_explained_as_far_as_it_ran(model, front_end):
+    """The op, its formats, the line; and that safe runs it, which was tried. Text and JSON."""
+    inputs = (X,) if isinstance(model, Gather) else (X, W)
+    found = nc.explain(model, *inputs, dtype="bf16", front_end=front_end, run=True)
+    op, formats = ("aten.index_add", "fp32,bf16") if isinstance(model, Gather) else ("aten.tensordot", "bf16,fp32")
+    failure = found.failure
+    assert failure is not None and failure.op == f"{op}.default" and failure.formats == formats
+    code = (Gather.forward if isinstance(model, Gather) else contract).__code__
+    assert failure.file == __file__ and failure.line == code.co_firstlineno + 1
+    assert [(a.policy, a.error) for a in failure.attempts] == [("safe", "")]
+    assert found.ledger.op_formats()["aten.linear.default"] == {"bf16": 1} and found.comparison is None
+    text = " ".join(str(found).split())
+    assert f'under native, and not in fp32 (tried: policy "safe" runs it): {op} got' in text
+    assert json.loads(found.to_json())["failure"]["attempts"] == [{"policy": "safe", "error": ""}]
+
+
+def test_a_suggestion_that_raises_is_said_to():
+    """NumPy has no bf16, whatever the policy."""
+    found = nc.explain(lambda x, w: torch.from_numpy(F.linear(x, w).numpy()), X, W, dtype="bf16")
+    assert found.failure is not None and found.failure.attempts[0].error.startswith("TypeError")
+    assert "raises, too" in found.failure.text
+
+
+def test_a_model_that_steps_aside_for_modes_is_seen_all_the_same():
+    """As torch's fused layers do: they ask whether functions are watched, and take another path then."""
+
+    def fused(x, w):
+        low = F.linear(x[0], w)
+        if torch.overrides.has_torch_function((low,)):
+            return low.numpy()
+        return torch.zeros(5, 16).index_add(0, torch.arange(5), low)
+
+    failure = nc.explain(fused, X, W, dtype="bf16").failure
+    assert failure is not None and failure.op == "aten.index_add.default" and "same scalar type" in failure.error
+
+
+def test_under_a_users_policy_that_policy_is_repaired_first():
+    """Its own rules stay; what the head of the file is to say is told."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.softmax", "lower"), name="mine")
+    failure = nc.explain(contract, X, W, policy=policy, dtype="bf16").failure
+    assert [a.policy for a in failure.attempts] == ['mine with unsupported = "full"', "safe"]
+    assert not any(a.error for a in failure.attempts)
+
+
+def test_what_raises_in_fp32_too_is_raised():
+    """That is the model's own error."""
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        nc.explain(lambda x: F.linear(x, torch.ones(3, 5)), X, dtype="bf16")
+
+
+class Forces(nn.Module):
+    """Energies, and the forces that their gradient is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 16), nn.Linear(16, 1)
+
+    def forward(self, positions):
+        positions = positions.detach().requires_grad_()
+        energy = self.second(F.silu(self.first(positions))).sum()
+        return energy, -torch.autograd.grad(energy, positions)[0]
+
+
+def test_a_model_that_takes_gradients_inside_is_compared():
+    """Energies and forces, each with its error; the user's grad mode and parameters are left."""
+    model = Forces()
+    found = nc.explain(nc.Subject(model, (torch.linspace(-1, 1, 15).reshape(5, 3),)), dtype="bf16", run=True)
+    energy, forces = found.comparison.outputs
+    assert energy.found == "bf16" and forces.found == "fp32" and 20 < forces.sqnr_db < 100
+    assert all(p.grad is None for p in model.parameters()) and torch.is_grad_enabled()
+
+
+def overflows(x):
+    mask = torch.full((4, 4), float("-inf")).triu(1)  # infinity that is meant
+    weights = torch.softmax(x @ x + mask, -1)
+    large = F.linear(x * 300, torch.ones(4, 4))
+    large = large * 300
+    return (weights @ large) * 0
+
+
+def test_the_first_value_that_is_not_finite_is_found():
+    """fp16 ends at 65504: the product of two large ones. Infinities of a mask are not it."""
+    found = nc.explain(overflows, torch.ones(4, 4), dtype="fp16", run=True)
+    first = found.comparison.not_finite
+    assert first is not None and (first.op, first.value, first.format) == ("aten.mul.Tensor", "infinity", "fp16")
+    assert first.file == __file__ and first.line == overflows.__code__.co_firstlineno + 4
+    assert found.comparison.reference_not_finite == ""
+    text = " ".join(str(found).split())
+    assert "not finite in the region, and finite in fp32: infinity in the fp16 result of aten.mul.Tensor" in text
+    assert json.loads(found.to_json())["comparison"]["not_finite"]["op"] == "aten.mul.Tensor"
+
+
+def test_fp32_that_is_not_finite_itself_is_said():
+    """The region is not blamed."""
+    found = nc.explain(lambda x: torch.log(-x) @ x, torch.ones(4, 4), dtype="bf16", run=True)
+    assert found.comparison.not_finite is None
+    assert found.comparison.reference_not_finite.startswith("nan in the fp32 result of aten.log")
+    assert "fp32 itself is not finite" in str(found)
+
+
+def test_a_finite_comparison_looks_at_nothing_more():
+    """Neither field is set."""
+    comparison = nc.explain(lambda x: x @ x, torch.ones(4, 4), dtype="bf16", run=True).comparison
+    assert comparison.not_finite is None and comparison.reference_not_finite == ""
+
+
+def test_a_model_without_weights_is_explained_by_fakes_and_says_so():
+    """On meta nothing real can run: that real tensors would be refused is in the note."""
+    with torch.device("meta"):
+        model = Gather()
+    found = nc.explain(model, torch.ones(2, 5, 8, device="meta"), dtype="bf16")
+    assert "aten.index_add.default" in found.note and "real ones may not" in found.note
+    with pytest.raises(NarrowcastError):
+        nc.explain(model, X, dtype="bf16", real=True)

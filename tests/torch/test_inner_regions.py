@@ -1,0 +1,142 @@
+"""Blocks that a framework opens, or switches off, inside a region of ours: said, and ruled where that is asked for."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RELU_FULL = nc.Policy.native().with_rules(nc.Rule("aten.relu", "full"), name="mine")
+
+
+class Framework(nn.Module):
+    """Opens its own region, and one that is off with another inside."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor):
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = torch.relu(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            z = torch.relu(self.b(x))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                w = torch.relu(self.b(x))
+        return y, z, torch.relu(self.b(x)), w
+
+
+def eager(model, x, policy):
+    with nc.autocast("cpu", BF16, policy=policy):
+        return model(x)
+
+
+FRONT_ENDS = {
+    "eager": eager,
+    "compile": lambda m, x, policy: nc.compile(m, dtype=BF16, policy=policy, backend="aot_eager")(x),
+    "traced by another backend": lambda m, x, policy: eager(torch.compile(m, backend="aot_eager"), x, policy),
+    "export": lambda m, x, policy: nc.export(m, (x,), dtype=BF16, policy=policy).module()(x),
+    "script": lambda m, x, policy: nc.script(m, dtype=BF16, policy=policy)(x),
+    "convert": lambda m, x, policy: nc.convert(torch.jit.script(m), dtype=BF16, policy=policy)(x),
+    "trace": lambda m, x, policy: nc.trace(m, x, dtype=BF16, policy=policy)(x),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_blocks_rule_unless_the_policy_is_to_hold_in_them(front_end):
+    """What is off stays off; a block's own format stays; all front ends alike, bit for bit."""
+    model, x = Framework(), torch.randn(2, 4)
+    for policy, formats in ((RELU_FULL, (FP16, FP32, FP32, BF16)), (RELU_FULL.with_inner("policy"), (FP32,) * 4)):
+        found = FRONT_ENDS[front_end](model, x, policy)
+        assert tuple(t.dtype for t in found) == formats
+        assert all(torch.equal(a, b) for a, b in zip(found, eager(model, x, policy), strict=True))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")
+def test_inner_is_asked_of_a_region_in_any_code():
+    """In eager, scripted and compiled code; and of a policy file, whose setting a region may overrule."""
+
+    def asked(x):
+        with nc.autocast("cpu", torch.bfloat16, policy=RELU_FULL, inner="policy"):  # noqa: SIM117
+            with torch.autocast("cpu", dtype=torch.float16):
+                return torch.relu(x @ x)
+
+    x = torch.randn(4, 4)
+    assert {f(x).dtype for f in (asked, nc.script(asked), nc.compile(asked, backend="aot_eager"))} == {FP32}
+    text = 'extends = "native"\ninner = "policy"\n[[rule]]\nop = "aten.relu"\naction = "full"\n'
+    policy = nc.Policy.parse(text)
+    assert policy.effective_inner == "policy" and nc.Policy.parse(policy.to_toml()) == policy
+    for inner, dtype in ((None, FP32), ("native", FP16)):
+        with nc.autocast("cpu", BF16, policy=policy, inner=inner), torch.autocast("cpu", dtype=FP16):
+            assert torch.relu(x @ x).dtype is dtype
+    with pytest.raises(nc.errors.PolicyError, match="native"):
+        nc.autocast("cpu", BF16, policy=RELU_FULL, inner="rule")
+
+
+def test_a_block_for_another_device_type_hides_nothing_then():
+    """torch counts nesting, not device types: by default any block of torch's hides our region."""
+    x = torch.randn(4, 4)
+    with nc.autocast("cpu", BF16, policy=RELU_FULL, inner="policy"), torch.autocast("xpu", enabled=False):
+        assert torch.relu(x @ x).dtype is FP32
+
+
+def test_gradients_in_an_inner_block_are_the_policys():
+    """Weights are cast once, to each format that is used, and keep their gradients."""
+    policy = RELU_FULL.with_inner("policy")
+    model, x = Framework(), torch.randn(2, 4)
+    with nc.autocast("cpu", BF16, policy=policy):
+        first, *rest = model(x)
+        again = model(x)[0]
+    (first + again + sum(rest)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_hidden_region_says_so_once():
+    """A warning at the user's line, without any recording; none where the policy holds, or changes no op that runs."""
+    model, x = Framework(), torch.randn(2, 4)
+
+    def said(policy):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            eager(model, x, policy)
+        return [str(w.message) for w in found if w.category is nc.errors.RegionWarning]
+
+    (text,) = said(RELU_FULL)
+    assert "hides policy mine" in text and "aten.relu" in text and 'inner="policy"' in text
+    unused = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full"))
+    assert not said(RELU_FULL.with_inner("policy")) and not said(unused) and not said(nc.Policy.native())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("front_end", ["record", "eager", "compile", "export", "script"])
+def test_recordings_and_explanations_count_the_calls_that_are_kept_from_the_policy(front_end):
+    """With the line of the block, or in a graph that of the first call in it."""
+    model, x = Framework(), torch.randn(2, 4)
+    if front_end == "record":
+        with nc.record() as ledger:
+            eager(model, x, RELU_FULL)
+    else:
+        ledger = nc.explain(model, x, policy=RELU_FULL, dtype="bf16", front_end=front_end).ledger
+    found = {advice.kind: advice for advice in ledger.advice}
+    hidden, off = found["hidden policy"], found["switched off"]
+    start = Framework.forward.__code__.co_firstlineno
+    assert hidden.line - start in (1, 2) and "hides policy mine for 2 calls" in hidden.what
+    assert off.line - start in (3, 4) and "off for 4 calls" in off.what
+    assert __file__ == hidden.file == off.file
+    assert set(found) == {"hidden policy", "switched off"}
+
+
+def test_a_block_that_is_native_inside_a_native_region_hides_nothing():
+    """Nothing is said where there is nothing to say."""
+    model, x = Framework(), torch.randn(2, 4)
+    with nc.record() as ledger:
+        eager(model, x, nc.Policy.native())
+    assert {advice.kind for advice in ledger.advice} == {"switched off"}

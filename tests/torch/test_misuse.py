@@ -1,0 +1,68 @@
+"""What is easily written by mistake, and would do nothing: an error says what to write."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+
+@pytest.mark.parametrize("target", ["encoder", None, 3, [torch.nn.Linear(2, 2)]])
+def test_what_is_no_target_of_a_pin(target):
+    """A name, None or a list beside a format; as a decorator a pin still takes the format alone."""
+    with pytest.raises(nc.errors.PinError, match="Give a Module, a class of Modules, or a function"):
+        nc.pin(target, "bf16")
+    assert nc.pin("bf16")(torch.nn.Linear(2, 2))(torch.ones(2)).dtype is torch.bfloat16
+    assert nc.pin(format=torch.bfloat16)(torch.nn.Linear(2, 2))(torch.ones(2)).dtype is torch.bfloat16
+    with pytest.raises(nc.errors.NarrowcastError, match="encoder"):
+        nc.pin("encoder")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(F.gelu, "aten.gelu"), (torch.ops.aten.mm.default, "aten.mm.default"), (torch.softmax, "aten.softmax")],
+    ids=["function", "overload", "method"],
+)
+def test_a_rule_names_its_op(op, name):
+    """A function or an op object in its place: the name is in the error."""
+    with pytest.raises(nc.errors.PolicyError, match=rf'Rule\("{name}", "full"\)'):
+        nc.Rule(op, "full")
+
+
+def by_hand(x):
+    region = nc.autocast("cpu", torch.bfloat16)
+    region.__enter__()
+    y = torch.mm(x, x)
+    region.__exit__(None, None, None)
+    return y
+
+
+def with_statement(x):
+    with nc.autocast("cpu", torch.bfloat16):
+        y = torch.mm(x, x)
+    return y
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_regions_that_a_script_would_ignore():
+    """Entered by hand, or compiled by torch.jit.script: not fp32 without a word."""
+    x = torch.randn(3, 3)
+    assert nc.script(with_statement)(x).dtype is torch.bfloat16
+    for script in (nc.script(by_hand), torch.jit.script(with_statement)):
+        with pytest.raises(torch.jit.Error, match=r"narrowcast.autocast does nothing here.*narrowcast.script"):
+            script(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_that_was_optimized_for_inference():
+    """Its weights are no tensors any more; the way round is in the error, and works."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
+    x = torch.randn(2, 3, 5, 5)
+    with pytest.raises(nc.errors.ScriptError, match=r"optimize the result: torch.jit.optimize_for_inference"):
+        nc.convert(torch.jit.optimize_for_inference(torch.jit.script(model)), dtype="bf16")
+    frozen = torch.jit.freeze(torch.jit.script(model))
+    with nc.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(x)
+    with torch.no_grad():
+        found = torch.jit.optimize_for_inference(torch.jit.freeze(nc.convert(frozen, dtype="bf16").eval()))(x)
+    assert found.dtype is torch.bfloat16 and torch.allclose(found.float(), expected.float(), rtol=0.02, atol=0.02)

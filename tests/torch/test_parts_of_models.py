@@ -1,0 +1,76 @@
+"""Rules about modules where only a part of the model is called: by its paths in the model, and by its own."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.encoder(x), self.head(x)
+
+
+class Task(nn.Module):
+    """As Lightning's: its own call is never made."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, x):
+        return self._shared(x)
+
+    def _shared(self, x):
+        return self.net(x)
+
+
+X = torch.randn(2, 4)
+
+
+def ruled(path, op="aten.linear"):
+    return nc.Policy.native().with_rules(nc.Rule(op, "full", module=path))
+
+
+@pytest.mark.parametrize("op", ["aten.linear", "module.call"])
+@pytest.mark.parametrize("path", ["net.encoder", "encoder", "net.enc*", "*.encoder"])
+def test_a_rule_holds_by_the_path_in_the_model_and_in_the_part(path, op):
+    """Eager code, the step compiled, and the part compiled."""
+    policy = ruled(path, op)
+    task = Task()
+    with nc.autocast("cpu", BF16, policy=policy):
+        eager = [y.dtype for y in task.training_step(X)]
+    whole = nc.compile(task.training_step, policy=policy, dtype=BF16, device_type="cpu", backend="aot_eager")
+    assert eager == [FP32, BF16]
+    assert [y.dtype for y in whole(X)] == eager
+    task.net = nc.compile(task.net, policy=policy, dtype=BF16, backend="aot_eager")
+    assert [y.dtype for y in task.training_step(X)] == eager
+
+
+@pytest.mark.parametrize("op", ["aten.linear", "module.call"])
+def test_the_part_itself_has_a_path_in_the_model(op):
+    """A layer that a method of the model calls first of all."""
+
+    class Direct(Task):
+        def training_step(self, x):
+            return self.net.encoder(x)
+
+    with nc.autocast("cpu", BF16, policy=ruled("net.encoder", op)):
+        assert Direct().training_step(X).dtype is FP32
+
+
+def test_a_path_in_another_module_does_not_hold():
+    """The part's own path and the model's: no others."""
+    task = Task()
+    for path in ("task.net.encoder", "net", "other.encoder"):
+        with nc.autocast("cpu", BF16, policy=ruled(path)):
+            found = [y.dtype for y in task.training_step(X)]
+        assert found == ([FP32, FP32] if path == "net" else [BF16, BF16])

@@ -1,0 +1,350 @@
+"""What modules hold, in scripts: weights, buffers and statistics that are shared, written to, or may be None."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Base(nn.Module):
+    """Layers, a buffer, a view of it, and a number of steps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.count = 2
+        self.linear, self.tied = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.tied.weight = self.linear.weight
+        self.convolution = nn.Conv1d(1, 64, 3, padding=1)
+        self.norm, self.instances = nn.BatchNorm1d(8), nn.InstanceNorm1d(4, track_running_stats=True)
+        self.register_buffer("table", torch.randn(8, 8))
+        self.register_buffer("view", self.table[1:])
+
+
+class WritesAfterALoop(Base):
+    def forward(self, x: Tensor):
+        for _ in range(self.count):
+            x = self.linear(x * 1.5)
+        x.mul_(0.5)
+        return x
+
+
+class WritesToABuffer(Base):
+    def forward(self, x: Tensor):
+        for _ in range(self.count):
+            self.table.mul_(0.5)
+            x = self.linear(x * 1.5) + self.table[:4]
+        return x
+
+
+class WritesToAView(Base):
+    def forward(self, x: Tensor):
+        y = x @ self.table
+        for _ in range(self.count):
+            self.table[0].mul_(2)
+        return y, x @ self.table
+
+
+class WritesToWhatIsPassedOn(Base):
+    def forward(self, x: Tensor):
+        y = x @ self.table
+        table = self.table
+        for _ in range(self.count):
+            table.mul_(2)
+            table = table * 1.5
+        return y, x @ self.table
+
+
+class WritesToAnotherViewOfABuffer(Base):
+    def forward(self, x: Tensor):
+        y = x @ self.table
+        self.view.mul_(2)
+        return y, x @ self.table
+
+
+class SetsABuffer(Base):
+    def forward(self, x: Tensor):
+        y = x @ self.table
+        self.table = self.table * 2
+        return y, x @ self.table
+
+
+class BiasInALoop(Base):
+    def forward(self, x: Tensor):
+        for _ in range(self.count):
+            x = self.convolution((x * 1.5)[:, None]).mean(1)
+        return x
+
+
+class TiedWeights(Base):
+    def forward(self, x: Tensor):
+        return self.linear(x), self.tied(x * 1.5)
+
+
+class UnreadNorms(Base):
+    def forward(self, x: Tensor):
+        self.norm(x)
+        for _ in range(self.count):
+            self.instances(x[None]) * 2
+        return x * 1.5
+
+
+PROGRAMS = [
+    WritesAfterALoop, WritesToABuffer, WritesToAView, WritesToWhatIsPassedOn, WritesToAnotherViewOfABuffer,
+    SetsABuffer, BiasInALoop, TiedWeights, UnreadNorms,
+]  # fmt: skip
+
+
+def run(call, module):
+    """The results, the gradients by name, and what buffers are afterwards."""
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, requires_grad=True)
+    found = call(x)
+    results = found if isinstance(found, tuple) else (found,)
+    sum((y.double() * torch.randn(y.shape)).sum() for y in results if y.requires_grad).backward()
+    gradients = [(name, weight.grad) for name, weight in module.named_parameters() if weight.grad is not None]
+    return [("x", x.grad), *gradients, *module.named_buffers(), *((str(n), y) for n, y in enumerate(results))]
+
+
+def inside(call):
+    def called(x):
+        with nc.autocast("cpu", BF16):
+            return call(x)
+
+    return called
+
+
+def assert_same(expected, found):
+    for (name, a), (other, b) in zip(expected, found, strict=True):
+        assert name == other and a.dtype is b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("form", ["script", "convert", "called in a region", "saved"])
+def test_what_a_module_holds(kind, form, tmp_path):
+    """Results, gradients and buffers are those of eager code, to the bit."""
+    model = kind()
+    expected = run(inside(model), model)
+    if form == "called in a region":
+        made = nc.script(kind())
+        assert_same(expected, run(inside(made), made))
+    elif form == "saved":
+        nc.script(kind(), dtype=BF16).save(str(tmp_path / "low.pt"))
+        made = torch.jit.load(tmp_path / "low.pt")
+        with torch.jit.optimized_execution(False):
+            assert_same(expected, run(made, made))
+    else:
+        module = kind()
+        made = nc.script(module, dtype=BF16) if form == "script" else nc.convert(torch.jit.script(module), dtype=BF16)
+        assert_same(expected, run(made, made))
+
+
+def test_a_bias_that_may_be_none_is_not_asked_for():
+    """A convolution's graph decides no more, while it runs, than that of a linear layer."""
+    convolution, linear = (nc.script(m, dtype=BF16).graph for m in (nn.Conv1d(1, 2, 3), nn.Linear(8, 8)))
+    assert len(convolution.findAllNodes("prim::If")) == len(linear.findAllNodes("prim::If")) == 1
+
+
+def test_norms_that_something_reads_are_as_they_were():
+    """Nothing is added for those that are read; and what is made of a trace counts, too."""
+    graphs = [nc.script(m, dtype=BF16).graph for m in (nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), UnreadNorms())]
+    assert ["without dimensions" in str(graph) for graph in graphs] == [False, True]
+    model = UnreadNorms()
+    made = nc.convert(torch.jit.trace(model, (torch.randn(4, 8),), check_trace=False), dtype=BF16)
+    before = made.norm.running_mean.clone()
+    made(torch.randn(4, 8))
+    assert not torch.equal(made.norm.running_mean, before)
+
+
+class Block(nn.Module):
+    """A part of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class BlockWithARegion(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with nc.autocast("cpu", torch.bfloat16, policy=NAMED):
+            return self.inner(x)
+
+
+class Model(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class Task(nn.Module):
+    """Its own call is never made."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def training_step(self, x):
+        return self.part(x)
+
+
+X = torch.randn(2, 4)
+NAMED = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="part.inner"), name="named")
+FORMS = {
+    "Python": lambda part: part,
+    "script": nc.script,
+    "trace": lambda part: nc.trace(part, (X,)),
+    "converted": lambda part: nc.convert(torch.jit.script(part)),
+}
+RULES = [{"module": name} for name in ("part.inner", "part", "inner", "other.inner")]
+RULES += [{"module_class": name} for name in ("Model", "Task", "Block", "ExplicitModule")]
+RULES += [{"function": "*Model.forward"}, {"function": "*training_step"}]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rules_about_places_mean_a_part_as_eager_code_does(rule):
+    """By its path from the outermost module that is called, whatever the part is; where no module calls it, its own."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", **rule))
+
+    def formats(part):
+        model, task = Model(part), Task(part)
+        with nc.autocast("cpu", BF16, policy=policy):
+            found = [model(X).dtype, task.training_step(X).dtype, part(X).dtype]
+        compiled = nc.compile(model, policy=policy, dtype=BF16, device_type="cpu", backend="aot_eager")
+        return [*found, compiled(X).dtype]
+
+    expected = formats(Block())
+    for name, form in FORMS.items():
+        assert formats(form(Block())) == expected, name
+
+
+def test_one_script_in_two_places_follows_the_rules_of_each():
+    """Rules about the one say nothing about the other."""
+    part = nc.script(Block())
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="part.inner"))
+    with nc.autocast("cpu", BF16, policy=policy):
+        found = [Model(part)(X).dtype, part(X).dtype, Model(Model(part))(X).dtype, Model(part)(X).dtype]
+    assert found == [FP32, BF16, BF16, FP32]
+
+
+def test_a_region_in_a_part_sees_what_is_around_it():
+    """As in eager code: its rules are about the whole model. With a region given, a script is a model of its own."""
+    assert Model(BlockWithARegion())(X).dtype is Model(nc.script(BlockWithARegion()))(X).dtype is FP32
+    assert nc.script(BlockWithARegion())(X).dtype is BF16
+    own = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="inner"))
+    part = nc.script(Block(), dtype=BF16, policy=own)
+    with nc.autocast("cpu", BF16):
+        assert part(X).dtype is Model(part)(X).dtype is FP32
+
+
+def test_a_function_that_is_a_script_stands_where_it_is_called():
+    """In the modules whose methods call it."""
+    script = nc.script(_scaled)
+    for path, expected in (("part", FP32), ("other", BF16)):
+        policy = nc.Policy.native().with_rules(nc.Rule("aten.mm", "full", module=path))
+        with nc.autocast("cpu", BF16, policy=policy):
+            assert Model(Calls(script))(X).dtype is Model(Calls(_scaled))(X).dtype is expected
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return torch.mm(x, x.t())
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_a_region_for_a_script_that_is_cast_already_is_warned_about(tmp_path):
+    """With what to write; a region on another device type has something left, and so has what was left open."""
+    nc.script(Block(), dtype=BF16).save(str(tmp_path / "low.pt"))
+    loaded = torch.jit.load(tmp_path / "low.pt")
+    for script in (loaded, nc.script(Block(), dtype=BF16), nc.trace(_scaled, (X,), dtype=BF16)):
+        with pytest.warns(nc.errors.ScriptWarning, match=r"cast already.*Convert the original"):
+            nc.convert(script, dtype=torch.float16, device_type="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", nc.errors.ScriptWarning)
+        nc.convert(loaded)
+        nc.convert(loaded, dtype=BF16, device_type="cuda")
+        nc.convert(nc.script(Block()), dtype=BF16)
+
+
+def test_explanations_name_scripts_that_are_cast_already(tmp_path):
+    """Those that were loaded, which a region casts once more; not those that know."""
+    nc.script(Block(), dtype=BF16).save(str(tmp_path / "low.pt"))
+    parts = torch.jit.load(tmp_path / "low.pt"), nc.script(Block(), dtype=BF16)
+    notes = [nc.explain(Model(part), X).note for part in parts]
+    assert ["nc.convert(part) keeps its casts" in note for note in notes] == [True, False]
+
+
+class Outer(nn.Module):
+    """A part that was scripted by itself, and a layer beside it."""
+
+    def __init__(self, part):
+        super().__init__()
+        torch.manual_seed(1)
+        self.part, self.own = part, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor):
+        return self.part(x), self.own(x)
+
+
+class Half(nn.Module):
+    """One layer in a region, one outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.outside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inside(x)
+        return y, self.outside(x)
+
+
+@pytest.mark.parametrize("form", ["script", "convert", "in a region", "file"])
+def test_a_part_keeps_its_regions_policy_and_formats(form, tmp_path):
+    """The outer region rules what the part left open, and nothing else."""
+    x = torch.randn(2, 4)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full"))
+    torch.manual_seed(0)
+    ruled = nc.script(nn.Linear(4, 4), dtype="bf16", policy=policy)
+    for part, formats in ((ruled, (torch.float32,)), (nc.script(Half()), (torch.bfloat16, torch.float16))):
+        expected = part(x)
+        if form == "convert":
+            made = nc.convert(torch.jit.script(Outer(part)), dtype="fp16")
+        elif form == "file":
+            nc.script(Outer(part)).save(str(tmp_path / "outer.pt"))
+            made = nc.convert(torch.jit.load(str(tmp_path / "outer.pt")), dtype="fp16")
+        else:
+            made = nc.script(Outer(part), **({} if form == "in a region" else {"dtype": "fp16"}))
+        with nc.autocast("cpu", torch.float16, enabled=form == "in a region"):
+            found, own = made(x)
+        found, expected = (v if isinstance(v, tuple) else (v,) for v in (found, expected))
+        assert tuple(t.dtype for t in found) == formats and own.dtype is torch.float16
+        assert torch.equal(found[0], expected[0])
+
+
+def test_a_saved_file_loads_where_a_method_computes_nothing(tmp_path):
+    """A file cannot hold a with statement without a body: `__len__` of an nn.Sequential."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    for made in (nc.convert(torch.jit.script(model), dtype="bf16"), nc.script(model, dtype="bf16")):
+        made.save(str(tmp_path / "low.pt"))
+        loaded = torch.jit.load(str(tmp_path / "low.pt"))
+        assert loaded(torch.randn(2, 4)).dtype is BF16
