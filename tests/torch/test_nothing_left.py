@@ -85,15 +85,18 @@ plans = st.recursive(
 )
 
 
+one_at_a_time = threading.Lock()  # explain makes Dynamo forget all code, which torch does not lock (docs/limits.md)
+
+
 def carry_out(plan):
     """Do what a plan says; what is thrown inside a context leaves it, and goes no further."""
     layer = Layer(plan[1])
     if len(plan) == 2:
         try:
-            DONE[plan[0]](layer)
+            with one_at_a_time if plan[0] in ("compile", "explain") else nullcontext():
+                DONE[plan[0]](layer)
         except Exception:
-            # nothing was thrown on purpose; but Dynamo forgets all code while another thread compiles, if a pin is set
-            if not plan[1] and not (threading.active_count() > 1 and plan[0] in ("compile", "explain")):
+            if not plan[1]:  # nothing was thrown on purpose
                 raise
         return
     try:

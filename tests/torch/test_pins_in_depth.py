@@ -56,6 +56,34 @@ def same(a, b):
     return a.dtype is b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("compiler", [torch.compile, nc.compile])
+@pytest.mark.parametrize("pinned", ["a", "a.a", "class", "base"])
+def test_compiled_code_notices_every_pin(compiler, pinned):
+    """Set and undone after it was compiled; and what has nothing to do with the pin of a module is not compiled anew."""
+    nc.unpin(nc.pin(Same(), "bf16"))  # the first of a process makes Dynamo forget all
+    model, other, graphs = Around(), Around(), []
+    model.a = Around()
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    apart = torch.compile(lambda x: other(x) + 1, backend=count)
+    apart(X)
+    compiled = compiler(model, backend="eager")
+    target = {"class": Around, "base": Same}.get(pinned) or model.get_submodule(pinned)
+    for format in (HF, BF):
+        assert compiled(X).dtype is FP
+        nc.pin(target, format)
+        try:
+            assert compiled(X).dtype is model(X).dtype is format
+        finally:
+            nc.unpin(target)
+        assert compiled(X).dtype is FP
+    apart(X)
+    assert len(graphs) == (1 if target in list(model.modules()) else 2)
+
+
 def test_compiled_code_is_not_shared_between_policies_about_modules():
     """They change no op; the identity that Dynamo guards on is written all the same."""
     model = nn.Sequential(Same())

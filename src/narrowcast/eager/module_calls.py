@@ -7,6 +7,7 @@ module, and nothing of a module changes but one attribute of a pinned one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +26,16 @@ from narrowcast.torch_surface.patches import note_staying, once, stay
 from narrowcast.torch_surface.probes import require
 
 ATTRIBUTE = "_narrowcast_pin"
+_changes = itertools.count(1)
+_class_pins = "0"  # text: Dynamo guards on it, and would take a number for a size that changes
+
+
+def compile_anew() -> None:
+    """Compiled code that calls modules is compiled anew at its next call: Dynamo guards on pins of modules, but not on
+    those of their classes.
+    """
+    global _class_pins
+    _class_pins = str(next(_changes))
 
 
 @once
@@ -44,7 +55,7 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
     def _call_impl(self: Module, *args: Any, **kwargs: Any) -> Any:
         pin: Any = self._narrowcast_pin
         if torch.compiler.is_dynamo_compiling():
-            if pin is None and not rules_hold():
+            if _class_pins and pin is None and not rules_hold():
                 return original(self, *args, **kwargs)
             if pin is not None and pin.region is not None:
                 with pin.region.again():

@@ -14,7 +14,7 @@ from torch.nn import Module
 from narrowcast.eager.boundary import Boundary, Names, make_boundary, names_of
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import ANYWHERE
-from narrowcast.eager.module_calls import ATTRIBUTE, watch_module_calls
+from narrowcast.eager.module_calls import ATTRIBUTE, compile_anew, watch_module_calls
 from narrowcast.eager.region import autocast
 from narrowcast.eager.traced_calls import key_of, run_traced
 from narrowcast.errors import PinError
@@ -22,6 +22,7 @@ from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
 from narrowcast.torch_bridge import FORMATS, to_dtype
 from narrowcast.torch_surface.dynamo import forget_compiled_code
+from narrowcast.torch_surface.patches import once
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -115,7 +116,7 @@ def unpin(target: Any) -> Any:
             del target.__dict__[ATTRIBUTE]
         else:
             delattr(target, ATTRIBUTE)
-        _forget_compiled()
+            compile_anew()
         return target
     if not hasattr(target, "__narrowcast_pinned__"):
         raise PinError(asked=f"unpin({_name(target)})", found="it is not pinned", advice="Give what pin returned.")
@@ -150,6 +151,7 @@ def _set(target: Any, made: Pin) -> Any:
             advice="Decorate its forward with @narrowcast.autocast(...), which holds in steps.",
         )  # fmt: skip
     watch_module_calls()
+    _forget_compiled()
     if vars(target).get(ATTRIBUTE) is not None:
         raise PinError(
             asked=f"{_name(target)} pinned to {made}", found=f"it is pinned already: {vars(target)[ATTRIBUTE]}",
@@ -159,12 +161,13 @@ def _set(target: Any, made: Pin) -> Any:
         target.__dict__[ATTRIBUTE] = made  # a script would put it among its own attributes
     else:
         setattr(target, ATTRIBUTE, made)
-    _forget_compiled()
+        compile_anew()
     return target
 
 
+@once
 def _forget_compiled() -> None:
-    """Compiled code that has the module inside was traced without the pin, or with it."""
+    """What was compiled before the first pin does not ask modules for theirs; what is compiled afterwards does."""
     forget_compiled_code()
 
 
