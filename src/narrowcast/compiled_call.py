@@ -219,12 +219,12 @@ def asked_before(model: Any) -> Mapping[str, Any] | None:
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments to compile a compiled model anew: its region stays. RegionError if another is asked for."""
-    said = {name for name in ("policy", "dtype", "device_type") if now[name] is not None}
-    if said and any(_fact(name, before[name]) != _fact(name, now[name]) for name in REGION_ARGUMENTS if name in said):
+    said = [name for name in REGION_ARGUMENTS if now[name] not in (None, True)]
+    if any(_fact(name, before[name]) != _fact(name, now[name]) for name in said):
         raise RegionError(
             asked=f"compile(model, {_shown(now)})",
             found=f"the model is compiled already, with {_shown(before)}",
-            advice="Compile the original, model._orig_mod, or leave policy, dtype and device_type open to keep them.",
+            advice=f"Compile the original, model._orig_mod, or leave {', '.join(REGION_ARGUMENTS)} open to keep them.",
         )
     return {**now, **{name: before[name] for name in REGION_ARGUMENTS}}
 

@@ -77,6 +77,9 @@ def test_a_compiled_model_is_compiled_again_in_its_region():
         compiled(model, dtype="fp16")
     with pytest.raises(nc.errors.RegionError, match="compiled already"):
         compiled(model, policy="safe")
+    for other in ({"enabled": False}, {"cache_enabled": False}):
+        with pytest.raises(nc.errors.RegionError, match="compiled already"):
+            nc.compile(model, **other)
     function = nc.compile(lambda x: x @ x.T, dtype=BF16, backend="aot_eager")
     assert nc.compile(function, backend="aot_eager")(X).dtype is BF16
     with pytest.raises(nc.errors.RegionError, match="compiled already"):

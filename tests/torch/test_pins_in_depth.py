@@ -59,7 +59,7 @@ def same(a, b):
 @pytest.mark.parametrize("compiler", [torch.compile, nc.compile])
 @pytest.mark.parametrize("pinned", ["a", "a.a", "class", "base"])
 def test_compiled_code_notices_every_pin(compiler, pinned):
-    """Set and undone after it was compiled; and what has nothing to do with the pin of a module is not compiled anew."""
+    """Set and undone after it was compiled; and what has nothing to do with the pin of a module is kept."""
     nc.unpin(nc.pin(Same(), "bf16"))  # the first of a process makes Dynamo forget all
     model, other, graphs = Around(), Around(), []
     model.a = Around()
