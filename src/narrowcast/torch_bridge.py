@@ -172,6 +172,16 @@ def _ops_in(namespace: str) -> tuple[OpOverload, ...]:
     return tuple(found)
 
 
+def _overloads_of(identity: str) -> tuple[OpOverload, ...]:
+    """The overloads of the op `aten.mm` that compute."""
+    namespace, _, name = identity.partition(".")
+    packet: Any = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return ()
+    found = (getattr(packet, overload) for overload in sorted(packet.overloads()))
+    return tuple(op for op in found if op_facts(op).computes)
+
+
 def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     """The overloads that a rule names: none if it is about modules. UnknownOpError, with file:line, if none exists."""
     if rule.is_module_call:
@@ -179,9 +189,11 @@ def ops_of(rule: Rule) -> tuple[OpOverload, ...]:
     if not rule.is_pattern:
         op = find_op(rule.target)
         found: tuple[OpOverload, ...] = (op,) if op is not None else ()
-    else:
+    elif rule.is_glob:
         namespace = rule.target.partition(".")[0]
         found = tuple(op for op in ops_in(namespace) if rule.matches_op(op_id(op)))
+    else:
+        found = _overloads_of(rule.target)
     _check_fit(rule, found)
     if not found and rule.is_pattern and any(rule.matches_op(op) for op in known_ops()):
         raise UnknownOpError(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
-from narrowcast.regions.identity import Identity, carriers
+from narrowcast.regions.identity import Identity, carried_by, carriers
 
 lin = torch.nn.Linear(8, 8)
 x = torch.randn(2, 8)
@@ -90,7 +90,7 @@ def test_different_policies_carry_different_states_the_same_in_each_process():
     """Caches on disk are keyed by it."""
     seen = set()
     for n in range(200):
-        identity = Identity(f"{n * 7919:012x}" + "0" * 52, "cpu")
+        identity = Identity(carried_by(f"{n * 7919:012x}" + "0" * 52, "cpu"))
         seen.add(tuple(carried()))
         identity.restore()
     assert len(seen) == 200

@@ -2,9 +2,10 @@
 
 from narrowcast.eager.caching import cache_info, invalidate
 from narrowcast.eager.functions import custom_bwd, custom_fwd
+from narrowcast.eager.opening import changed_ops
 from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record
-from narrowcast.eager.region import autocast, changed_ops
+from narrowcast.eager.region import autocast
 from narrowcast.eager.threads import carry
 from narrowcast.regions.place import find_place
 from narrowcast.regions.state import active_region, native_region

@@ -26,7 +26,7 @@ class Table:
     asks_for_names: whether any rule names a class or a function.
     """
 
-    __slots__ = ("_known", "_ranked", "asks_for_names")
+    __slots__ = ("_globs", "_known", "_named", "_ranked", "asks_for_names")
 
     def __init__(self, layers: tuple[tuple[Rule, ...], ...]) -> None:
         ranked = [
@@ -37,6 +37,12 @@ class Table:
         ranked.sort(key=lambda row: row[:3], reverse=True)
         self._ranked = [row[3] for row in ranked]
         self.asks_for_names = any(rule.module_class or rule.function for rule in self._ranked)
+        # by where they stand in that order: rules that name an op or an overload by that name, and the others
+        self._named: dict[str, list[int]] = {}
+        self._globs = [rank for rank, rule in enumerate(self._ranked) if rule.is_glob]
+        for rank, rule in enumerate(self._ranked):
+            if not rule.is_glob:
+                self._named.setdefault(rule.target, []).append(rank)
         self._known: dict[tuple[str, bool, str], Candidates] = {}
 
     def candidates(self, op: str, takes_patterns: bool, direction: str = "forward") -> Candidates:
@@ -48,11 +54,11 @@ class Table:
         return found
 
     def _find(self, op: str, takes_patterns: bool, direction: str) -> Candidates:
-        matching = [
-            r
-            for r in self._ranked
-            if (takes_patterns or not r.is_pattern) and r.matches_direction(direction) and r.matches_op(op)
-        ]
+        ranks = self._named.get(op, [])
+        if takes_patterns:
+            ranks = sorted([*ranks, *self._named.get(op.rpartition(".")[0], ()), *self._globs])
+        possible = (self._ranked[rank] for rank in ranks)
+        matching = [r for r in possible if r.matches_direction(direction) and r.matches_op(op)]
         whole: list[Rule] = []
         for rule in matching:
             if rule.argument is None:

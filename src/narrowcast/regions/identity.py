@@ -12,6 +12,8 @@ import torch
 
 from narrowcast.torch_surface.dynamo import never_trace
 
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers
 
@@ -23,19 +25,29 @@ def carriers(device_type: str) -> tuple[str, ...]:
     return tuple(name for name in _CARRIERS if name not in taken)
 
 
+Carried = tuple[tuple[str, torch.dtype], ...]
+"""What is written where: by device type, the dtype."""
+
+
+def carried_by(digest: str, device_type: str) -> Carried:
+    """What a region on this device type writes for a policy of this digest."""
+    number, written = int(digest[:12], 16), []
+    for name in carriers(device_type):
+        number, position = divmod(number, len(_DTYPES))
+        written.append((name, _DTYPES[position]))
+    return tuple(written)
+
+
 class Identity:
     """The carriers' state before a region of ours wrote its policy there."""
 
     __slots__ = ("_before",)
 
-    def __init__(self, digest: str, device_type: str) -> None:
-        number = int(digest[:12], 16)
-        self._before: list[tuple[str, bool, torch.dtype]] = []
-        for name in carriers(device_type):
-            self._before.append((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)))
-            number, position = divmod(number, len(_DTYPES))
-            torch.set_autocast_enabled(name, True)
-            torch.set_autocast_dtype(name, _DTYPES[position])
+    def __init__(self, carried: Carried) -> None:
+        self._before = [(name, _is_enabled(name), _dtype(name)) for name, _ in carried]
+        for name, dtype in carried:
+            _set_enabled(name, True)
+            _set_dtype(name, dtype)
 
     @property
     def carriers(self) -> tuple[str, ...]:
@@ -50,8 +62,8 @@ class Identity:
     def restore(self) -> None:
         """Write back what was there."""
         for name, enabled, dtype in self._before:
-            torch.set_autocast_enabled(name, enabled)
-            torch.set_autocast_dtype(name, dtype)
+            _set_enabled(name, enabled)
+            _set_dtype(name, dtype)
 
 
 never_trace(Identity.__init__, Identity.restore)

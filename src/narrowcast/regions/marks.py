@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 
@@ -24,7 +23,9 @@ from narrowcast.torch_surface.state import autocast_nesting
 class Markable(Protocol):
     """A region that can be entered and left: `narrowcast.autocast`."""
 
-    prepared: Prepared
+    @property
+    def prepared(self) -> Prepared:
+        """What it decides by."""
 
     def __enter__(self) -> Any: ...
 
@@ -38,28 +39,14 @@ class _Open(threading.local):
         self.keys: list[str] = []
 
 
-_made: dict[str, WeakSet[Markable]] = {}  # by key: equal keys mean equal regions, so any of them will do
-_in_graphs: dict[str, Markable] = {}  # those that a graph names, which nobody else may hold any more
+_in_graphs: dict[str, Markable] = {}  # by key: equal keys mean equal regions, so any of them will do
 _open = _Open()
-_lock = threading.Lock()
-_crowd = 256
 
 
-def mark(key: str, region: Markable) -> None:
-    """Know a region by a key, so that a graph may name it. It is held only once a graph does."""
-    global _crowd
+def hold(key: str, region: Markable) -> None:
+    """Hold a region from here on: a graph is about to name it by this key."""
     _keep_marks()
-    alike = _made.get(key)
-    if alike is None:
-        with _lock:
-            if len(_made) > _crowd:
-                for gone in [k for k, regions in _made.items() if not regions]:
-                    del _made[gone]
-                _crowd = 256 + 2 * len(_made)
-            alike = _made.setdefault(key, WeakSet())
-            alike.add(region)
-        return
-    alike.add(region)
+    _in_graphs.setdefault(key, region)
 
 
 @once
@@ -68,18 +55,9 @@ def _keep_marks() -> None:
     note_staying("torch.fx.node: calls that stay in graphs", "regions of ours are calls in graphs")
 
 
-def hold(key: str) -> None:
-    """Hold a region from here on: a graph is about to name it."""
-    _in_graphs[key] = find_marked(key)
-
-
 def find_marked(key: str) -> Markable:
-    """A region with that key."""
-    return _in_graphs.get(key) or next(iter(_made[key]))
-
-
-def _is_known(key: str) -> bool:
-    return key in _in_graphs or bool(_made.get(key))
+    """The region that graphs name by that key."""
+    return _in_graphs[key]
 
 
 def marked_region(key: str) -> Prepared:
@@ -159,13 +137,13 @@ def exported_key(body: torch.fx.GraphModule) -> str | None:
         note = (node.meta.get("custom") or {}).get(_NOTE)
         if node.op == "call_function" and note is not None:
             noted, _, key = note.partition(" ")
-            return key if int(noted) == depth and _is_known(key) else None
+            return key if int(noted) == depth and key in _in_graphs else None
     return None
 
 
 def allow_marks(key: str) -> None:
-    """Have Dynamo put the marks of this region into its graphs. It runs this while it traces."""
-    hold(key)
+    """Have Dynamo put the marks of this region, which is held, into its graphs. It runs this while it traces."""
+    find_marked(key)
     allow_in_graph(*MARKS)
 
 
