@@ -11,7 +11,6 @@ from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.formats import Format, is_exact, widest
 from narrowcast.ledger import Cast, Ledger, Refusal
 from narrowcast.policy import Action, Place, Policy, Rule, installed_torch, lint_policy
-from narrowcast.report import Explanation
 
 if TYPE_CHECKING:
     from narrowcast.compiler import compile
@@ -20,10 +19,13 @@ if TYPE_CHECKING:
     from narrowcast.explainer import Subject, explain
     from narrowcast.exporter import export
     from narrowcast.numerics import round_to
+    from narrowcast.report import Explanation
 
 __version__ = "0.1.0.dev0"
 
-# The torch half is imported when it is first asked for: policies, ledgers and reports need no torch.
+# Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
+# ledgers need no torch.
+_REPORTS = {"Explanation": "narrowcast.report"}
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
     "cache_info": "narrowcast.eager",
@@ -88,10 +90,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    module = _TORCH_HALF.get(name)
-    if module is None:
+    if name in _REPORTS:
+        value: object = getattr(importlib.import_module(_REPORTS[name]), name)
+    elif name in _TORCH_HALF:
+        value = _load(_TORCH_HALF[name], name)
+    else:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
-    value = _load(module, name)
     globals()[name] = value
     return value
 

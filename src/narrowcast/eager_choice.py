@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
-from narrowcast.costs.measure import LARGEST_BYTES, Operand, device_now, make_tensor, random_state_kept
+from narrowcast.costs.device import device_now, random_state_kept
+from narrowcast.costs.measure import LARGEST_BYTES, Operand, make_tensor
 from narrowcast.eager import autocast
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher

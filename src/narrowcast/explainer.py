@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.capabilities import one_format
 from narrowcast.costs.abilities import slow_note
-from narrowcast.costs.measure import is_here
+from narrowcast.costs.device import is_here
 from narrowcast.eager import autocast, record
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.failed_run import failure_of, first_line

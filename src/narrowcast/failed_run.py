@@ -23,7 +23,7 @@ from narrowcast.policy.lacks import FULL
 from narrowcast.regions.place import find_place
 from narrowcast.report import Attempt, Failure
 from narrowcast.torch_bridge import find_op, op_id, tensors_in
-from narrowcast.torch_surface.dispatch import OpOverload, TorchDispatchMode
+from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -127,7 +127,7 @@ class _Functions(TorchFunctionMode):
             raise
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(DispatchMode):
     """Sees ops, which run with autocast on if it is: kernels that call other ops must find it so."""
 
     def __init__(self, seen: _Seen) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from narrowcast.costs.measure import is_here, random_state_kept
+from narrowcast.costs.device import is_here, random_state_kept
 from narrowcast.torch_surface.dispatch import tree_map, without_modes
 from narrowcast.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice
-from narrowcast.costs.measure import random_state_kept
+from narrowcast.costs.device import random_state_kept
 from narrowcast.errors import GoalError
 from narrowcast.formats import fp32
 from narrowcast.fx.candidates import HIGH, PLACED, POLICY

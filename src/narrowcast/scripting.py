@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.abilities import for_target
-from narrowcast.costs.measure import random_state_kept
+from narrowcast.costs.device import random_state_kept
 from narrowcast.eager import autocast
 from narrowcast.errors import GoalError, ScriptError, ScriptWarning
 from narrowcast.formats import Format

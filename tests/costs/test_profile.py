@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowcast.costs import CostModel, Profile, Sample, Signature
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
+from narrowcast.costs.device import device_now
 from narrowcast.costs.known import foreign_profile, keep, known_profile
-from narrowcast.costs.measure import Measurable, Operand, device_now, measure
-from narrowcast.costs.profile import Device, cache_folder, load_profile, profile_path, set_aside
-from narrowcast.costs.signature import cast_signature, known_shape, signature_of
+from narrowcast.costs.measure import Measurable, Operand, measure
+from narrowcast.costs.model import CostModel
+from narrowcast.costs.profile import Device, Profile, Sample, cache_folder, load_profile, profile_path, set_aside
+from narrowcast.costs.signature import Signature, cast_signature, known_shape, signature_of
 from narrowcast.costs.sweep import basics, sweep
 from narrowcast.errors import ProfileError
 from narrowcast.formats import bf16, fp16, fp32
@@ -51,7 +52,7 @@ def test_a_profile_is_read_back(folder):
 def test_two_writers_lose_nothing(folder):
     """Two processes that measured other things both find everything in the file."""
     program = (
-        "import sys; from narrowcast.costs import Profile, Device, Sample\n"
+        "import sys; from narrowcast.costs.profile import Profile, Device, Sample\n"
         "d = Device('cuda', 'NVIDIA H200', ('sm_90',), 1, '2.13.0')\n"
         "for n in range(15):\n"
         "    p = Profile(d, {f'{sys.argv[1]}{n}': Sample('gemm', 'fp32', False, 1, 1, 1, 5, 4, 6, 3)})\n"
@@ -307,7 +308,7 @@ def test_the_file_is_json_that_others_can_read(folder):
 
 def test_a_limited_instruction_set_is_another_device(monkeypatch):
     """What oneDNN takes without bf16 units says nothing about what it takes with them."""
-    from narrowcast.costs.measure import device_now, this_device
+    from narrowcast.costs.device import device_now, this_device
 
     free = device_now()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE" if "AVX512_CORE" not in str(free.units) else "AVX2")

@@ -15,7 +15,7 @@ import narrowcast as nc
 from narrowcast import formats
 from narrowcast.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
 from narrowcast.costs import abilities
-from narrowcast.costs.measure import device_now
+from narrowcast.costs.device import device_now
 from narrowcast.costs.profile import Device, Profile, profile_path
 from narrowcast.errors import NarrowcastError, ProfileError, RegionError
 from narrowcast.torch_surface.fx import FakeTensorMode

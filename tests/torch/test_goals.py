@@ -11,10 +11,9 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast import script_choice
-from narrowcast.costs import Profile
+from narrowcast.costs.device import device_now
 from narrowcast.costs.known import known_profile
-from narrowcast.costs.measure import device_now
-from narrowcast.costs.profile import Device
+from narrowcast.costs.profile import Device, Profile
 from narrowcast.errors import EnergyError, GoalError, ProfileError
 from narrowcast.fx import placing
 from narrowcast.fx.compiled import watch_graphs
@@ -446,7 +445,7 @@ def test_the_profile_grows_with_the_models_own_calls():
 
 def test_fusion_decides_what_a_cast_is_worth():
     """A cast between two pointwise calls is a pass through memory op by op, and a conversion inside a fused loop."""
-    from narrowcast.costs import CostModel
+    from narrowcast.costs.model import CostModel
     from narrowcast.costs.prices import TimePrices
     from narrowcast.formats import bf16, fp32
     from narrowcast.program import Operand, Step, Value

@@ -6,7 +6,8 @@ import statistics
 
 from context import Context
 
-from narrowcast.costs.measure import device_now, measure
+from narrowcast.costs.device import device_now
+from narrowcast.costs.measure import measure
 from narrowcast.costs.profile import Profile
 from narrowcast.costs.show import rows_of
 from narrowcast.costs.sweep import sweep

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from narrowcast.console import print_all, terminal
 from narrowcast.costs.abilities import capabilities
-from narrowcast.costs.measure import device_now, is_here, machine_load, measure
+from narrowcast.costs.device import device_now, is_here
+from narrowcast.costs.measure import machine_load, measure
 from narrowcast.costs.profile import Profile, load_profile, profile_path
 from narrowcast.costs.show import comparison_parts, plot_profile, profile_parts
 from narrowcast.costs.sweep import sweep

@@ -1,7 +1,5 @@
-"""What ops and casts cost on a device: measured, kept in profiles, and interpolated from them."""
+"""What ops and casts cost on a device: measured, kept in profiles, and interpolated from them.
 
-from narrowcast.costs.model import CostModel, Estimate
-from narrowcast.costs.profile import Device, Profile, Sample
-from narrowcast.costs.signature import Signature, Work
-
-__all__ = ["CostModel", "Device", "Estimate", "Profile", "Sample", "Signature", "Work"]
+device: the one at hand. abilities: what it can run. measure, sweep, signature: its calls. profile: the file that keeps
+them. model: what was not measured. known, choices, prices: what placing asks. show: what a person does.
+"""

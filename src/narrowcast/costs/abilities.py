@@ -6,7 +6,6 @@ of its own, which has none of that, with tensors whose values need no random num
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from narrowcast.capabilities import (
     one_format,
     shipped_capabilities,
 )
-from narrowcast.costs.measure import device_now, is_capturing, is_here, synchronize
+from narrowcast.costs.device import device_now, is_capturing, is_here, synchronize
 from narrowcast.costs.profile import Device, Profile, load_profile
 from narrowcast.costs.smallest_calls import CPU_ALONE, SMALLEST
 from narrowcast.errors import Origin, ProfileError
@@ -209,7 +208,7 @@ def _profiled(profile: Profile, format: Format) -> dict[str, float]:
             low = profile.samples.get(text.replace(f"{fp32.name}[", f"{format.name}["))
             if low is not None:
                 ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
-    return {family: statistics.median(found) for family, found in ratios.items()}
+    return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
 
 
 def _probed(device_type: str, format: Format) -> dict[str, float]:

@@ -6,7 +6,8 @@ import threading
 import warnings
 from pathlib import Path
 
-from narrowcast.costs.measure import device_now, measure
+from narrowcast.costs.device import device_now
+from narrowcast.costs.measure import measure
 from narrowcast.costs.profile import Device, Profile, load_profile
 from narrowcast.costs.sweep import basics
 from narrowcast.errors import Origin, ProfileError

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import nnls
 
 from narrowcast.costs.profile import Profile, Sample
 from narrowcast.costs.signature import Signature, Work
@@ -72,6 +71,8 @@ class _Group:
     """The samples of one family, format and direction."""
 
     def __init__(self, samples: list[Sample]) -> None:
+        from scipy.optimize import nnls  # half a second, so only where it is used
+
         self.samples = samples
         rows = np.array([[1.0, s.flops, s.moved_bytes] for s in samples])
         times = np.array([s.ns for s in samples])

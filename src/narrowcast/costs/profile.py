@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import platformdirs
-from filelock import FileLock, Timeout
 
 from narrowcast.capabilities import Ability
 from narrowcast.errors import Origin, ProfileError
@@ -124,6 +122,8 @@ class Profile:
 
         patience_s: how long to wait for a process that is saving, too.
         """
+        from filelock import FileLock, Timeout  # regions that read no profile do not import it
+
         path = path or self.path or profile_path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,10 +185,12 @@ def set_aside(path: Path) -> str:
 
 def cache_folder() -> Path:
     """Where profiles and choices are kept: NARROWCAST_CACHE_DIR, or the user's cache folder."""
-    import os
-
     given = os.environ.get("NARROWCAST_CACHE_DIR")
-    return Path(given) if given else Path(platformdirs.user_cache_dir("narrowcast"))
+    if given:
+        return Path(given)
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("narrowcast"))
 
 
 def profile_path(device: Device) -> Path:

@@ -32,7 +32,7 @@ from narrowcast.policy import MODULE_CALL_OP, Place, Policy
 from narrowcast.regions.place import find_place
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
-from narrowcast.torch_surface.dispatch import TO_COPY, OpOverload, TorchDispatchMode, version_of
+from narrowcast.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 _DETACH = torch.ops.aten.detach.default
@@ -69,7 +69,7 @@ def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
     return tuple(op for op in found if op is not None)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
 
     whole: frozenset[str] = frozenset()

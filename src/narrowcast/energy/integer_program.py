@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 from narrowcast.energy.model import FIXED, Energy, Flow, Optimum, Reader
 from narrowcast.errors import EnergyError
@@ -100,6 +98,9 @@ class _Model:
 
     def solve(self, seconds: float) -> tuple[tuple[Format, ...], int]:
         """One format per choice, and the bound."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, so only where it is used
+        from scipy.sparse import csr_matrix
+
         data, row_of, column_of = [], [], []
         for number, (coefficients, _, _) in enumerate(self.rows):
             for column, value in coefficients.items():

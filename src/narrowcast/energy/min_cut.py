@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from narrowcast.energy.model import FIXED, Energy, Flow, Optimum, Reader
 from narrowcast.errors import EnergyError
@@ -151,6 +149,9 @@ class _Network:
 
     def solve(self) -> tuple[tuple[Format, ...], int]:
         """One format per choice, and the value of the flow."""
+        from scipy.sparse import csr_matrix  # scipy takes long to import, so only where it is used
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         total = sum(cost for _, _, cost in self.edges)
         if total > _LARGEST:
             raise EnergyError("a minimum cut", f"costs of {total} together", advice=f"Keep them below {_LARGEST}.")

@@ -15,9 +15,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from narrowcast.costs import CostModel, Profile
 from narrowcast.costs.measure import Measurable, Operand, measure
+from narrowcast.costs.model import CostModel
 from narrowcast.costs.prices import TimePrices, costs_time
+from narrowcast.costs.profile import Profile
 from narrowcast.energy import minimise
 from narrowcast.formats import Format, fp32
 from narrowcast.fx.edit import with_dtype

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from narrowcast.costs.choices import Choice
-from narrowcast.costs.measure import is_capturing, own_saved_tensors, random_state_kept, synchronize
+from narrowcast.costs.device import is_capturing, own_saved_tensors, random_state_kept, synchronize
 from narrowcast.torch_bridge import tensors_in
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from narrowcast.costs.measure import own_saved_tensors
+from narrowcast.costs.device import own_saved_tensors
 from narrowcast.fx.capture import capture
 from narrowcast.fx.edit import write_passes
 from narrowcast.fx.read import Ambient, Reading, read_graph

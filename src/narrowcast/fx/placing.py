@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
+from narrowcast.costs.device import device_now
 from narrowcast.costs.known import foreign_profile, keep, known_profile
-from narrowcast.costs.measure import device_now
 from narrowcast.errors import CaptureError
 from narrowcast.fx.candidates import PLACED, Candidate, make_candidates
 from narrowcast.fx.check import check_formats

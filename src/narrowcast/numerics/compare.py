@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from narrowcast.costs.measure import synchronize
+from narrowcast.costs.device import synchronize
 from narrowcast.numerics.finite import first_not_finite
 from narrowcast.report import Comparison, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
-from narrowcast.torch_surface.dispatch import TorchDispatchMode, keystr, storage_key, tree_flatten_with_path
+from narrowcast.torch_surface.dispatch import DispatchMode, keystr, storage_key, tree_flatten_with_path
 
 Run = Callable[[], Any]
 
@@ -148,7 +148,7 @@ def peak_bytes(run: Run) -> tuple[Any, int]:
     return result, mode.peak
 
 
-class _PeakMemory(TorchDispatchMode):
+class _PeakMemory(DispatchMode):
     """Adds up the storages of results while they live; what existed before is not counted."""
 
     def __init__(self) -> None:

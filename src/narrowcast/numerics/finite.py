@@ -11,7 +11,7 @@ import torch
 from narrowcast.regions.place import find_place
 from narrowcast.report import NotFinite
 from narrowcast.torch_bridge import FORMATS, op_id, tensors_in
-from narrowcast.torch_surface.dispatch import OpOverload, TorchDispatchMode
+from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
 
 Key = tuple[str, str, str, int, int]
 """A call: op, module path, file, line, and how many like it came before."""
@@ -34,7 +34,7 @@ def first_not_finite(reference: Callable[[], Any], region: Callable[[], Any]) ->
     return in_region.found, "" if own is None else own.text
 
 
-class _Finite(TorchDispatchMode):
+class _Finite(DispatchMode):
     """Looks at every result. expected: which calls gave finite results in fp32."""
 
     def __init__(self, expected: dict[Key, bool]) -> None:

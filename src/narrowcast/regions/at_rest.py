@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.costs.measure import is_capturing
+from narrowcast.costs.device import is_capturing
 from narrowcast.torch_bridge import cast
 from narrowcast.torch_surface.dispatch import version_of
 from narrowcast.torch_surface.state import autocast_off

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 from narrowcast.capabilities import RAISES, device_label, short_name
 from narrowcast.costs.abilities import capabilities
-from narrowcast.costs.measure import device_now
+from narrowcast.costs.device import device_now
 from narrowcast.errors import NarrowcastError
 from narrowcast.regions.place import find_place
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from narrowcast.policy import Place, Policy, Rule, nearest_name
-from narrowcast.program import Program
 from narrowcast.regions.place import find_place
 from narrowcast.regions.warned import warn_at
+
+if TYPE_CHECKING:
+    from narrowcast.program import Program  # graphs alone have one
 
 _MOST = 4096
 

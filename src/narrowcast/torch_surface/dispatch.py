@@ -20,10 +20,11 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.state import autocast_key, autocast_key_name
 
 __all__ = [  # what comes from torch under its own name
-    "DispatchKey", "DispatchKeySet", "TorchDispatchMode", "enable_python_dispatcher", "keystr", "tree_flatten",
+    "DispatchKey", "DispatchKeySet", "enable_python_dispatcher", "keystr", "tree_flatten",
     "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
@@ -48,6 +49,18 @@ count_dispatch_modes = torch._C._len_torch_dispatch_stack
 all_op_names = torch._C._dispatch_get_all_op_names
 """`aten::mm`, `aten::add.Tensor`: everything that is registered now."""
 parse_schema = torch._C.parse_schema
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo leaves alone, as torch has it, without importing Dynamo at the first op."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        never_trace(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # -- overloads ---------------------------------------------------------------------------------------------------------
