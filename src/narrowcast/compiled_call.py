@@ -32,6 +32,7 @@ from narrowcast.torch_surface.dynamo import (
     never_trace,
     original_module,
 )
+from narrowcast.torch_surface.modules import call_of_module, has_global_hooks
 
 REGION_ARGUMENTS = ("policy", "dtype", "device_type", "enabled", "cache_enabled")
 """Those of `compile` that are about the region."""
@@ -43,19 +44,21 @@ class Compiled:
     def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call's result."""
         try:
-            return self._call(compiled, args, kwargs)
+            return compiled(*args, **kwargs)
         except BackendCompilerFailed as error:
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, NarrowcastError):
-                raise inner from None
+            _raise_own(error)
             raise
 
     def region(self, args: Any = (), kwargs: Any = None) -> AbstractContextManager[Any]:
         """The region of a call with these arguments, for what is run in it and is not compiled by us."""
         return nullcontext()
 
-    def _call(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return compiled(*args, **kwargs)
+
+def _raise_own(error: BaseException) -> None:
+    """Raise what Dynamo has wrapped, if it is one of ours."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, NarrowcastError):
+        raise inner from None
 
 
 class Around(Compiled):
@@ -80,15 +83,18 @@ class Around(Compiled):
     def _device_of(self, args: Any, kwargs: Any) -> str:
         return self._device_type or next((t.device.type for t in tensors_in(args, kwargs)), "cpu")
 
-    def _call(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device_type = self._device_type
-        if device_type is None:
-            device_type = self._device_of(args, kwargs)
+    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call's result."""
+        device_type = self._device_type or self._device_of(args, kwargs)
         region = self._regions.get(device_type)
-        if region is None:
-            return self._first_call(device_type, compiled, args, kwargs)
-        with region:
-            return compiled(*args, **kwargs)
+        try:
+            if region is None:
+                return self._first_call(device_type, compiled, args, kwargs)
+            with region:
+                return compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            _raise_own(error)
+            raise
 
     def _first_call(self, device_type: str, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         region = self._make(device_type)
@@ -133,7 +139,9 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         """The module's result, computed in the region."""
         if torch.compiler.is_dynamo_compiling():  # Dynamo refuses to look into torch's own
             return self.forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        if has_global_hooks():  # of which torch warns
+            return super().__call__(*args, **kwargs)
+        return call_of_module(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result, computed in the region."""

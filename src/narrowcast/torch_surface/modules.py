@@ -12,6 +12,11 @@ from torch.nn import Module
 CALL = "_call_impl"
 """The method of `torch.nn.Module` that every call of a module goes through."""
 
+call_of_module: Any = Module.__call__
+"""A module's call, without what a class of modules puts before it."""
+has_global_hooks = torch.nn.modules.module._has_any_global_hook
+"""Whether hooks on all modules are set."""
+
 
 def children(module: Module) -> dict[str, Module | None]:
     """The modules inside one, by name."""
