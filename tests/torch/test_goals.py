@@ -46,6 +46,12 @@ def net(dropout=0.0):
     return Net(dropout), torch.randn(4, 3, 8, 8)
 
 
+def time_all(monkeypatch):
+    """No candidate is ruled out, whatever a busy machine measures."""
+    monkeypatch.setattr(placing, "RULED_OUT", float("inf"))
+    monkeypatch.setattr(placing, "HOPELESS", float("inf"))
+
+
 @pytest.fixture
 def prefer(monkeypatch):
     """Costs under which one format is free, whatever the machine: what is placed is known."""
@@ -120,7 +126,8 @@ def test_a_placement_is_never_less_precise_than_the_policy(prefer):
 
 
 def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
-    """All candidates are timed; a second process reads the choice and compiles one."""
+    """Of the candidates that are timed; a second process reads the choice and compiles one."""
+    time_all(monkeypatch)
     model, x = net()
     model.eval()
     with torch.no_grad():
@@ -175,12 +182,13 @@ def test_short_sides_run_more_often_in_a_round(monkeypatch):
     monkeypatch.setattr(choosing, "_run", run)
     found = choosing.time_sides([choosing.Side(name, name) for name in ("long", "short")], (), frozenset())
     assert found.chosen == "short" and found.rounds == choosing.ROUNDS
-    assert calls.count("long") == 3 + found.rounds and calls.count("short") == 3 + 6 * found.rounds
+    assert calls.count("short") == 3 + 6 * found.rounds
+    assert calls.count("long") == 3 + choosing.LEAST_ROUNDS  # far behind: it runs no more
 
 
 def test_timing_leaves_no_trace(monkeypatch):
     """Running statistics move once, gradients reach nobody's .grad, hooks do not fire, random state is as it was."""
-    monkeypatch.setattr(placing, "HOPELESS", float("inf"))  # whatever a busy machine measures, all are timed
+    time_all(monkeypatch)
     model, x = net(dropout=0.5)
     model.train()
     calls = []

@@ -20,7 +20,8 @@ class Choice:
     """What was found when candidates were timed: medians in nanoseconds by name, the spread of each, what it cost.
 
     seconds: that timing took, compiling the candidates apart. from_disk: it was found earlier. dropped: candidates that
-    do not run here, with the first line of what they raise.
+    do not run here, with the first line of what they raise. formats: of the chosen one's choices; they name its
+    placement, whatever the profile has learnt since.
     """
 
     chosen: str
@@ -30,6 +31,7 @@ class Choice:
     seconds: float
     from_disk: bool = False
     dropped: dict[str, str] = field(default_factory=dict)
+    formats: tuple[str, ...] = ()
 
 
 def choice_key(device: Device, *facts: str) -> str:
@@ -38,8 +40,8 @@ def choice_key(device: Device, *facts: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load_choice(key: str, names: Sequence[str]) -> Choice | None:
-    """The choice that was made earlier; None if there is none among candidates of these names.
+def load_choice(key: str, names: Sequence[str] | None = None) -> Choice | None:
+    """The choice that was made earlier; None if there is none, or none among candidates of these names.
 
     A file that cannot be read is set aside, with a warning.
     """
@@ -50,8 +52,8 @@ def load_choice(key: str, names: Sequence[str]) -> Choice | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        found = Choice(**{**data, "from_disk": True})
-        return found if found.chosen in names else None
+        found = Choice(**{**data, "from_disk": True, "formats": tuple(data.get("formats", ()))})
+        return found if names is None or found.chosen in names else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it {set_aside(path)}", stacklevel=2)
         return None

@@ -46,6 +46,7 @@ from narrowcast.report import CompiledGraph
 from narrowcast.torch_surface.dynamo import (
     InductorCompiler,
     begins_again,
+    compiler_text,
     functorch_config,
     inner_compiler,
     register_backend,
@@ -142,7 +143,7 @@ class GraphBackend:
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
         with _fake_mode(graph):
             placed = place_graph(
-                graph, values, self.goal, fused, repr(self.inner.__dict__), weight_positions(graph, inputs), uncompiled
+                graph, values, self.goal, fused, compiler_text(self.inner), weight_positions(graph, inputs), uncompiled
             )
         note_reading(report, placed.explicit.reading)
         report.capture_seconds = placed.explicit.capture_seconds

@@ -8,6 +8,7 @@ pay; `placed` then is what costs least if nothing is fused. Candidates that are 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from narrowcast.costs.measure import Measurable, Operand, measure
 from narrowcast.costs.model import CostModel
 from narrowcast.costs.prices import TimePrices, costs_time
 from narrowcast.costs.profile import Profile
-from narrowcast.energy import minimise
+from narrowcast.energy import Optimum, minimise
+from narrowcast.errors import EnergyError
 from narrowcast.formats import Format, fp32
 from narrowcast.fx.edit import with_dtype
 from narrowcast.fx.operands import operands_of
@@ -28,9 +30,9 @@ from narrowcast.fx.resting import Resting, rest_weights
 from narrowcast.fx.write import write_graph
 from narrowcast.goals import CAST, MEMORY, WORKING, Goal
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
-from narrowcast.passes.find_choices import FREE, find_choices
+from narrowcast.passes.find_choices import FREE, Question, find_choices
 from narrowcast.passes.memory import KeptBytes, place_within, smallest
-from narrowcast.passes.place import Chooser, Placement, as_high, as_the_policy, place_formats
+from narrowcast.passes.place import Chooser, Placement, as_given, as_high, as_the_policy, place_formats
 from narrowcast.passes.prices import CastBytes
 from narrowcast.program import Edit, Program, Step
 from narrowcast.torch_surface.dispatch import OpOverload
@@ -41,26 +43,37 @@ STREAMED_BYTES = 24 * 2**20
 """Weights that together take more than this do not stay in a cache from call to call."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """One way to run a graph: explicit, with the placement that it came from, and what it is predicted to take.
+    """One way to run a graph: a placement, its program, and what it is predicted to take.
 
-    sure: the part of the predicted time of its calls that was measured. is_compiled: a compiler gets it; the graph runs
-    as it is otherwise.
+    formats: of the choices, in their order; they name the placement. is_compiled: a compiler gets it; the graph runs as
+    it is otherwise. sure: the part of the predicted time of its calls that was measured. graph, resting: there once it
+    is written, which it is only if it may be used.
     """
 
     name: str
-    graph: GraphModule
     outcome: Outcome
     placement: Placement
-    is_compiled: bool = True
-    sure: float = 0.0
-    resting: Resting = field(default_factory=lambda: Resting(()))
+    formats: tuple[str, ...]
+    is_compiled: bool
+    sure: float
+    graph: GraphModule = field(init=False)
+    resting: Resting = field(init=False, default_factory=lambda: Resting(()))
+    is_written: bool = field(init=False, default=False)
 
     @property
     def casts(self) -> int:
-        """How many casts one call makes."""
+        """How many casts one call makes, those of weights at rest among them until it is written."""
         return len(self.outcome.program.casts()) - self.resting.removed
+
+    def write(self, reading: Reading, goal: Goal, weights: frozenset[int], rests: bool) -> None:
+        """Write it into a graph of its own. weights, rests: as for `make_candidates`."""
+        self.graph, own = copy_reading(reading)
+        nodes = write_graph(own, self.outcome.program)
+        if goal.weights != CAST and rests:
+            self.resting = rest_weights(self.graph, self.outcome.program, nodes, weights, goal.weights == WORKING)
+        self.is_written = True
 
     @property
     def predicted_ns(self) -> float:
@@ -76,25 +89,34 @@ def make_candidates(
     weights: frozenset[int],
     measures: bool = True,
     uncompiled: bool = False,
-    rests: bool = True,
 ) -> list[Candidate]:
-    """The candidates of a graph that was read and not changed since; the placed one first.
+    """The candidates of a graph that was read and not changed since; the placed one first. None is written.
 
     weights: positions of inputs that are weights. measures: calls that the profile lacks are measured (not where it is
-    another device's). uncompiled: the graph may also run as it is. rests: casts of weights that are made
-    once become inputs.
+    another device's). uncompiled: the graph may also run as it is.
     """
     model = CostModel(profile)
     found: dict[tuple[str, bool], Candidate] = {}
     for is_compiled in (True, False) if fused and uncompiled else (True,):
         for name, choose in WAYS.items():
-            maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not found, choose, rests)
-            outcome = run_passes(reading.program, (maker.place, *BEFORE_AUTOGRAD), reading.policies, with_dtype)
-            key = (str(outcome.program), is_compiled)
-            if key not in found:
-                full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
-                found[key] = maker.candidate(full_name, outcome, is_compiled)
+            maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not found, choose)
+            made = maker.candidate(name, is_compiled)
+            found.setdefault((str(made.outcome.program), is_compiled), made)
     return list(found.values())
+
+
+def remembered_candidate(
+    reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], chosen: str,
+    formats: Sequence[str],
+) -> Candidate | None:  # fmt: skip
+    """The candidate that was chosen earlier, with these formats; None if they do not fit the graph."""
+    name, _, way = chosen.partition(", ")
+    is_compiled = way != OP_BY_OP
+    maker = _Maker(reading, goal, CostModel(profile), fused and is_compiled, weights, False, as_given(formats))
+    try:
+        return maker.candidate(name, is_compiled)
+    except EnergyError:
+        return None
 
 
 class _Maker:
@@ -102,10 +124,9 @@ class _Maker:
 
     def __init__(
         self, reading: Reading, goal: Goal, model: CostModel, fused: bool, weights: frozenset[int], measures: bool,
-        choose: Chooser | None, rests: bool,
+        choose: Chooser | None,
     ) -> None:  # fmt: skip
-        self.reading, self.goal, self.weights = reading, goal, weights
-        self.measures, self.choose, self.rests = measures, choose, rests
+        self.reading, self.goal, self.measures, self.choose = reading, goal, measures, choose
         parameters = [v for n, v in enumerate(reading.program.body.parameters) if n in weights]
         ids = frozenset(v.id for v in parameters)
         self.streamed = ids if sum(v.bytes for v in parameters) > STREAMED_BYTES else frozenset[int]()
@@ -113,6 +134,7 @@ class _Maker:
         trains, sizes = goal.weights == WORKING, symbol_sizes(reading)
         self.prices = TimePrices(model, fused, frozenset(), at_rest, trains, sizes)
         self.placements: list[Placement] = []  # the one of `place`
+        self.formats: tuple[str, ...] = ()
 
     def place(self, program: Program) -> list[Edit]:
         """The edits that place the program that `assign` left."""
@@ -122,18 +144,21 @@ class _Maker:
         if self.measures:
             measure_calls(self.reading, program, self.prices)
         chooser = self.choose or _chooser(self.goal, program, ours, self.prices.fused)
-        edits, placement = place_formats(program, self.prices, ours=ours, choose=chooser)
+
+        def choose(question: Question) -> Optimum:
+            found = chooser(question)
+            self.formats = tuple(format.name for format in found.chosen)
+            return found
+
+        edits, placement = place_formats(program, self.prices, ours=ours, choose=choose)
         self.placements.append(placement)
         return edits
 
-    def candidate(self, name: str, outcome: Outcome, is_compiled: bool) -> Candidate:
-        """The candidate, written into a graph of its own."""
-        graph, own = copy_reading(self.reading)
-        nodes = write_graph(own, outcome.program)
-        resting = Resting(())
-        if self.goal.weights != CAST and self.rests:
-            resting = rest_weights(graph, outcome.program, nodes, self.weights, self.goal.weights == WORKING)
-        return Candidate(name, graph, outcome, self.placements[0], is_compiled, self.prices.sure(), resting)
+    def candidate(self, name: str, is_compiled: bool) -> Candidate:
+        """The candidate, not yet written."""
+        outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, with_dtype)
+        full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
+        return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure())
 
 
 def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) -> Chooser:

@@ -24,7 +24,8 @@ from narrowcast.torch_surface.dispatch import count_dispatch_modes
 
 Compiled = Callable[..., Any]
 ROUNDS, SECONDS = 60, 2.0
-LEAST_ROUNDS = 5
+LEAST_ROUNDS, LEAST_SECONDS = 5, 0.2
+BEHIND = 1.5
 NOISE = 0.985
 """A side takes the place of one that was predicted to be faster if it takes at most so much of that one's time, in the
 median of rounds, pair by pair, and is the faster one in more rounds than chance gives.
@@ -47,11 +48,14 @@ class Choosing:
     """Runs the best of several compiled candidates; times them when it is first called.
 
     sides: the one that is predicted best first. written: positions of inputs that calls write to. found: told what was
-    chosen.
+    chosen. seconds: how long the rounds may take.
     """
 
-    def __init__(self, sides: Sequence[Side], written: frozenset[int], found: Callable[[Choice], None]) -> None:
+    def __init__(
+        self, sides: Sequence[Side], written: frozenset[int], found: Callable[[Choice], None], seconds: float = SECONDS
+    ) -> None:
         self.sides = list(sides)
+        self.seconds = min(max(seconds, LEAST_SECONDS), SECONDS)
         self.written = written
         self.found = found
         self.chosen: Compiled | None = self.sides[0].run if len(self.sides) == 1 else None
@@ -73,7 +77,7 @@ class Choosing:
             if is_entangled(args, self.written):  # no copies behave as these do: the prediction is taken
                 choice = Choice(self.sides[0].name, {}, {}, 0, 0.0)
             else:
-                choice = time_sides(self.sides, args, self.written)
+                choice = time_sides(self.sides, args, self.written, self.seconds)
         finally:
             _timing.on = False
         self.chosen = next(side.run for side in self.sides if side.name == choice.chosen)
@@ -88,8 +92,11 @@ class _Timing(threading.local):
 _timing = _Timing()
 
 
-def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[int]) -> Choice:
-    """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt."""
+def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS) -> Choice:
+    """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt.
+
+    A side that is far behind after a few rounds runs in no more of them.
+    """
     start = time.perf_counter()
     trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     own = {side.name: [_own(a, n in written, trains) for n, a in enumerate(args)] for side in sides}
@@ -116,12 +123,14 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
         began = time.perf_counter()
         shuffled = random.Random(0)
         for number in range(ROUNDS):
-            if number >= LEAST_ROUNDS and time.perf_counter() - began > SECONDS:
-                break
+            if number >= LEAST_ROUNDS:
+                if time.perf_counter() - began > seconds:
+                    break
+                sides = _close(sides, times)
             for side in shuffled.sample(list(sides), len(sides)):
                 times[side.name].append(run_often(side, calls[side.name]))
     medians = {name: statistics.median(found) for name, found in times.items()}
-    chosen = sides[0].name
+    chosen = sides[0].name  # of those that ran in all rounds
     for side in sides[1:]:
         if is_faster(times[side.name], times[chosen]):
             chosen = side.name
@@ -129,6 +138,12 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
         chosen, medians, {name: _spread(found) for name, found in times.items()},
         len(times[chosen]), time.perf_counter() - start, dropped=dropped,
     )  # fmt: skip
+
+
+def _close(sides: Sequence[Side], times: dict[str, list[float]]) -> list[Side]:
+    """The sides that are not far behind the fastest."""
+    best = min(statistics.median(times[side.name]) for side in sides)
+    return [side for side in sides if statistics.median(times[side.name]) <= BEHIND * best]
 
 
 def is_faster(times: Sequence[float], than: Sequence[float]) -> bool:

@@ -120,7 +120,7 @@ def placed_program(
         placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
     report = report_graph(first_place(graph))
     note_reading(report, placed.explicit.reading)
-    made = {c.name: finish_program(program, c.graph, fold) for c in placed.candidates}
+    made = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
 
     def compiled(candidate: Candidate) -> Any:
         module = made[candidate.name].module()

@@ -14,10 +14,11 @@ What the program returns keeps its format. Refuses: what find_choices.py leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from narrowcast.energy import Energy, Optimum, minimise
+from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
 from narrowcast.passes.collector import collector_paused
 from narrowcast.passes.find_choices import EXACT, FREE, Question, Read, find_choices
@@ -136,6 +137,19 @@ def as_the_policy(question: Question) -> Optimum:
 def as_high(question: Question) -> Optimum:
     """Every call in the highest format that it may have."""
     return _given(question.energy, tuple(max(c.formats, key=lambda f: f.bits) for c in question.energy.choices))
+
+
+def as_given(formats: Sequence[str]) -> Chooser:
+    """Every call in the format of that name, in the order of the choices. EnergyError where they do not fit."""
+
+    def choose(question: Question) -> Optimum:
+        choices = question.energy.choices
+        chosen = tuple(f for c, name in zip(choices, formats, strict=False) for f in c.formats if f.name == name)
+        if len(formats) != len(choices) or len(chosen) != len(choices) or question.energy.evaluate(chosen) is None:
+            raise EnergyError("a placement that was chosen earlier", "the graph has other choices now")
+        return _given(question.energy, chosen)
+
+    return choose
 
 
 def _given(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:

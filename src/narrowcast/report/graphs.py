@@ -63,12 +63,12 @@ class CompiledGraph:
 class CandidateTime:
     """One way to run a graph: nanoseconds as predicted and, if it was timed, as measured with their spread.
 
-    sure: the part of the predicted time that was measured, call by call, rather than interpolated. dropped: what it
-    raises, if it does not run here.
+    casts: None for what the prediction has ruled out. sure: the part of the predicted time that was measured, call by
+    call, rather than interpolated. dropped: what it raises, if it does not run here.
     """
 
     name: str
-    casts: int
+    casts: int | None
     predicted_ns: float
     sure: float = 0.0
     measured_ns: float | None = None

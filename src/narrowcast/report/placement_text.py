@@ -29,7 +29,8 @@ def _candidates(graph: CompiledGraph) -> RenderableType:
         ">measured call by call",
     )  # fmt: skip
     for c in graph.candidates:
-        made.add_row(c.name, str(c.casts), f"{c.predicted_ns / 1e6:.3f}", *_measured(c), f"{c.sure * 100:.0f} %")
+        casts = "" if c.casts is None else str(c.casts)
+        made.add_row(c.name, casts, f"{c.predicted_ns / 1e6:.3f}", *_measured(c), f"{c.sure * 100:.0f} %")
     return made
 
 
@@ -37,7 +38,7 @@ def _measured(candidate: CandidateTime) -> tuple[str, str, str]:
     if candidate.dropped:
         return f"dropped: {candidate.dropped}", "", ""
     if not candidate.measured_ns:
-        return "not timed", "", ""
+        return "ruled out" if candidate.casts is None else "not timed", "", ""
     ratio = candidate.predicted_ns / candidate.measured_ns
     return f"{candidate.measured_ns / 1e6:.3f}", f"{candidate.spread * 100:.0f} %", f"{ratio:.2f}"
 

@@ -114,6 +114,13 @@ def inner_compiler(
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
+def compiler_text(compiler: Any) -> str:
+    """What a compiler is, in words that are the same in every process: a function by its name."""
+    facts = vars(compiler).items() if hasattr(compiler, "__dict__") else ()
+    named = {k: f"{v.__module__}.{v.__qualname__}" if hasattr(v, "__qualname__") else v for k, v in facts}
+    return f"{type(compiler).__name__}{named}"
+
+
 def without_wrappers(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled graph without the wrapper that keeps Dynamo out of it, for what Dynamo is kept out of as a whole."""
     from torch._dynamo.eval_frame import innermost_fn

@@ -14,7 +14,7 @@ CALL = "_call_impl"
 
 call_of_module: Any = Module.__call__
 """A module's call, without what a class of modules puts before it."""
-has_global_hooks = torch.nn.modules.module._has_any_global_hook
+has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
 """Whether hooks on all modules are set."""
 
 
