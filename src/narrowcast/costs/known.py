@@ -11,6 +11,7 @@ from narrowcast.costs.measure import measure
 from narrowcast.costs.profile import Device, Profile, load_profile
 from narrowcast.costs.sweep import basics
 from narrowcast.errors import Origin, ProfileError
+from narrowcast.progress import long_work
 
 _profiles: dict[Device, Profile] = {}
 _lock = threading.Lock()
@@ -24,8 +25,10 @@ def known_profile(device_type: str) -> Profile:
         if device not in _profiles:
             _profiles[device] = load_profile(device)
         profile = _profiles[device]
-        if measure(profile, basics(device_type), seconds=10):
-            keep(profile)
+        calls = list(basics(device_type))
+        with long_work("measuring this device", len(calls)) as step:
+            if measure(profile, calls, seconds=10, progress=step):
+                keep(profile)
     return profile
 
 

@@ -35,6 +35,7 @@ from narrowcast.passes.memory import KeptBytes, place_within, smallest
 from narrowcast.passes.place import Chooser, Placement, as_given, as_high, as_the_policy, place_formats
 from narrowcast.passes.prices import CastBytes
 from narrowcast.program import Edit, Program, Step
+from narrowcast.progress import long_work
 from narrowcast.torch_surface.dispatch import OpOverload
 
 PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
@@ -183,7 +184,8 @@ def measure_calls(reading: Reading, program: Program, prices: TimePrices) -> int
         known = [call for call in calls if call is not None]
         if known:
             groups.setdefault(known[0].signature.text, known)
-    return measure(prices.model.profile, groups.values())
+    with long_work("measuring the model's calls", len(groups)) as measured:
+        return measure(prices.model.profile, groups.values(), progress=measured)
 
 
 def _measurable(

@@ -19,6 +19,7 @@ import torch
 
 from narrowcast.costs.choices import Choice
 from narrowcast.costs.device import is_capturing, own_saved_tensors, random_state_kept, synchronize
+from narrowcast.progress import long_work
 from narrowcast.torch_bridge import tensors_in
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 
@@ -115,7 +116,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
         return statistics.median(run(side) for _ in range(calls))
 
     # whoever saves tensors in ways of their own (a checkpoint around the call) is not to save those of a race
-    with random_state_kept(), own_saved_tensors():
+    with random_state_kept(), own_saved_tensors(), long_work(f"timing {len(sides)} candidates", ROUNDS) as step:
         once, dropped = _usable(sides, run)
         sides = [side for side in sides if side.name in once]
         calls = {name: max(1, min(MOST_CALLS, round(ROUND_NS / ns))) for name, ns in once.items()}
@@ -129,6 +130,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
                 sides = _close(sides, times)
             for side in shuffled.sample(list(sides), len(sides)):
                 times[side.name].append(run_often(side, calls[side.name]))
+            step()
     medians = {name: statistics.median(found) for name, found in times.items()}
     chosen = sides[0].name  # of those that ran in all rounds
     for side in sides[1:]:

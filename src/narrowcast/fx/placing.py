@@ -27,6 +27,7 @@ from narrowcast.passes.assign import assign_casts
 from narrowcast.policy import Place
 from narrowcast.policy.lacks import ONE_FORMAT
 from narrowcast.program import Program, Writes
+from narrowcast.progress import long_work
 from narrowcast.regions.warned import warn_at
 from narrowcast.report import CandidateTime, CompiledGraph
 from narrowcast.torch_surface.dynamo import begins_again, without_wrappers
@@ -166,24 +167,27 @@ def compile_placed(
     left = placed.left
     reports: dict[str, CompiledGraph] = {}
     sides: list[Side] = []
-    for candidate in left:
-        own = reports[candidate.name] = CompiledGraph(report.number, report.place)
-        explicit = Explicit(candidate.graph, placed.explicit.reading, candidate.outcome, 0.0)
-        compiled: Compiled = candidate.graph.forward
-        try:
-            if candidate.is_compiled:
-                with around(explicit, own):
-                    compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
-        except Exception as error:
-            if begins_again(error) or (candidate is left[-1] and not sides):
-                raise
-            warnings.warn(
-                f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised "
-                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                stacklevel=2,
-            )
-            continue
-        sides.append(Side(candidate.name, with_weights(compiled, candidate.resting)))
+    with long_work("compiling", len(left)) as step:
+        for candidate in left:
+            step(f"compiling {candidate.name}", done=False)
+            own = reports[candidate.name] = CompiledGraph(report.number, report.place)
+            explicit = Explicit(candidate.graph, placed.explicit.reading, candidate.outcome, 0.0)
+            compiled: Compiled = candidate.graph.forward
+            try:
+                if candidate.is_compiled:
+                    with around(explicit, own):
+                        compiled = compiler(candidate.graph, with_stand_ins(candidate.graph, inputs))
+            except Exception as error:
+                if begins_again(error) or (candidate is left[-1] and not sides):
+                    raise
+                warnings.warn(
+                    f"narrowcast: the candidate {candidate.name!r} is not used: its compiler raised "
+                    f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                    stacklevel=2,
+                )
+                continue
+            sides.append(Side(candidate.name, with_weights(compiled, candidate.resting)))
+            step()
     report.candidates_seconds = time.perf_counter() - start
 
     def found(choice: Choice) -> None:
