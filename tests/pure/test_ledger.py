@@ -105,3 +105,39 @@ def test_the_text_of_a_ledger_names_op_place_and_rule():
         "unsafe",
     ):
         assert word in text
+
+
+def many(count, **facts):
+    """A ledger with so many casts, of three modules."""
+    ledger = Ledger()
+    for n in range(count):
+        ledger.add(replace(CAST, module_path=f"layer.{n % 3}", **facts))
+    return ledger
+
+
+def test_a_ledger_of_many_casts_counts_them(monkeypatch):
+    """What is beyond the list is kept by kind; sums, files, merges and differences know it."""
+    monkeypatch.setattr("narrowcast.ledger.ledger.LISTED", 10)
+    ledger, listed = many(1000), Ledger([replace(CAST, module_path=f"layer.{n % 3}") for n in range(1000)])
+    assert len(ledger.casts) == 10 and len(ledger.counted) == 3
+    assert ledger.totals() == listed.totals() and ledger.totals().casts == 1000
+    assert ledger.diff(listed) == () and len(ledger.diff(Ledger())) == 3
+    again = Ledger.from_json(ledger.to_json())
+    assert again == ledger
+    assert ledger.merge(again).totals().casts == 2000 and len(ledger.merge(again).casts) == 10
+
+
+def test_many_casts_are_printed_by_kind():
+    """One line each with their number, those that move most; few are printed one by one."""
+    text = str(many(3000))
+    assert "3000 casts, alike ones together" in text and text.count("layer.") == 3
+    assert str(many(9)).count("layer.") == 9
+
+
+def test_the_representation_is_one_line_and_html_a_small_table():
+    """However long the ledger is; and names of modules are no markup."""
+    ledger = many(500)
+    ledger.add(replace(CAST, module_path="<b>"))
+    assert "\n" not in repr(ledger) and len(repr(ledger)) < 120 and "501 casts" in repr(ledger)
+    html = ledger._repr_html_()
+    assert html.count("<tr>") == 5 and "&lt;b&gt;" in html and "<b>" not in html and len(html) < 3000

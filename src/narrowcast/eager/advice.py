@@ -107,7 +107,7 @@ class Adviser:
         return HidingBlock("", region.device, place) if around or self._on_at_start else None
 
     def _counts(self) -> tuple[int, int]:
-        return sum(t.calls for t in self.ledger.calls.values()), len(self.ledger.casts) + self._conversions
+        return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
 
     def _judge(self) -> None:
         """Regions that cast nothing in the whole recording, one around a generator is entered step by step; blocks that

@@ -307,7 +307,7 @@ class Recorder(DispatchMode):
         if cast is None or not node.name().startswith("ToCopyBackward"):
             return False
         elements = src.numel()
-        self.ledger.casts.append(
+        self.ledger.add(
             replace(
                 cast,
                 src=str(FORMATS[src.dtype]),
@@ -351,12 +351,12 @@ class Recorder(DispatchMode):
             kind=kind,
             action=str(rule.action) if rule else "",
             rule=str(rule or ""),
-            reason=rule.reason if rule else "",
+            reason=(rule.reason or str(rule)) if rule else "",
             source=rule.source if rule else "",
             policy=call.decided.policy.name,
             repeated=repeated,
         )
-        self.ledger.casts.append(cast)
+        self.ledger.add(cast)
         return cast
 
     def _kind(self, tensor: torch.Tensor) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from narrowcast.files import replace_text
 from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally
 
 SCHEMA = "narrowcast.ledger/1"
+LISTED = 100_000
+"""So many casts are listed one by one; those after them are counted by kind, so that memory is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,14 @@ class CastChange:
         return f"{self.op} {self.argument}{where}: {arrow}: {self.before} -> {self.after}"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Ledger:
     """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
 
-    advice: how often each piece of it came up. matches: for each rule that decided something, by its text, the modules
-    in which it did, and how many calls. notes: what is to be said of the run as a whole, such as that the low format
-    has no fast units here.
+    casts: the first LISTED ones. counted: those after them, alike ones together, each without its sizes. advice: how
+    often each piece of it came up. matches: for each rule that decided something, by its text, the modules in which it
+    did, and how many calls. notes: what is to be said of the run as a whole, such as that the low format has no fast
+    units here.
     """
 
     casts: list[Cast] = field(default_factory=list)
@@ -75,6 +78,29 @@ class Ledger:
     advice: dict[Advice, int] = field(default_factory=dict)
     matches: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    counted: dict[Cast, Tally] = field(default_factory=dict)
+
+    def add(self, cast: Cast) -> None:
+        """Append one cast; or count it, once LISTED are there."""
+        if len(self.casts) < LISTED:
+            self.casts.append(cast)
+        else:
+            self._count_cast(cast, Tally(1, cast.moved_bytes))
+
+    def _count_cast(self, cast: Cast, times: Tally) -> None:
+        tally = self.counted.setdefault(replace(cast, elements=0, moved_bytes=0), Tally())
+        tally.calls += times.calls
+        tally.moved_bytes += times.moved_bytes
+
+    def _kinds(self) -> Iterator[tuple[Cast, Tally]]:
+        """All casts, those that are counted with how many there were."""
+        yield from ((cast, Tally(1, cast.moved_bytes)) for cast in self.casts)
+        yield from self.counted.items()
+
+    @property
+    def cast_count(self) -> int:
+        """How many casts there were."""
+        return len(self.casts) + sum(tally.calls for tally in self.counted.values())
 
     def note(self, sentence: str) -> None:
         """Say something about the run as a whole, once."""
@@ -96,19 +122,24 @@ class Ledger:
 
     def totals(self) -> Totals:
         """Sums over all records."""
-        how = Counter(c.how for c in self.casts)
-        direction = Counter(c.direction for c in self.casts)
+        how, direction = Counter[str](), Counter[str]()
+        repeated = cast_bytes = 0
+        for cast, tally in self._kinds():
+            how[cast.how] += tally.calls
+            direction[cast.direction] += tally.calls
+            repeated += tally.calls * (cast.repeated and cast.how == "copied")
+            cast_bytes += tally.moved_bytes
         return Totals(
-            casts=len(self.casts),
+            casts=self.cast_count,
             copied=how["copied"],
             cached=how["cached"],
             inside=how["inside"],
             forward=direction["forward"],
             backward=direction["backward"],
-            repeated=sum(c.repeated and c.how == "copied" for c in self.casts),
+            repeated=repeated,
             refusals=len(self.refusals),
             calls=sum(t.calls for t in self.calls.values()),
-            cast_bytes=sum(c.moved_bytes for c in self.casts),
+            cast_bytes=cast_bytes,
             op_bytes=sum(t.moved_bytes for t in self.calls.values()),
             shared=how["shared"],
         )
@@ -122,20 +153,23 @@ class Ledger:
         return table
 
     def select(self, keep: Callable[[Cast], bool]) -> list[Cast]:
-        """The casts for which `keep` holds."""
+        """The listed casts for which `keep` holds."""
         return [c for c in self.casts if keep(c)]
 
     def merge(self, *others: Ledger) -> Ledger:
         """A ledger with the records of this one and then of the others."""
         merged = Ledger()
         for ledger in (self, *others):
-            merged.casts += ledger.casts
+            for cast in ledger.casts:
+                merged.add(cast)
+            for cast, times in ledger.counted.items():
+                merged._count_cast(cast, times)
             merged.refusals += ledger.refusals
             merged.edits += ledger.edits
             for note in ledger.notes:
                 merged.note(note)
-            for advice, times in ledger.advice.items():
-                merged.advice[advice] = merged.advice.get(advice, 0) + times
+            for advice, often in ledger.advice.items():
+                merged.advice[advice] = merged.advice.get(advice, 0) + often
             for rule, modules in ledger.matches.items():
                 for path, calls in modules.items():
                     into_rule = merged.matches.setdefault(rule, {})
@@ -148,7 +182,7 @@ class Ledger:
 
     def diff(self, other: Ledger) -> tuple[CastChange, ...]:
         """What changes from this ledger to `other`: groups of casts whose number differs. Lines may have moved."""
-        before, after = _groups(self.casts), _groups(other.casts)
+        before, after = _groups(self._kinds()), _groups(other._kinds())
         keys = [*before, *(k for k in after if k not in before)]
         return tuple(CastChange(*k, before[k], after[k]) for k in keys if before[k] != after[k])
 
@@ -160,6 +194,7 @@ class Ledger:
             "schema": SCHEMA,
             "totals": {**asdict(self.totals()), "share_of_casts": self.totals().share_of_casts},
             "casts": [asdict(c) for c in self.casts],
+            "counted": [{**asdict(c), **asdict(tally)} for c, tally in self.counted.items()],
             "refusals": [asdict(r) for r in self.refusals],
             "calls": [{**asdict(kind), **asdict(tally)} for kind, tally in self.calls.items()],
             "edits": [asdict(e) for e in self.edits],
@@ -189,6 +224,8 @@ class Ledger:
             ledger.advice = {_record(Advice, row): row["times"] for row in data.get("advice", ())}
             ledger.notes = [str(note) for note in data.get("notes", ())]
             ledger.matches = {rule: dict(modules) for rule, modules in data.get("matches", {}).items()}
+            for row in data.get("counted", ()):
+                ledger.counted[_record(Cast, {**row, "moved_bytes": 0})] = Tally(row["calls"], row["moved_bytes"])
             for row in data["calls"]:
                 ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])
         except (KeyError, TypeError) as error:
@@ -209,10 +246,23 @@ class Ledger:
 
         return ledger_text(self)
 
+    def __repr__(self) -> str:
+        t = self.totals()
+        share = f"{t.share_of_casts:.1%} of the bytes moved"
+        return f"<Ledger: {t.casts} casts ({share}), {t.refusals} refusals, {t.calls} calls; print shows them>"
+
+    def _repr_html_(self) -> str:
+        from narrowcast.ledger.text import ledger_html
+
+        return ledger_html(self)
+
 
 def _record(kind: Any, row: dict[str, Any]) -> Any:
     return kind(**{f.name: row[f.name] for f in fields(kind)})
 
 
-def _groups(casts: Iterable[Cast]) -> Counter[tuple[str, str, str, str, str, str]]:
-    return Counter((c.op, c.argument, c.module_path, c.src, c.dst, c.direction) for c in casts)
+def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[tuple[str, str, str, str, str, str]]:
+    found = Counter[tuple[str, str, str, str, str, str]]()
+    for c, tally in casts:
+        found[c.op, c.argument, c.module_path, c.src, c.dst, c.direction] += tally.calls
+    return found

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import html
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.console import as_text, in_bytes, short_file, table
-from narrowcast.ledger.records import Cast
+from narrowcast.ledger.records import Cast, Tally
 
 if TYPE_CHECKING:
     from narrowcast.ledger.ledger import Ledger
 
+LINES = 1000
+"""A ledger with more casts than these is printed by kind."""
+ROWS = 12
+
 
 def ledger_text(ledger: Ledger) -> str:
-    """All casts and refusals as plain text."""
-    casts = cast_table(f"{len(ledger.casts)} casts", ledger.casts)
+    """All casts and refusals as plain text; of many casts each kind, those that move most."""
+    count = ledger.cast_count
+    if count <= LINES:
+        casts = cast_table(f"{count} casts", ledger.casts)
+    else:
+        casts = kind_table(f"{count} casts, alike ones together", cast_kinds(ledger), LINES)
     return as_text(
         [
             *(f"  {escape(note)}" for note in ledger.notes),
@@ -39,20 +48,60 @@ def totals_line(ledger: Ledger) -> str:
     )
 
 
+Kind = tuple[str, str, str, str, str, str]
+
+
+def cast_kinds(ledger: Ledger) -> list[tuple[Kind, Tally]]:
+    """Casts that make the same line, how many there are, and the bytes that they move: most bytes first."""
+    found: dict[Kind, Tally] = {}
+    counted = ((cast, Tally(1, cast.moved_bytes)) for cast in ledger.casts)
+    for cast, times in (*counted, *ledger.counted.items()):
+        tally = found.setdefault((*_cells(cast), how_text(cast), cast.action), Tally())
+        tally.calls += times.calls
+        tally.moved_bytes += times.moved_bytes
+    return sorted(found.items(), key=lambda row: -row[1].moved_bytes)
+
+
+def kind_table(title: str, kinds: list[tuple[Kind, Tally]], most: int) -> RenderableType:
+    """One line per kind of cast."""
+    left = f"; the {most} of {len(kinds)} that move most" if len(kinds) > most else ""
+    made = table(title + left, "module", "op, argument", "line", "cast", ">times", ">bytes", "how", "rule")
+    for (module, op, line, formats, how, rule), tally in kinds[:most]:
+        moved = in_bytes(tally.moved_bytes)
+        made.add_row(escape(module), op, escape(line), formats, str(tally.calls), moved, how, escape(rule))
+    return made
+
+
+def ledger_html(ledger: Ledger) -> str:
+    """A small table for notebooks: the sums, and the kinds of casts that move most."""
+    kinds = cast_kinds(ledger)
+    head = "".join(f"<th>{name}</th>" for name in ("module", "op, argument", "line", "cast", "times", "bytes"))
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*kind[:4], str(t.calls), in_bytes(t.moved_bytes)))
+        + "</tr>"
+        for kind, t in kinds[:ROWS]
+    )
+    more = f"<p>and {len(kinds) - ROWS} kinds more: print shows them</p>" if len(kinds) > ROWS else ""
+    return (
+        f"<p>{html.escape(totals_line(ledger)).strip()}</p><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table>{more}"
+    )
+
+
+def _cells(cast: Cast) -> tuple[str, str, str, str]:
+    op = f"{cast.op.removesuffix('.default')} {argument_text(cast)}"
+    return cast.module_path or "(root)", op, line_text(cast), f"{cast.src} -> {cast.dst}"
+
+
 def cast_table(title: str, casts: list[Cast]) -> RenderableType:
     """One line per cast."""
     made = table(title, "module", "op, argument", "line", "cast", ">bytes", "how", "rule")
     made.columns[0].ratio, made.columns[1].ratio = 5, 4
     for c in casts:
-        made.add_row(
-            escape(c.module_path or "(root)"),
-            f"{c.op.removesuffix('.default')} {argument_text(c)}",
-            escape(line_text(c)),
-            f"{c.src} -> {c.dst}",
-            in_bytes(c.moved_bytes),
-            how_text(c),
-            escape(c.action),
-        )
+        module, op, line, formats = _cells(c)
+        moved = in_bytes(c.moved_bytes)
+        made.add_row(escape(module), op, escape(line), formats, moved, how_text(c), escape(c.action))
     return made
 
 

@@ -231,11 +231,11 @@ class _Walker:
         plan, policy = self._plan(made)
         source = self.after.values[cast.operands[0].value]
         rule = next((r for name, r in plan.argument_rules if name.partition(".")[0] == RESULT), plan.rule)
-        self.ledger.casts.append(
+        self.ledger.add(
             Cast(
                 made.op, RESULT, made.place.module_path, made.place.file, made.place.line, source.type,
                 cast.value.type, source.elements, source.bytes + cast.value.bytes, "copied", "forward", "activation",
-                str(rule.action) if rule else "", str(rule) if rule else "", rule.reason if rule else "",
+                str(rule.action) if rule else "", str(rule) if rule else "", (rule.reason or str(rule)) if rule else "",
                 rule.source if rule else "", policy,
             )
         )  # fmt: skip
@@ -245,7 +245,7 @@ class _Walker:
         source, place = self.after.values[step.operands[0].value], step.place
         kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
         self.ledger.count_match(facts.get("label", ""), place.module_path)
-        self.ledger.casts.append(
+        self.ledger.add(
             Cast(
                 MODULE_CALL_OP, facts["argument"], place.module_path, place.file, place.line, source.type,
                 step.value.type, source.elements, source.bytes + step.value.bytes, "copied", "forward", kind,
@@ -269,12 +269,13 @@ class _Walker:
         self.seen.add((source.id, cast.value.type))
         rule = dict(plan.argument_rules).get(argument, plan.rule)
         kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
-        self.ledger.casts.append(
+        self.ledger.add(
             Cast(
                 step.op, argument, step.place.module_path, step.place.file, step.place.line, source.type,
                 cast.value.type, source.elements, 0 if shared else source.bytes + cast.value.bytes,
                 "shared" if shared else "copied", "forward", kind, str(rule.action) if rule else "",
-                str(rule) if rule else "", rule.reason if rule else "", rule.source if rule else "", policy, repeated,
+                str(rule) if rule else "", (rule.reason or str(rule)) if rule else "", rule.source if rule else "",
+                policy, repeated,
             )
         )  # fmt: skip
 
