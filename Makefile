@@ -61,12 +61,14 @@ conformance: .venv/.models test-shuffled
 	touch $@
 
 bench: .venv/.models
+	$(BIN)/python benchmarks/short_paths.py --first-calls --instructions
 	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/graphs.py
 	$(BIN)/python benchmarks/scripts.py
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/plot_placement.py
+	$(BIN)/python benchmarks/last_run.py
 
 # On a machine with CUDA, with the interpreter and the torch that are there: no .venv, no network. Goes on where the last
 # run ended: make gpu PYTHON=python3.12 ARGS="--budget 1500"

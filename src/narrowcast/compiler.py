@@ -56,6 +56,7 @@ def compile(
     weights: str = "folded",
     profile: str = "",
     memory_limit_bytes: int | None = None,
+    slowdown_limit: float = 2.0,
 ) -> Any:
     """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
 
@@ -78,6 +79,8 @@ def compile(
         `working_copies`: in training, too. What changes parts of `weight.data` needs narrowcast.invalidate.
     profile: file of a profile to plan with, instead of this device's own (another device's only with verify=False).
     memory_limit_bytes: with `fast`, what may be kept for the backward and in cast copies, per graph.
+    slowdown_limit: with `memory`, it may be predicted to take at most so many times the fastest formats' time; where
+        the fewest bytes take longer, a warning says so.
 
     What Dynamo cannot capture runs as eager code in the same region. A graph that cannot be given explicit casts runs
     as eager autocast would run it, with a warning. Without `model` a decorator is returned.
@@ -88,7 +91,7 @@ def compile(
         "policy": policy, "dtype": dtype, "device_type": device_type, "enabled": enabled,
         "cache_enabled": cache_enabled, "backend": backend, "mode": mode, "options": options, "dynamic": dynamic,
         "fullgraph": fullgraph, "backward": backward, "goal": goal, "verify": verify, "weights": weights,
-        "profile": profile, "memory_limit_bytes": memory_limit_bytes,
+        "profile": profile, "memory_limit_bytes": memory_limit_bytes, "slowdown_limit": slowdown_limit,
     }  # fmt: skip
     if model is None:
         return functools.partial(compile, **asked)
@@ -102,7 +105,7 @@ def compile(
     chosen = as_policy(policy)
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
-    wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes)
+    wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes, slowdown_limit)
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
         backend = _usable_backend(backend, device_type or _device_of(model))

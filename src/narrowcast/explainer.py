@@ -100,6 +100,7 @@ def explain(
     backend: str = "inductor",
     verify: bool = True,
     profile: str = "",
+    slowdown_limit: float = 2.0,
     **kwargs: Any,
 ) -> Explanation:
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
@@ -116,8 +117,9 @@ def explain(
             model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
             Where nothing is captured, the ledger is that of eager code.
 
-    goal, verify, profile: with the front ends compile and export, as for `narrowcast.compile`: which formats each call
-            may have, what they cost, which was chosen, predicted against measured (`graphs[n].placement`).
+    goal, verify, profile, slowdown_limit: with the front ends compile and export, as for `narrowcast.compile`: which
+            formats each call may have, what they cost, which was chosen, predicted against measured
+            (`graphs[n].placement`).
     backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
 
     Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
@@ -135,7 +137,7 @@ def explain(
     device_type = device or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run, stands_in)
-    wanted = _goal(as_goal(goal, verify, profile=profile), front_end)
+    wanted = _goal(as_goal(goal, verify, profile=profile, slowdown_limit=slowdown_limit), front_end)
     chosen = as_policy(policy)
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()

@@ -36,6 +36,7 @@ def export(
     goal: str = "exact",
     verify: bool = True,
     profile: str = "",
+    slowdown_limit: float = 2.0,
     runs_in: str = "eager",
     made_for: str = "",
 ) -> ExportedProgram:
@@ -48,7 +49,8 @@ def export(
     fold_weights: store each weight once, in the format in which it is used, where all its uses agree. The program then
         has no casts of these weights, and its state_dict their low format.
 
-    goal, verify, profile: as for `narrowcast.compile`; candidates are timed on args and kwargs, without gradients.
+    goal, verify, profile, slowdown_limit: as for `narrowcast.compile`; candidates are timed on args and kwargs, without
+        gradients.
     runs_in: `eager`, or `inductor` if the program is going to be compiled (AOTInductor): what a cast costs differs.
 
     made_for: file of the profile of the device that the program is made for, if it is not this one: what that device
@@ -62,7 +64,7 @@ def export(
             asked=f"export({type(model).__name__})", found="not a Module",
             advice="torch.export takes modules: write a Module whose forward calls the function.",
         )  # fmt: skip
-    wanted = as_goal(goal, verify, profile=profile)
+    wanted = as_goal(goal, verify, profile=profile, slowdown_limit=slowdown_limit)
     if runs_in not in ("eager", "inductor"):
         raise GoalError(f"runs_in={runs_in!r}", "no such way to run it", advice="Give 'eager' or 'inductor'.")
     chosen = as_policy(policy)

@@ -23,6 +23,7 @@ class Goal:
              training a low copy that is made again after the weight has changed.
     profile: path of a profile to plan with; empty for this device's own.
     memory_limit_bytes: for `fast`: what is kept for the backward, and in cast copies, may take at most this.
+    slowdown_limit: for `memory`: it may be predicted to take at most so many times the fastest formats' time.
     """
 
     kind: str = EXACT
@@ -30,6 +31,7 @@ class Goal:
     weights: str = FOLDED
     profile: str = ""
     memory_limit_bytes: int | None = None
+    slowdown_limit: float = 2.0
 
     @property
     def places(self) -> bool:
@@ -38,7 +40,12 @@ class Goal:
 
 
 def as_goal(
-    kind: str, verify: bool = True, weights: str = FOLDED, profile: str = "", memory_limit_bytes: int | None = None
+    kind: str,
+    verify: bool = True,
+    weights: str = FOLDED,
+    profile: str = "",
+    memory_limit_bytes: int | None = None,
+    slowdown_limit: float = 2.0,
 ) -> Goal:
     """The goal that a user wrote. GoalError for what does not exist, or does not go together."""
     if kind not in GOALS:
@@ -57,9 +64,15 @@ def as_goal(
             found="a limit is a positive number of bytes, and goes with goal='fast'",
             advice="Write goal='fast', memory_limit_bytes=2**30; goal='memory' takes as little as it can.",
         )
+    is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
+    if not is_number or not slowdown_limit >= 1:
+        raise GoalError(
+            asked=f"slowdown_limit={slowdown_limit!r}", found="a limit is a number, and at least 1",
+            advice="Write slowdown_limit=4 to let goal='memory' take up to four times the time.",
+        )  # fmt: skip
     if profile and kind == EXACT:
         raise GoalError(
             asked=f"profile={profile!r} with goal='exact'", found="it decides without times",
             advice="Write goal='fast', or leave the profile away.",
         )  # fmt: skip
-    return Goal(kind, verify, weights, profile, memory_limit_bytes)
+    return Goal(kind, verify, weights, profile, memory_limit_bytes, slowdown_limit)

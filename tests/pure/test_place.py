@@ -13,7 +13,7 @@ from narrowcast.families import op_kind
 from narrowcast.formats import FORMATS, bf16, fp32
 from narrowcast.passes import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, assign_casts, drop_casts, move_casts, share_casts
 from narrowcast.passes.find_choices import EXACT, FREE, TRIPS, find_choices
-from narrowcast.passes.memory import KeptBytes, place_within, smallest
+from narrowcast.passes.memory import KeptBytes, Smallest, place_within
 from narrowcast.passes.place import as_high, as_the_policy, place_formats
 from narrowcast.passes.prices import CastBytes, ValuePrice
 from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, parse_program, verify
@@ -422,7 +422,7 @@ def test_memory_is_an_objective_and_a_limit():
         return kept.evaluate(chosen[0].chosen) * kept.unit, chosen[0]
 
     most, fastest = kept_bytes(lambda q: minimise(q.energy))
-    least, small = kept_bytes(smallest(kept))
+    least, small = kept_bytes(Smallest(kept))
     assert set(fastest.chosen) == {fp32}
     assert least < most
     middle, between = kept_bytes(place_within(kept, int((least + most) / 2)))
@@ -431,6 +431,12 @@ def test_memory_is_an_objective_and_a_limit():
     assert between.bound == fastest.cost
     with pytest.raises(nc.errors.EnergyError, match="keeps"):
         kept_bytes(place_within(kept, int(least) - 1))
+    for slowdown in (1.0, 2.0, 4.0, 1e9):  # fewest bytes in so many times the least time
+        chooser = Smallest(kept, slowdown)
+        size, found = kept_bytes(chooser)
+        assert least <= size <= most and found.cost <= slowdown * fastest.cost
+        assert chooser.fewest_bytes == least and chooser.slowdown_of_fewest == small.cost / fastest.cost
+    assert size == least
 
 
 def test_pipelines_have_what_their_names_say():

@@ -76,6 +76,23 @@ def placed(model, *args, **options):
     return made, results, graphs
 
 
+def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
+    """Where the low format is slow: the limit holds, a warning says what it costs, and a limit given lifts it."""
+    prefer("fp32")
+    model, x = net()
+    with pytest.warns(nc.errors.RegionWarning, match=r"goal='memory'.*times the fastest.*slowdown_limit=\d+"):
+        _, _, (held,) = placed(model, x, goal="memory")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="narrowcast: goal")
+        _, _, (free,) = placed(model, x, goal="memory", slowdown_limit=1e12)
+    assert free.placement.kept_bytes < held.placement.kept_bytes <= free.placement.policy_kept_bytes * 2
+    assert held.placement.cost < free.placement.cost
+    text = str(nc.explain(model, x, dtype=BF16, front_end="compile", goal="memory", backend="aot_eager"))
+    assert "predicted to keep" in text and "gap" not in text.partition("predicted to keep")[2].partition("choosing")[0]
+    with pytest.raises(GoalError, match="slowdown_limit"):
+        nc.compile(model, goal="memory", slowdown_limit=0.5)
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_high_everywhere_is_fp32_with_the_policys_results(prefer, train):
     """Where fp32 is free the graph computes what plain fp32 does, and gives it in the formats of the policy."""
@@ -242,7 +259,7 @@ def test_memory_keeps_fewer_bytes_than_speed(prefer):
     model, x = net()
     model.train()
     _, _, (fast,) = placed(model, x, goal="fast", verify=False)
-    _, _, (small,) = placed(model, x, goal="memory")
+    _, _, (small,) = placed(model, x, goal="memory", slowdown_limit=float("inf"))
     assert small.placement.raised < fast.placement.raised
     with pytest.raises(EnergyError, match="memory_limit_bytes"):
         placed(model, x, goal="fast", memory_limit_bytes=10)

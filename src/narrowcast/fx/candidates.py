@@ -8,6 +8,7 @@ pay; `placed` then is what costs least if nothing is fused. Candidates that are 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from narrowcast.console import in_bytes
 from narrowcast.costs.measure import Measurable, Operand, measure
 from narrowcast.costs.model import CostModel
 from narrowcast.costs.prices import TimePrices, costs_time
 from narrowcast.costs.profile import Profile
-from narrowcast.energy import Optimum, minimise
+from narrowcast.energy import Energy, Optimum, minimise
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format, fp32
 from narrowcast.fx.edit import with_dtype
@@ -31,7 +33,7 @@ from narrowcast.fx.write import write_graph
 from narrowcast.goals import CAST, MEMORY, WORKING, Goal
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
 from narrowcast.passes.find_choices import FREE, Question, find_choices
-from narrowcast.passes.memory import KeptBytes, place_within, smallest
+from narrowcast.passes.memory import KeptBytes, Smallest, place_within
 from narrowcast.passes.place import Chooser, Placement, as_given, as_high, as_the_policy, place_formats
 from narrowcast.passes.prices import CastBytes
 from narrowcast.program import Edit, Program, Step
@@ -49,7 +51,8 @@ class Candidate:
     """One way to run a graph: a placement, its program, and what it is predicted to take.
 
     formats: of the choices, in their order; they name the placement. is_compiled: a compiler gets it; the graph runs as
-    it is otherwise. sure: the part of the predicted time of its calls that was measured. graph, resting: there once it
+    it is otherwise. sure: the part of the predicted time of its calls that was measured. slow: what is to be said where
+    the fewest bytes would have taken too long. graph, resting: there once it
     is written, which it is only if it may be used.
     """
 
@@ -59,6 +62,7 @@ class Candidate:
     formats: tuple[str, ...]
     is_compiled: bool
     sure: float
+    slow: str = ""
     graph: GraphModule = field(init=False)
     resting: Resting = field(init=False, default_factory=lambda: Resting(()))
     is_written: bool = field(init=False, default=False)
@@ -136,6 +140,7 @@ class _Maker:
         self.prices = TimePrices(model, fused, frozenset(), at_rest, trains, sizes)
         self.placements: list[Placement] = []  # the one of `place`
         self.formats: tuple[str, ...] = ()
+        self.chooser: Chooser = as_the_policy
 
     def place(self, program: Program) -> list[Edit]:
         """The edits that place the program that `assign` left."""
@@ -144,14 +149,23 @@ class _Maker:
         self.prices.streamed = self.streamed | from_weights
         if self.measures:
             measure_calls(self.reading, program, self.prices)
-        chooser = self.choose or _chooser(self.goal, program, ours, self.prices.fused)
+        kept = None
+        if self.goal.kind == MEMORY or self.goal.memory_limit_bytes is not None:
+            kept = find_choices(program, KeptBytes(self.prices.fused), FREE, ours).energy
+        self.chooser = self.choose or _chooser(self.goal, kept)
+        sizes: list[float] = []
 
         def choose(question: Question) -> Optimum:
-            found = chooser(question)
+            found = self.chooser(question)
             self.formats = tuple(format.name for format in found.chosen)
+            if kept is not None:
+                policy = tuple(c.formats[0] for c in kept.choices)
+                sizes.extend((kept.evaluate(chosen) or 0) * kept.unit for chosen in (found.chosen, policy))
             return found
 
         edits, placement = place_formats(program, self.prices, ours=ours, choose=choose)
+        if sizes:
+            placement = replace(placement, kept_bytes=sizes[0], policy_kept_bytes=sizes[1])
         self.placements.append(placement)
         return edits
 
@@ -159,15 +173,29 @@ class _Maker:
         """The candidate, not yet written."""
         outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, with_dtype)
         full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
-        return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure())
+        slow = ""
+        if isinstance(self.chooser, Smallest) and self.chooser.slowdown_of_fewest > self.goal.slowdown_limit:
+            slow = _too_slow(self.chooser, self.placements[0], self.goal)
+        return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure(), slow)
 
 
-def _chooser(goal: Goal, program: Program, ours: frozenset[int], fused: bool) -> Chooser:
-    """What chooses the placed candidate."""
-    if goal.kind != MEMORY and goal.memory_limit_bytes is None:
+def _chooser(goal: Goal, kept: Energy | None) -> Chooser:
+    """What chooses the placed candidate. kept: the bytes that are kept, where they count."""
+    if kept is None:
         return lambda question: minimise(question.energy)
-    kept = find_choices(program, KeptBytes(fused), FREE, ours).energy
-    return smallest(kept) if goal.memory_limit_bytes is None else place_within(kept, goal.memory_limit_bytes)
+    if goal.memory_limit_bytes is not None:
+        return place_within(kept, goal.memory_limit_bytes)
+    return Smallest(kept, goal.slowdown_limit)
+
+
+def _too_slow(chooser: Smallest, placement: Placement, goal: Goal) -> str:
+    """What the fewest bytes would have cost, what is taken instead, and what to write for the former."""
+    times = chooser.slowdown_of_fewest
+    return (
+        f"the formats that keep fewest bytes ({in_bytes(chooser.fewest_bytes)}) are predicted to take {times:.1f} "
+        f"times the fastest ones' time. Taken are formats that keep {in_bytes(placement.kept_bytes or 0)} in at most "
+        f"{goal.slowdown_limit:g} times that. For the former give slowdown_limit={math.ceil(times)}"
+    )
 
 
 # -- the calls of a graph, to be measured ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from narrowcast.fx.read import Reading
 from narrowcast.fx.resting import Resting, with_stand_ins
 from narrowcast.goals import FAST, Goal
 from narrowcast.passes.assign import assign_casts
-from narrowcast.policy import Place
+from narrowcast.policy import NOWHERE, Place
 from narrowcast.policy.lacks import ONE_FORMAT
 from narrowcast.program import Program, Writes
 from narrowcast.progress import long_work
@@ -113,6 +113,9 @@ def place_graph(
         raise CaptureError("a graph with placed formats", "no candidate gives the formats that were captured")
     explicit = Explicit(left[0].graph, reading, left[0].outcome, seconds)
     _tell_aligned(reading, goal)
+    if left[0].slow:
+        first = next((step.place for step in reading.program.steps.values() if step.place.file), NOWHERE)
+        warn_at(f"narrowcast: goal={goal.kind!r}: {left[0].slow}", first)
     return Placed(candidates, left, explicit, goal, key, earlier)
 
 

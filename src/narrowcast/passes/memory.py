@@ -7,6 +7,7 @@ a price per byte that is raised until the limit holds (Everett 1963): each price
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from narrowcast.passes.prices import Reads, ValuePrice
 from narrowcast.program import Step, Value
 
 _STEPS = 24
+FOR_MEMORY = "minimum cut for memory"
+"""The method of a placement whose time is not what was minimised: it has no bound."""
 _KEEPS = (GEMM, CONV, ATTENTION, NORM, SOFTMAX)
 _LINEAR = frozenset(["add", "sub", "rsub", "neg", "eq", "ne", "lt", "le", "gt", "ge", "where", "clone"])
 
@@ -57,15 +60,39 @@ class KeptBytes:
         return family in _KEEPS
 
 
-def smallest(kept: Energy) -> Callable[[Question], Optimum]:
-    """A chooser: fewest bytes kept, and among these the least time."""
+class Smallest:
+    """A chooser: fewest bytes kept, and among these the least time; but at most `slowdown` times the least time.
 
-    def choose(question: Question) -> Optimum:
+    Under that limit the bytes get a price in time, the highest at which the limit holds (Everett 1963). fewest_bytes,
+    slowdown_of_fewest: of the placement that keeps fewest bytes, whether it was taken or not.
+    """
+
+    def __init__(self, kept: Energy, slowdown: float = math.inf) -> None:
+        self.kept, self.slowdown = kept, slowdown
+        self.fewest_bytes = 0.0
+        self.slowdown_of_fewest = 1.0
+
+    def __call__(self, question: Question) -> Optimum:
+        """The placement."""
         energy = question.energy
+        fixed = question.fixed / energy.unit if energy.unit else 0.0
+        free = minimise(energy)
+        most = self.slowdown * (free.cost + fixed) - fixed
         heavy = max(energy_total(energy), 1)
-        return _as_time(energy, minimise(_in_range(combine(energy, kept, heavy))).chosen)
-
-    return choose
+        fewest = _as_time(energy, minimise(_in_range(combine(energy, self.kept, heavy))).chosen)
+        self.fewest_bytes = (self.kept.evaluate(fewest.chosen) or 0) * self.kept.unit
+        self.slowdown_of_fewest = (fewest.cost + fixed) / max(free.cost + fixed, 1e-12)
+        if math.isinf(self.slowdown) or fewest.cost <= most:
+            return fewest
+        low, high, best = 0.0, float(heavy), _as_time(energy, free.chosen)
+        for _ in range(_STEPS):
+            price = math.sqrt(max(low, 1e-9) * high)
+            found = _as_time(energy, minimise(_in_range(combine(energy, self.kept, price))).chosen)
+            if found.cost > most:
+                high = price
+            else:
+                low, best = price, found
+        return best
 
 
 def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum]:
@@ -83,7 +110,7 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
         free = minimise(energy)
         if kept_bytes(free.chosen) <= limit_bytes:
             return free
-        best = smallest(kept)(question)
+        best = Smallest(kept)(question)
         if kept_bytes(best.chosen) > limit_bytes:
             raise EnergyError(
                 asked=f"formats that keep at most {limit_bytes} bytes",
@@ -106,7 +133,7 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
 
 
 def _as_time(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:
-    return Optimum(chosen, energy.evaluate(chosen) or 0, 0, "minimum cut for memory")
+    return Optimum(chosen, energy.evaluate(chosen) or 0, 0, FOR_MEMORY)
 
 
 def energy_total(energy: Energy) -> int:

@@ -59,6 +59,7 @@ class Placement:
 
     cost, policy_cost: of the placement and of the policy's own. bound: what no placement can be below. method: how that
     was proven; `gap` is 0 for a minimum cut. fixed: of the calls that had no choice, which is in all three.
+    kept_bytes, policy_kept_bytes: what is predicted to be kept for the backward, where memory is what counts.
     """
 
     calls: tuple[PlacedCall, ...]
@@ -68,6 +69,8 @@ class Placement:
     bound: float
     method: str
     fixed: float = 0.0
+    kept_bytes: float | None = None
+    policy_kept_bytes: float | None = None
 
     @property
     def gap(self) -> float:

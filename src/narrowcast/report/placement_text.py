@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.console import short_file, table
+from narrowcast.console import in_bytes, short_file, table
+from narrowcast.passes.memory import FOR_MEMORY
 from narrowcast.passes.place import GIVEN, PlacedCall, Placement
 from narrowcast.report.graphs import CandidateTime, CompiledGraph
 
@@ -61,6 +62,12 @@ def _totals(graph: CompiledGraph, placement: Placement) -> str:
 def _proof(placement: Placement) -> str:
     if placement.method == GIVEN:
         return "kept because it was measured to be fastest, whatever the cost model says"
+    if placement.kept_bytes is not None and placement.policy_kept_bytes is not None:
+        kept, policy = in_bytes(placement.kept_bytes), in_bytes(placement.policy_kept_bytes)
+        sizes = f"predicted to keep {kept} for the backward and in casts, {policy} as the policy says"
+        if placement.method == FOR_MEMORY:  # no bound: its time is not what was minimised
+            return sizes
+        return f"{sizes}; {placement.method}, gap {placement.gap * 100:.1f} %"
     return f"{placement.method}, gap {placement.gap * 100:.1f} %"
 
 
