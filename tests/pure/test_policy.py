@@ -252,3 +252,15 @@ def test_a_name_does_not_load_a_policy(name):
     """`Policy("my.toml")` would be an empty policy of that name; what was meant is named."""
     with pytest.raises(PolicyError, match=rf"Policy.load\('{name}'\)"):
         Policy(name)
+
+
+@pytest.mark.parametrize(("version", "expected"), [
+    ("2.13.0+cpu", "torch 2.13.0+cpu, kernels"), ("2.15.1", "torch 2.15.1, kernels"),
+    ("2.16.0", "torch 2.11 to 2.15, kernels"), ("2.10.0", "torch 2.11 to 2.15, kernels"),
+])  # fmt: skip
+def test_a_source_cites_the_torch_that_runs(version, expected):
+    """Where it was read off that one, too; other sources stay as they are."""
+    from narrowcast.policy.versions import cited
+
+    assert cited("torch 2.11 to 2.15, kernels", version) == expected
+    assert cited("issue 12", version) == "issue 12"

@@ -76,6 +76,21 @@ def placed(model, *args, **options):
     return made, results, graphs
 
 
+def test_explain_says_what_a_goal_chose_and_why(prefer):
+    """Not what the policy's rule would have been for; and what the promised formats of the results cost."""
+    prefer("fp32")
+    model, x = net()
+    found = nc.explain(model.eval(), x, dtype=BF16, front_end="compile", goal="fast", verify=False, backend="aot_eager")
+    kinds = {k for k in found.ledger.calls if k.op in ("aten.conv2d.default", "aten.linear.default")}
+    assert {k.action for k in kinds} == {"placed"} and {k.computes for k in kinds} == {"fp32"}
+    assert {k.reason for k in kinds} == {
+        "goal fast: fp32 costs least here, with the casts around it; the policy says lower"
+    }
+    text = " ".join(str(found).split())
+    assert "every call runs high; results keep the formats that the policy gives them" in text
+    assert not any(cast.reason == "" for cast in found.ledger.casts)
+
+
 def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
     """Where the low format is slow: the limit holds, a warning says what it costs, and a limit given lifts it."""
     prefer("fp32")

@@ -16,7 +16,7 @@ from narrowcast.policy.lacks import FULL, RAISE, UNSUPPORTED, Lack
 from narrowcast.policy.layers import check_layer
 from narrowcast.policy.rules import Rule
 from narrowcast.policy.table import Table
-from narrowcast.policy.versions import exists_in, installed_torch
+from narrowcast.policy.versions import cited, exists_in, installed_torch
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
 BUILTIN = ("native", "safe", "ipex")
@@ -438,7 +438,11 @@ def load_builtin(name: str) -> Policy:
 
     file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
     policy = parse_policy(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
-    return replace(policy, text=None, text_layers=0, layers=_existing(policy.layers))
+    version = installed_torch()
+    layers = tuple(
+        tuple(replace(rule, source=cited(rule.source, version)) for rule in layer) for layer in _existing(policy.layers)
+    )
+    return replace(policy, text=None, text_layers=0, layers=layers)
 
 
 def _existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
 from narrowcast.policy.rules import Rule
 
+_READ_OFF = re.compile(r"torch (?P<first>2\.\d+) to (?P<last>2\.\d+)")
 _ASSUMED_TORCH = "2.13.0"  # where none is installed
 
 
@@ -22,6 +24,16 @@ def installed_torch() -> str:
 def exists_in(rule: Rule, torch_version: str) -> bool:
     """Whether the rule's `torch` range holds this version."""
     return in_range(rule.torch or "", torch_version)
+
+
+def cited(source: str, torch_version: str) -> str:
+    """The source of a rule that was read off several versions, this one among them, as this one's: `torch 2.13.0,
+    kernels registered at AutocastCPU`.
+    """
+    found = _READ_OFF.match(source)
+    if found is None or not in_range(f">={found['first']},<={found['last']}.999", torch_version):
+        return source
+    return f"torch {torch_version}{source[found.end() :]}"
 
 
 def in_range(versions: str, torch_version: str) -> bool:

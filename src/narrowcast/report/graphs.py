@@ -14,7 +14,7 @@ from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
 from narrowcast.passes import call_of
 from narrowcast.passes.place import Placement
-from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy, Rule
 from narrowcast.program import Program, Step, Value
 
 
@@ -160,7 +160,7 @@ def graph_ledger(graphs: Sequence[CompiledGraph]) -> Ledger:
         ledger.edits += [*graph.edits, *graph.joint_edits]
         ledger.advice.update({block.advice(calls): 1 for block, calls in graph.hidden.items()})
         if graph.before is not None and graph.after is not None:
-            _Walker(ledger, graph.before, graph.after, graph.policies).run(graph.boundaries)
+            _Walker(ledger, graph, graph.before, graph.after).run(graph.boundaries)
     return ledger
 
 
@@ -175,14 +175,21 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
     return tuple(DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k])
 
 
+PLACED = "placed"
+"""The action of a call whose format a goal chose."""
+
+
 class _Walker:
     """Reads one graph's programs into the ledger."""
 
-    def __init__(self, ledger: Ledger, before: Program, after: Program, policies: Mapping[str, Policy]) -> None:
+    def __init__(self, ledger: Ledger, graph: CompiledGraph, before: Program, after: Program) -> None:
         self.ledger = ledger
         self.before = before
         self.after = after
-        self.policies = policies
+        self.policies = graph.policies
+        placed = graph.placement.calls if graph.placement is not None else ()
+        self.raised = {call.step: call for call in placed if call.chosen is not call.formats[0]}
+        self.goal = graph.goal
         self.inputs = {v.id for v in before.body.parameters}
         self.seen: set[tuple[int, str]] = set()
         self.read: set[int] = set()
@@ -212,16 +219,24 @@ class _Walker:
         result = self.elements.get(step.id, step.value)
         computes = _formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
         rule = plan.rule
+        action, reason = self._why(step, rule)
         kind = CallKind(
             known.op, step.place.module_path, step.place.file, step.place.line, _formats(came), computes,
-            _formats([result]), str(rule.action) if rule else "unlisted",
-            (rule.reason or str(rule)) if rule else "runs as its inputs are", policy,
+            _formats([result]), action or "unlisted", reason or "runs as its inputs are", policy,
         )  # fmt: skip
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
         for old, new in zip(known.operands, step.operands, strict=True):
             made = self.after.steps.get(new.value)
             if old.value != new.value and made is not None and made.id not in self.before.steps:
                 self._cast(known, plan, policy, old.name, self.before.values[old.value], made)
+
+    def _why(self, step: Step, rule: Rule | None) -> tuple[str, str]:
+        """The action and the reason of a call: its rule's, or the goal's where that chose another format."""
+        placed = self.raised.get(step.id)
+        if placed is not None:
+            instead = f"; the policy says {rule.action}" if rule else ""
+            return PLACED, f"goal {self.goal}: {placed.chosen} costs least here, with the casts around it{instead}"
+        return (str(rule.action), rule.reason or str(rule)) if rule else ("", "")
 
     def _cast_of_result(self, cast: Step) -> None:
         """A cast that follows a call, as a rule about its result asks."""
@@ -269,13 +284,13 @@ class _Walker:
         self.seen.add((source.id, cast.value.type))
         rule = dict(plan.argument_rules).get(argument, plan.rule)
         kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+        action, reason = self._why(step, rule)
         self.ledger.add(
             Cast(
                 step.op, argument, step.place.module_path, step.place.file, step.place.line, source.type,
                 cast.value.type, source.elements, 0 if shared else source.bytes + cast.value.bytes,
-                "shared" if shared else "copied", "forward", kind, str(rule.action) if rule else "",
-                str(rule) if rule else "", (rule.reason or str(rule)) if rule else "", rule.source if rule else "",
-                policy, repeated,
+                "shared" if shared else "copied", "forward", kind, action, str(rule or ""), reason,
+                rule.source if rule else "", policy, repeated,
             )
         )  # fmt: skip
 

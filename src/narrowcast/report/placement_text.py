@@ -8,6 +8,7 @@ from rich.markup import escape
 from narrowcast.console import in_bytes, short_file, table
 from narrowcast.passes.memory import FOR_MEMORY
 from narrowcast.passes.place import GIVEN, PlacedCall, Placement
+from narrowcast.program import Step
 from narrowcast.report.graphs import CandidateTime, CompiledGraph
 
 LISTED = 25
@@ -52,11 +53,26 @@ def _totals(graph: CompiledGraph, placement: Placement) -> str:
         f"{_ms(placement.cost)} against {_ms(placement.policy_cost)} as the policy says (saved: {_ms(saved)})",
         f"  {_proof(placement)}; choosing took {graph.candidates_seconds:.1f} s",
     ]
+    returned = _returned(graph)
+    if returned and placement.raised == len(placement.calls):
+        size = in_bytes(sum(cast.value.bytes for cast in returned))
+        parts.append(
+            f"  every call runs high; results keep the formats that the policy gives them: {len(returned)} casts of "
+            f"results, {size} written"
+        )
     if timed is not None and timed.measured_ns:
         off = timed.predicted_ns / timed.measured_ns
         wrong = " [red]The cost model is wrong here by more than half.[/red]" if not 0.5 < off < 2 else ""
         parts.append(f"  predicted {_ms(timed.predicted_ns)}, measured {_ms(timed.measured_ns)}.{wrong}")
     return "\n".join(parts) + "\n"
+
+
+def _returned(graph: CompiledGraph) -> list[Step]:
+    """The casts that were put on what the graph returns."""
+    if graph.before is None or graph.after is None:
+        return []
+    steps = (graph.after.steps.get(value) for value in graph.after.body.returns)
+    return [step for step in steps if step is not None and step.is_cast and step.id not in graph.before.steps]
 
 
 def _proof(placement: Placement) -> str:
