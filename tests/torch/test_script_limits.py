@@ -257,3 +257,38 @@ def test_a_region_in_a_format_that_does_not_float(xw):
     with pytest.raises(ScriptError, match="no floating format") as caught:
         nc.script(with_integers)
     assert "test_script_limits.py" in str(caught.value)
+
+
+class FromList(nn.Module):
+    """Keeps its regions in a list, of which it takes one while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.regions = [torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16)]
+
+    def forward(self, x, i: int):
+        with self.regions[i]:
+            return self.linear(x)
+
+
+class FromAttribute(nn.Module):
+    """Keeps its region."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.region = nn.Linear(2, 2), torch.autocast("cpu", torch.bfloat16)
+
+    def forward(self, x):
+        with self.region:
+            return self.linear(x)
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (FromList, r"list or dict.*column 14.*with self.regions\[i\].*one with statement for each, chosen by an if"),
+    (FromAttribute, r"self.region.*it is kept as an attribute.*Write it where it is used: with torch.autocast"),
+])  # fmt: skip
+def test_regions_that_are_kept_say_what_to_write(model, message):
+    """With the place where it is known."""
+    with pytest.raises(ScriptError, match=f"(?s){message}"):
+        nc.script(model(), dtype="bf16")

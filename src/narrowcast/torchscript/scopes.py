@@ -260,10 +260,10 @@ class Scanner:
         makers = _makers(instance, set())
         device = _the_same(makers, "device")
         if device is None:
-            raise ScriptError(
-                asked="a region in a script", found="its device type is not known before it runs",
-                where=shown_at(instance.node()), advice='Write the device type as a constant, "cuda" for example.',
-            )  # fmt: skip
+            found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
+            maker = instance.node()
+            asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
+            raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
         if device not in DEVICE_TYPES:
             raise ScriptError(
                 asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
@@ -379,6 +379,18 @@ def number_of(dtype: torch.dtype) -> int:
 _DEFAULT_LOW = "aten::get_autocast_dtype"
 _NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
 _DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
+
+
+_A_REGION = "a region in a script"
+_WRITTEN = 'Write it where it is used: with torch.autocast("cpu", torch.bfloat16): ...'
+_UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
+    "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
+    "aten::__getitem__": (
+        "which one of a list or dict is known only when it runs",
+        f"{_WRITTEN}, one with statement for each, chosen by an if.",
+    ),
+    "": ("its device type is not known before it runs", 'Write the device type as a constant, "cuda" for example.'),
+}
 
 
 def _makers(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
