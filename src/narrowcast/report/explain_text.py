@@ -69,6 +69,7 @@ def _ops(explanation: Explanation) -> RenderableType:
     made = table(
         "each op: in which format it computes, and why", "op", ">calls", "came", "computes", "gave", ">bytes", "why"
     )
+    made.columns[0].min_width = 16
     without = [row for row in explanation.op_rows() if not (row.came or row.computes or row.result)]
     for row in explanation.op_rows():
         if row in without:
@@ -112,6 +113,8 @@ def _casts_by_module(explanation: Explanation) -> RenderableType:
         f"every cast, by module ({totals.casts} casts, {in_bytes(totals.cast_bytes)})",
         "module, op, argument", "line", "cast", ">times", ">bytes", "how", "rule",
     )  # fmt: skip
+    made.columns[0].min_width = 14
+    made.columns[1].no_wrap = False  # at 80 columns the names of modules need the room
     groups: dict[tuple[str, ...], list[Cast]] = {}
     for c in explanation.ledger.casts:
         pattern = _NUMBER.sub("*", c.module_path)

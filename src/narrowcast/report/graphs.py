@@ -207,6 +207,7 @@ class _Walker:
             elif known is None and step.operands and step.operands[0].name == RESULT:
                 self._cast_of_result(step)
             moves = step.op == "getitem" or (step.aliases and not step.computes and not step.writes)
+            moves = moves or step.op.startswith("prim.")  # a question about a tensor, or about an object
             if known is not None and not known.is_cast and not step.blocks and step.operands and not moves:
                 self._call(known, step)
 
@@ -227,7 +228,8 @@ class _Walker:
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
         for old, new in zip(known.operands, step.operands, strict=True):
             made = self.after.steps.get(new.value)
-            if old.value != new.value and made is not None and made.id not in self.before.steps:
+            is_new = old.value != new.value and new.value not in self.before.steps
+            if made is not None and is_new and made.value.type != self.before.values[old.value].type:
                 self._cast(known, plan, policy, old.name, self.before.values[old.value], made)
 
     def _why(self, step: Step, rule: Rule | None) -> tuple[str, str]:

@@ -1,0 +1,63 @@
+"""The first screens of explain and of a recording, at 80 columns, as they are kept in tests/golden.
+
+NARROWCAST_GOLDEN=write python -m pytest tests/torch/test_first_screens.py    # then look at what changed
+"""
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import narrowcast as nc
+from narrowcast.console import print_all
+from narrowcast.report.explain_text import explanation_parts
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
+
+import models
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def explained():
+    """Of MiniLM under native, on fake tensors."""
+    model, args, kwargs = models.minilm()
+    console = Console(file=io.StringIO(), width=80, color_system=None, highlight=False)
+    print_all(console, explanation_parts(nc.explain(model, *args, **kwargs, dtype="bf16")))
+    return console.file.getvalue()
+
+
+def recorded():
+    """Of a product and a softmax."""
+    layer, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+    with torch.no_grad(), nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
+        torch.softmax(layer(x), -1)
+    return f"{ledger!r}\n\n{ledger}"
+
+
+SCREENS = {"explain-minilm": explained, "record": recorded}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_the_first_screen_is_as_it_is_kept(name, monkeypatch):
+    """But for what a machine says of itself, and what the installed torch's lists are."""
+    monkeypatch.setattr("narrowcast.eager.record.slow_note", lambda device_type, low: "")
+    text = re.sub(r"\([0-9a-f]{8}\)", "(DIGEST)", SCREENS[name]())
+    found = "\n".join(line.rstrip() for line in text.splitlines()[:60]) + "\n"
+    file = GOLDEN / f"{name}.txt"
+    if os.environ.get("NARROWCAST_GOLDEN") == "write":
+        file.write_text(found, encoding="utf-8")
+    assert found == file.read_text(encoding="utf-8")
+
+
+def test_no_column_is_cut_at_80_columns():
+    """Names of columns and of modules are there as a whole, if on several lines."""
+    text = explained()
+    assert max(len(line.rstrip()) for line in text.splitlines() if "─" in line) <= 80
+    head = text.partition("every cast, by module")[2][:600]
+    assert all(name in head for name in ("module", "line", "cast", "times", "bytes", "how", "rule"))
