@@ -117,3 +117,15 @@ def test_a_compiled_call_adds_few_calls(fresh_dynamo):
 
     with torch.no_grad():
         assert functions_called(lambda: ours(X)) <= functions_called(in_region) + 30
+
+
+def test_odd_arguments_are_taken_and_not_kept():
+    """A truth value that is no bool, a list: as torch takes them, or an error; nothing is remembered of them."""
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.erf", "full", reason="of this other test"))
+    before = len(policy.memory)
+    with nc.autocast("cpu", LOW, enabled=torch.tensor(True), policy=policy):
+        assert torch.mm(X, X.t()).dtype is LOW
+    kept = [key for key in policy.memory if isinstance(key, tuple) and key and key[0] == "cpu"]
+    assert not kept and len(policy.memory) > before
+    with pytest.raises(Exception, match="device|str"):
+        nc.autocast(["cpu"])

@@ -81,7 +81,7 @@ def find_opening(
     if found is not None and not exporting:
         return found
     made = _make_opening(policy, device_type, dtype, enabled, cache_enabled, limit_bytes)
-    if made.enabled == enabled and not exporting and not policy.has_open_patterns:
+    if made.enabled is enabled and not exporting and not policy.has_open_patterns:
         policy.memory[key] = made  # but where torch switches the region off, it says so each time
     return made
 
