@@ -127,5 +127,5 @@ def test_odd_arguments_are_taken_and_not_kept():
         assert torch.mm(X, X.t()).dtype is LOW
     kept = [key for key in policy.memory if isinstance(key, tuple) and key and key[0] == "cpu"]
     assert not kept and len(policy.memory) > before
-    with pytest.raises(Exception, match="device|str"):
+    with pytest.raises(Exception, match=r"device|str"):
         nc.autocast(["cpu"])
