@@ -139,3 +139,21 @@ def test_a_large_graph_is_given_to_the_compiler_once(monkeypatch):
     with torch.no_grad(), watch_graphs() as graphs:
         nc.compile(model, dtype="bf16", backend=counting(counts), goal="fast")(x)
     assert len(graphs[0].candidates) > 1 and len(counts) == 1
+
+
+def test_where_those_that_are_left_are_wrong_another_is_taken(monkeypatch):
+    """A fault in one placement is no reason to fall back."""
+    right = placing._is_right
+    wrong = []
+
+    def is_right(candidate, values):
+        if not wrong:
+            wrong.append(candidate.name)
+            return False
+        return right(candidate, values)
+
+    monkeypatch.setattr(placing, "_is_right", is_right)
+    worth = placing.worth_timing
+    monkeypatch.setattr(placing, "worth_timing", lambda found, goal, fused: worth(found, goal, fused)[:1])
+    (graph,) = run([])
+    assert not graph.fallback and graph.chosen and graph.chosen != wrong[0]

@@ -106,9 +106,13 @@ def place_graph(
         left = worth_timing(candidates, goal, fused)
     if len(profile.samples) != known and not goal.profile:
         keep(profile)
-    for one in left:
-        one.write(reading, goal, weights, rests)
-    left = [c for c in left if _is_right(c, values)]
+
+    def is_usable(candidate: Candidate) -> bool:
+        candidate.write(reading, goal, weights, rests)
+        return _is_right(candidate, values)
+
+    others = [c for c in candidates if c not in left]
+    left = [c for c in left if is_usable(c)] or [c for c in others if is_usable(c)][:1]
     if not left:
         raise CaptureError("a graph with placed formats", "no candidate gives the formats that were captured")
     explicit = Explicit(left[0].graph, reading, left[0].outcome, seconds)
