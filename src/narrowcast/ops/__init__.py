@@ -1,0 +1,21 @@
+"""Facts of ops, as data: what their time depends on, what they do to formats and rounding, whose memory they give."""
+
+from narrowcast.ops.facts import (
+    ATTENTION,
+    CONV,
+    COPY,
+    FAMILIES,
+    GEMM,
+    NORM,
+    POINTWISE,
+    SOFTMAX,
+    VIEW,
+    OpKind,
+    named,
+    op_kind,
+)
+
+__all__ = [
+    "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "OpKind", "named",
+    "op_kind",
+]  # fmt: skip

@@ -1,0 +1,70 @@
+"""Facts of ops, read from facts.toml: the one place that knows what an op is like."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+GEMM, CONV, ATTENTION = "gemm", "conv", "attention"
+NORM, SOFTMAX, REDUCTION, POINTWISE = "norm", "softmax", "reduction", "pointwise"
+MOVEMENT, VIEW, COPY = "movement", "view", "copy"
+FAMILIES = (GEMM, CONV, ATTENTION, NORM, SOFTMAX, REDUCTION, POINTWISE, MOVEMENT, VIEW, COPY)
+FUSED = frozenset([NORM, SOFTMAX, REDUCTION, POINTWISE, MOVEMENT, VIEW, COPY])
+"""What a fusing compiler generates code for. The others are calls of a library, whose operands lie in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """What an op is like.
+
+    name:     without namespace, overload and the underscore of an in-place form.
+    family:   what its time depends on; empty for an op that nothing is known of.
+    commutes: rounding what goes in and rounding what comes out give the same bits.
+    in_place: it is the in-place form, whose result is its first operand.
+    """
+
+    name: str
+    family: str
+    commutes: bool = False
+    in_place: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it may run in another format than the policy gives it: an op of no family keeps that."""
+        return bool(self.family)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a fusing compiler makes it part of its neighbours' loops."""
+        return self.family in FUSED
+
+
+@cache
+def named(fact: str) -> frozenset[str]:
+    """The names of the ops of which a fact of the table holds: `result.keeps`, `memory.fresh`. KeyError if none is."""
+    table, _, key = fact.partition(".")
+    return frozenset(_table()[table][key].split())
+
+
+@cache
+def op_kind(op: str) -> OpKind:
+    """What the op with this id (`aten.mm.default`) is like."""
+    namespace, _, rest = op.partition(".")
+    name = rest.partition(".")[0]
+    if namespace != "aten":
+        return OpKind(name, "")
+    in_place = name.endswith("_") and not name.startswith("__")
+    base = name.removesuffix("_") if in_place else name
+    family = next((family for family in _table()["family"] if base in named(f"family.{family}")), "")
+    if not family:
+        return OpKind(base, "")
+    moves = family in (MOVEMENT, VIEW)
+    holds = named("rounding.puts_in_a_constant") | named("rounding.chooses_an_index")
+    return OpKind(base, family, base in named("rounding.commutes") or (moves and base not in holds), in_place)
+
+
+@cache
+def _table() -> dict[str, dict[str, str]]:
+    return tomllib.loads((Path(__file__).parent / "facts.toml").read_text(encoding="utf-8"))
