@@ -162,15 +162,3 @@ def test_missing_kernels_are_ops_that_exist():
     lacks = missing_kernels("cpu")
     assert len(lacks) > 100 and missing_kernels("cuda") == ()
     assert {lack.op for lack in lacks} <= set(known_ops())
-
-
-def test_families_name_ops_of_some_supported_torch():
-    """A misspelt op would be priced as nothing, and never placed."""
-    from pathlib import Path
-
-    import narrowcast
-    from narrowcast.families import _OPS
-
-    listed = (Path(narrowcast.__file__).parent / "policy/builtin/aten_ops.txt").read_text(encoding="utf-8")
-    packets = {line.split()[0].split(".")[1] for line in listed.splitlines()[1:]}
-    assert not {name for names in _OPS.values() for name in names.split()} - packets

@@ -30,8 +30,8 @@ from narrowcast.costs.device import device_now, is_capturing, is_here, synchroni
 from narrowcast.costs.profile import Device, Profile, load_profile
 from narrowcast.costs.smallest_calls import CPU_ALONE, SMALLEST
 from narrowcast.errors import Origin, ProfileError
-from narrowcast.families import CONV, GEMM
 from narrowcast.formats import Format, bf16, fp16, fp32
+from narrowcast.ops import CONV, GEMM
 from narrowcast.policy import Policy
 from narrowcast.policy.lacks import FULL
 from narrowcast.torch_bridge import DTYPES, op_id
@@ -243,5 +243,5 @@ def slow_note(device_type: str, format: Format) -> str:
     parts = " and ".join(f"{_WORDS[family]} take about {ratio:.0f} times" for family, ratio in slow.items())
     return (
         f"{label} has no fast units for {format}: {parts} fp32's time. "
-        'goal="fast" (nc.compile, nc.export, nc.script) chooses formats by time.'
+        'goal="fast" (nc.compile, nc.export) chooses formats by time.'
     )

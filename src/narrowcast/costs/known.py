@@ -41,7 +41,7 @@ def foreign_profile(path: str, device_type: str, verify: bool) -> Profile:
             asked=f"formats planned for {profile.device}, and verified",
             found=f"this is {here}: times that are measured here say nothing of that device",
             where=(Origin(path),),
-            advice="Give verify=False to plan, and verify on that device; or leave the profile away.",
+            advice="Give verify=False to plan, and verify on that device; or omit the profile.",
         )
     return profile
 

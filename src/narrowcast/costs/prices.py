@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from narrowcast.costs.model import CostModel, Estimate
 from narrowcast.costs.signature import Signature, cast_signature, known_shape, signature_of
-from narrowcast.families import VIEW, op_kind
 from narrowcast.formats import Format, fp32
+from narrowcast.ops import VIEW, op_kind
 from narrowcast.passes.prices import Reads, ValuePrice
 from narrowcast.program import Step, Value
 

@@ -13,7 +13,7 @@ from narrowcast.capabilities import RAISES
 from narrowcast.console import table
 from narrowcast.costs.profile import Profile, Sample
 from narrowcast.errors import Origin, ProfileError
-from narrowcast.families import FAMILIES
+from narrowcast.ops import FAMILIES
 
 _ORDER = ("fp32", "bf16", "fp16")
 Row = tuple[str, dict[str, Sample]]

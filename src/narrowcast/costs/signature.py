@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from narrowcast.families import ATTENTION, CONV, COPY, GEMM, op_kind
 from narrowcast.formats import Format
+from narrowcast.ops import ATTENTION, CONV, COPY, GEMM, op_kind
 from narrowcast.program import CAST, Step, Value, element_bytes
 
 Shape = tuple[int, ...]

@@ -131,17 +131,3 @@ class Optimum:
     def gap(self) -> float:
         """(cost - bound) / cost: 0 is proven optimal."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
-
-
-def minimise(energy: Energy) -> Optimum:
-    """The placement of least energy: by minimum cut if two formats are all there are, else by integer program.
-
-    The same energy gives the same placement. EnergyError if every placement is forbidden.
-    """
-    from narrowcast.energy.integer_program import minimise_by_integer_program
-    from narrowcast.energy.min_cut import minimise_by_cut
-
-    if not energy.choices:
-        cost = energy.evaluate(()) or 0
-        return Optimum((), cost, cost, "nothing to choose")
-    return minimise_by_cut(energy) if len(energy.formats) <= 2 else minimise_by_integer_program(energy)

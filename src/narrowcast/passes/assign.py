@@ -94,10 +94,9 @@ def _decided_in(
         return
     if plan.refused is not None:
         raise _refusal(step, plan)
-    rules = dict(plan.argument_rules)
     for position, (operand, dst) in enumerate(zip(step.operands, plan.formats, strict=True)):
         if dst is not None:
-            rule = rules.get(operand.name, plan.rule)
+            rule = plan.rule_for(operand.name)
             reason = rule.reason if rule is not None else ""
             exactly = rule is not None and rule.is_exact
             yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name), number, exactly)
@@ -110,7 +109,7 @@ def _decided_in(
     if plan.append_dtype:
         yield SetDtype(step.id, fp32, why, overload_with_dtype(step.op))
     for wanted in plan.results:
-        rule = rules.get(f"{RESULT}.{wanted.part}".rstrip("."), plan.rule)
+        rule = plan.rule_for(f"{RESULT}.{wanted.part}".rstrip("."))
         because = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
         yield from _cast_results(program, step, plan, wanted, because)
 
@@ -122,11 +121,10 @@ def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: 
     """
     if plan.refused is not None:
         raise _refusal(step, plan)
-    rules = dict(plan.argument_rules)
     if step.constants == "argument":
         (operand,), (dst,) = step.operands, plan.formats
         if dst is not None:
-            rule = rules.get(operand.name, plan.rule)
+            rule = plan.rule_for(operand.name)
             why = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
             yield InsertCast(step.id, 0, dst, why, number, rule is not None and rule.is_exact)
         return
@@ -134,10 +132,11 @@ def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: 
     wanted = next((r for r in reversed(plan.results) if r.part in ("", part)), None)
     if wanted is None or not _may_float(step.value):
         return
-    rule = rules.get(f"{RESULT}.{wanted.part}".rstrip("."), plan.rule)
+    rule = plan.rule_for(f"{RESULT}.{wanted.part}".rstrip("."))
     why = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
     src = program.values[step.operands[-1].value].format
-    arguments = [o for o in step.operands[:-1] if o.name not in rules or rules[o.name].action.kind is not Kind.FOLLOW]
+    followed = {name for name, rule in plan.argument_rules if rule.action.kind is Kind.FOLLOW}
+    arguments = [o for o in step.operands[:-1] if o.name not in followed]
     like = tuple(o.value for o in arguments or step.operands[:-1])
     if wanted.format is not src or src is None:
         yield CastResult(step.id, src, wanted.format, why, wanted.exactly, like if wanted.format is None else ())

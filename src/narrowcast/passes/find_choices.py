@@ -11,8 +11,8 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from narrowcast.energy import FIXED, Choice, Energy, Flow, Reader
-from narrowcast.families import POINTWISE, op_kind
 from narrowcast.formats import Format, fp32, is_exact
+from narrowcast.ops import POINTWISE, op_kind
 from narrowcast.passes.prices import Prices, ValuePrice
 from narrowcast.program import CAST, Block, Program, Step, Value, Writes
 
@@ -186,7 +186,7 @@ class _Finder:
         """The formats that a step may have, the policy's first; none if it is tied."""
         kind = op_kind(step.op)
         tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
-        if not kind.follows or tied or self.program.open_region(step) is not None:
+        if not kind.is_known or tied or self.program.open_region(step) is not None:
             return ()
         inputs = [self.values[o.value] for o in step.operands]
         came = [v.format for v in inputs if v.format is not None]
@@ -311,7 +311,7 @@ class _Finder:
             return Reader(FIXED, (None if takes_any else format,), stores, keeps)
         variable = self.variable[step.id]
         own, *others = self.formats[variable]
-        # under another format than the policy's it takes that one, but for what the policy leaves in fp32 beside it
+        # under another format than the policy's it takes that one, except what the policy leaves in fp32 beside it
         needs = (format, *(fp32 if format is fp32 and own is not fp32 else f for f in others))
         return Reader(variable, needs, stores, keeps)
 

@@ -13,17 +13,16 @@ from dataclasses import replace
 
 from narrowcast.energy import Choice, Energy, Flow, Optimum, minimise
 from narrowcast.errors import EnergyError
-from narrowcast.families import ATTENTION, CONV, GEMM, NORM, POINTWISE, SOFTMAX, op_kind
 from narrowcast.formats import Format
+from narrowcast.ops import ATTENTION, CONV, GEMM, NORM, POINTWISE, SOFTMAX, named, op_kind
 from narrowcast.passes.find_choices import Question
 from narrowcast.passes.prices import Reads, ValuePrice
 from narrowcast.program import Step, Value
 
 _STEPS = 24
-FOR_MEMORY = "minimum cut for memory"
+_FOR_MEMORY = "minimum cut for memory"
 """The method of a placement whose time is not what was minimised: it has no bound."""
 _KEEPS = (GEMM, CONV, ATTENTION, NORM, SOFTMAX)
-_LINEAR = frozenset(["add", "sub", "rsub", "neg", "eq", "ne", "lt", "le", "gt", "ge", "where", "clone"])
 
 
 class KeptBytes:
@@ -54,23 +53,21 @@ class KeptBytes:
         """Whether a call keeps what it reads for its backward."""
         if reader is None or not self._follows(reader):
             return False
-        family = op_kind(reader.op).family
-        if family == POINTWISE and not self.fused:
-            return reader.op.split(".")[1].rstrip("_") not in _LINEAR
-        return family in _KEEPS
+        kind = op_kind(reader.op)
+        if kind.family == POINTWISE and not self.fused:
+            by_a_number = kind.name in named("backward.linear_by_a_number") and len(reader.operands) == 1
+            return kind.name not in named("backward.linear") and not by_a_number
+        return kind.family in _KEEPS
 
 
 class Smallest:
     """A chooser: fewest bytes kept, and among these the least time; but at most `slowdown` times the least time.
 
-    Under that limit the bytes get a price in time, the highest at which the limit holds (Everett 1963). fewest_bytes,
-    slowdown_of_fewest: of the placement that keeps fewest bytes, whether it was taken or not.
+    Under that limit the bytes get a price in time, the highest at which the limit holds (Everett 1963).
     """
 
     def __init__(self, kept: Energy, slowdown: float = math.inf) -> None:
         self.kept, self.slowdown = kept, slowdown
-        self.fewest_bytes = 0.0
-        self.slowdown_of_fewest = 1.0
 
     def __call__(self, question: Question) -> Optimum:
         """The placement."""
@@ -80,8 +77,6 @@ class Smallest:
         most = self.slowdown * (free.cost + fixed) - fixed
         heavy = max(energy_total(energy), 1)
         fewest = _as_time(energy, minimise(_in_range(combine(energy, self.kept, heavy))).chosen)
-        self.fewest_bytes = (self.kept.evaluate(fewest.chosen) or 0) * self.kept.unit
-        self.slowdown_of_fewest = (fewest.cost + fixed) / max(free.cost + fixed, 1e-12)
         if math.isinf(self.slowdown) or fewest.cost <= most:
             return fewest
         low, high, best = 0.0, float(heavy), _as_time(energy, free.chosen)
@@ -133,7 +128,7 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
 
 
 def _as_time(energy: Energy, chosen: tuple[Format, ...]) -> Optimum:
-    return Optimum(chosen, energy.evaluate(chosen) or 0, 0, FOR_MEMORY)
+    return Optimum(chosen, energy.evaluate(chosen) or 0, 0, _FOR_MEMORY)
 
 
 def energy_total(energy: Energy) -> int:
