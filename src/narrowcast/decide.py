@@ -105,6 +105,14 @@ class Plan:
         whole = (self.rule,) if self.rule is not None else ()
         return (*(rule for _, rule in self.argument_rules), *whole)
 
+    def rule_for(self, name: str) -> Rule | None:
+        """The rule that decided about an argument or a result (`input`, `result.logits`): its own, or the call's."""
+        return next((rule for about, rule in self.argument_rules if about == name), self.rule)
+
+    def rule_about(self, name: str) -> Rule | None:
+        """The same, where a rule about a part of it (`result.logits` of `result`) will do."""
+        return next((rule for about, rule in self.argument_rules if about.partition(".")[0] == name), self.rule)
+
     @property
     def output(self) -> Format | None:
         """The format that all floating results are cast to; None if they are not cast alike."""
@@ -313,7 +321,7 @@ def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rul
 
 
 def _cast_ones(call: Call, eligible: list[bool], overrides: tuple[tuple[str, Rule], ...]) -> list[bool]:
-    """The eligible arguments but for those that rules of their own keep, unless these are all."""
+    """The eligible arguments except those that rules of their own keep, unless these are all."""
     kept = {name for name, rule in overrides if rule.action.kind is Kind.FOLLOW}
     found = [e and a.name not in kept for a, e in zip(call.arguments, eligible, strict=True)]
     return found if any(found) else eligible

@@ -24,6 +24,7 @@ from narrowcast.formats import Format, fp32
 from narrowcast.fx.candidates import HIGH, POLICY
 from narrowcast.fx.choosing import Side, time_sides
 from narrowcast.goals import FAST, Goal
+from narrowcast.ops import named
 from narrowcast.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy, Rule
 from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
 from narrowcast.torch_surface.dispatch import OpOverload, tree_flatten, tree_map, tree_unflatten
@@ -31,7 +32,7 @@ from narrowcast.torch_surface.state import is_enabled
 
 RECURRENT = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for name in sorted(named("computation.recurrent"))
     for overload in ("input", "data")
 )
 """Ops that are one call, whatever they call inside: results of their steps are not to be cast to and fro."""

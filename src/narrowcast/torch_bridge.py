@@ -14,6 +14,7 @@ import torch
 from narrowcast import formats
 from narrowcast.errors import PolicyError, UnknownOpError
 from narrowcast.formats import Format
+from narrowcast.ops import named
 from narrowcast.policy import Kind, Policy, Rule, did_you_mean, known_ops
 from narrowcast.torch_surface.dispatch import (
     OpOverload,
@@ -99,20 +100,6 @@ def op_id(op: OpOverload) -> str:
     return f"{op.namespace}.{op_name(op)}.{overload_name(op)}"
 
 
-# Functional ops whose result is their input moved, converted or only shaped: patterns in a policy pass them by.
-_NO_COMPUTATION = frozenset(
-    """
-    _to_copy to clone contiguous copy detach alias lift lift_fresh lift_fresh_copy type_as
-    _autocast_to_full_precision _autocast_to_reduced_precision empty_like zeros_like ones_like
-    full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
-    new_empty_strided bernoulli multinomial _reshape_alias reshape item _local_scalar_dense
-    is_same_size equal allclose isclose result_type can_cast isnan isinf isfinite sym_size
-    _has_same_storage_numel _fw_primal _make_dual _unsafe_view _conj _neg_view resolve_conj
-    resolve_neg
-    """.split()  # noqa: SIM905
-)
-
-
 @cache
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of an overload, read from its schema once."""
@@ -132,7 +119,7 @@ def op_facts(op: OpOverload) -> OpFacts:
     aliases = any(r.alias_info is not None for r in schema.returns)
     makes_tensor = any("Tensor" in str(r.type) for r in schema.returns)
     computes = (
-        bool(slots) and makes_tensor and not writes and not aliases and op_name(op) not in _NO_COMPUTATION
+        bool(slots) and makes_tensor and not writes and not aliases and op_name(op) not in named("computation.none")
         and not op_name(op).endswith("_copy")
     )  # fmt: skip
     has_lists = any(slot.is_list for slot in slots)

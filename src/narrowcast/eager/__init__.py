@@ -8,7 +8,7 @@ from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast
 from narrowcast.eager.threads import carry
 from narrowcast.regions.place import find_place
-from narrowcast.regions.state import active_region, native_region
+from narrowcast.regions.ruling import active_region, native_region
 
 __all__ = [
     "active_region",

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,15 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowcast.formats import fp32
 from narrowcast.ledger import Advice, HidingBlock, Ledger
+from narrowcast.ops import named
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Kind, Place, Policy, nearest_name
 from narrowcast.regions.hidden import hidden_policy
 from narrowcast.regions.place import find_place
-from narrowcast.regions.state import ruled_device_types
-from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
+from narrowcast.regions.ruling import ruled_device_types
+from narrowcast.regions.watchers import told_of_regions
 from narrowcast.torch_bridge import FORMATS, OpFacts
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dispatch import op_name, overload_name
-from narrowcast.torch_surface.state import is_enabled, native_regions_replaced
+from narrowcast.torch_surface.state import is_enabled
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -61,7 +62,7 @@ class Adviser:
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped()),
         )
         try:
-            with _told_of_regions(self):
+            with told_of_regions(self, "recordings see regions"):
                 yield
         finally:
             for step in steps:
@@ -243,7 +244,7 @@ class Adviser:
             return
         meets = any(t.dtype is torch.float32 and t.dim() for t in tensors)
         base = op_name(facts.op).strip("_").removesuffix("_forward")
-        precise = _listed(tensors[0].device.type).get(base) in _FULL or base in _LOSSES
+        precise = _listed(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
         if not (meets or precise):
             return
         dtype, op, place = low
@@ -293,7 +294,6 @@ class _Open:
 
 _MOST_PLACES = 4096
 _FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
-_LOSSES = frozenset(["log_softmax", "nll_loss", "nll_loss2d"])  # what cross_entropy calls: for a region's last lines
 
 
 @cache
@@ -302,27 +302,3 @@ def _listed(device_type: str) -> dict[str, Kind]:
     if device_type not in DEVICE_TYPES:
         return {}
     return {rule.op.split(".")[1]: rule.action.kind for rule in Policy.native(device_type).rules}
-
-
-# -- torch.autocast tells of its regions, too, while there are recordings --------------------------------------------
-
-
-def _entered(enter: Any, region: Any) -> Any:
-    result = enter(region)
-    tell_entered(region)
-    return result
-
-
-def _left(leave: Any, region: Any, *raised: Any) -> Any:
-    tell_left(region, bool(raised and raised[0]))
-    return leave(region, *raised)
-
-
-@contextmanager
-def _told_of_regions(adviser: Adviser) -> Iterator[None]:
-    with native_regions_replaced(lambda e: partial(_entered, e), lambda e: partial(_left, e), "recordings see regions"):
-        region_watchers.append(adviser)
-        try:
-            yield
-        finally:
-            region_watchers.remove(adviser)

@@ -83,7 +83,7 @@ class Boundary:
         found = self.entries.get(name)
         if found is None:
             plan = _decide(self.policy, self.region, self.place, name)
-            rules = {n: r for n, r in plan.argument_rules if not r.is_about_result}
+            rules = {n: r for n, r in plan.argument_rules if not r.is_about_result}  # an argument may be named so, too
             rule = rules.get(name, plan.rule)
             (dst,) = plan.formats
             found = Entry(None if dst is None else DTYPES[dst], rule is not None and rule.is_exact)
@@ -121,8 +121,7 @@ class Boundary:
     def note(self, name: str) -> str:
         """The rule about an argument or `result`, as JSON: what the ledger of a graph says of its cast."""
         plan = _decide(self.policy, self.region, self.place, name)
-        rules = dict(plan.argument_rules)
-        rule = next((r for n, r in rules.items() if n.partition(".")[0] == name), plan.rule)
+        rule = plan.rule_about(name)
         facts = {"argument": name, "policy": self.policy.name}
         if rule is not None:
             facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}

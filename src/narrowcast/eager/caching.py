@@ -14,7 +14,7 @@ from narrowcast.eager.native_cache import native_cache_size
 from narrowcast.eager.watch import watchers
 from narrowcast.errors import CacheError
 from narrowcast.regions.at_rest import at_rest
-from narrowcast.regions.state import innermost, open_anywhere
+from narrowcast.regions.stack import innermost, open_anywhere
 from narrowcast.regions.weight_cache import CacheInfo, mutations
 from narrowcast.torch_surface.modules import mutators
 from narrowcast.torch_surface.patches import note_staying, once, stay

@@ -16,7 +16,8 @@ from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
 from narrowcast.regions.graph_place import traced_place
 from narrowcast.regions.place import called_modules, find_place, module_path, path_around
 from narrowcast.regions.recomputation import carried_region
-from narrowcast.regions.state import OpenRegion, active_region, innermost
+from narrowcast.regions.ruling import active_region
+from narrowcast.regions.stack import OpenRegion, innermost
 from narrowcast.torch_surface.autograd import current_graph_task
 
 ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none

@@ -27,7 +27,7 @@ def custom_fwd(
     """Decorate the `forward` of a torch.autograd.Function; what torch.amp.custom_fwd does, for any device.
 
     device_type: left out, that of the first tensor that `forward` is called with (cpu if there is none).
-    cast_inputs: in a region, cast floating inputs on that device, but for fp64, to this format, and run `forward` with
+    cast_inputs: in a region, cast floating inputs on that device, except fp64, to this format, and run `forward` with
         autocasting off. None: `forward` runs in the region as it is. Outside of regions nothing happens.
 
     The region's format and policy are kept for `custom_bwd`.

@@ -18,7 +18,7 @@ from torch.nn import Module
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import find_boundary
 from narrowcast.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
-from narrowcast.regions.state import innermost
+from narrowcast.regions.stack import innermost
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dynamo import never_begin_at, never_trace, takes_what_it_finds
 from narrowcast.torch_surface.modules import CALL

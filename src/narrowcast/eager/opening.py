@@ -20,7 +20,7 @@ from narrowcast.regions.identity import Carried, carried_by
 from narrowcast.regions.native_state import NativeState
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.sightings import sightings_of
-from narrowcast.regions.state import CHECKED, Prepared
+from narrowcast.regions.stack import CHECKED, Prepared
 from narrowcast.torch_bridge import DTYPES, FORMATS, default_dtype, find_op, op_facts, op_id, ops_of, to_dtype
 from narrowcast.torch_surface.dispatch import OpOverload
 from narrowcast.torch_surface.state import caches, is_enabled, is_weight_cache_on

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 class Pin:
     """What a module or class is pinned to: rules about its calls, as a policy, and a region around them.
 
-    Immutable but for what is remembered of decisions; copied and pickled with the module.
+    Immutable except for what is remembered of decisions; copied and pickled with the module.
     """
 
     __slots__ = ("boundaries", "policy", "region", "tag")
@@ -230,7 +230,7 @@ def _rules(
     rules = []
     wanted = None if format is None else _format(format)
     if at_least and wanted is not fp32:
-        raise PinError(asked, f"at_least with format {wanted}", (), "Leave at_least away, or give fp32.")
+        raise PinError(asked, f"at_least with format {wanted}", (), "Omit at_least, or give fp32.")
     if wanted is None and (keep or chosen):
         raise PinError(asked, "no format to cast the others to", (), "Give a format.")
     if wanted is None and out is None:

@@ -323,7 +323,7 @@ class Recorder(DispatchMode):
 
     def _add_cast(self, call: Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
         """Append one line to the ledger."""
-        rule = dict(call.decided.plan.argument_rules).get(argument, call.decided.plan.rule)
+        rule = call.decided.plan.rule_for(argument)
         elements = src_size = 0
         src, kind, repeated = "?", "input", False
         if tensor is not None:
@@ -335,13 +335,11 @@ class Recorder(DispatchMode):
                 repeated = before is not None and before() is tensor
                 self._cast_before[key] = weakref.ref(tensor)
         dst_size = SIZES[dst]
-        place = call.decided.place
-        cast = Cast(
-            op=call.decided.facts.id,
-            argument=argument,
-            module_path=place.module_path,
-            file=place.file,
-            line=place.line,
+        cast = Cast.of(
+            call.decided.facts.id,
+            argument,
+            call.decided.place,
+            rule,
             src=src,
             dst=dst,
             elements=elements,
@@ -349,10 +347,6 @@ class Recorder(DispatchMode):
             how=how,
             direction="forward",
             kind=kind,
-            action=str(rule.action) if rule else "",
-            rule=str(rule or ""),
-            reason=(rule.reason or str(rule)) if rule else "",
-            source=rule.source if rule else "",
             policy=call.decided.policy.name,
             repeated=repeated,
         )

@@ -20,10 +20,11 @@ from narrowcast.regions.failures import note_failure
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
 from narrowcast.regions.native_state import enter_native, leave_native
-from narrowcast.regions.state import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
+from narrowcast.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
 from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.dynamo import constant_for_dynamo, never_trace
+from narrowcast.torch_surface.state import any_autocast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,11 +95,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if not made.is_ready:
             made.make_ready()
         prepared = made.prepared
+        is_first = bool(made.carried) and not any_autocast()
         before, depth = enter_native(made.state)
         mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before[2])
         if mixes:
             torch.clear_autocast_cache()
-        identity = Identity(made.carried) if made.carried else None
+        identity = Identity(made.carried, is_first) if made.carried else None
         open_anywhere.append(None)
         stack.innermost = OpenRegion(prepared, depth, outer, self, before, identity, mixes)
         if region_watchers:
@@ -189,23 +191,30 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return self._made.prepared
 
     @property
-    def _enabled(self) -> bool:
+    def key(self) -> str:
+        """The same for regions of the same facts, policy and cache."""
+        return self._key
+
+    @property
+    def _enabled(self) -> bool:  # as torch.autocast has it
         return self._made.enabled
 
     @property
-    def _cache(self) -> bool | str | None:
+    def cache(self) -> bool | str | None:
+        """The weight cache, as asked for."""
         return self._made.cache
 
     @property
-    def _cache_limit_bytes(self) -> int | None:
+    def cache_limit_bytes(self) -> int | None:
+        """What it may hold."""
         return self._made.cache_limit_bytes
 
     def again(self) -> autocast:
         """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
         if torch.compiler.is_dynamo_compiling():
             return autocast(
-                self.device, self.fast_dtype, self._enabled, self._cache, policy=self.policy.digest,
-                cache_limit_bytes=self._cache_limit_bytes,
+                self.device, self.fast_dtype, self._enabled, self.cache, policy=self.policy.digest,
+                cache_limit_bytes=self.cache_limit_bytes,
             )  # fmt: skip
         return self
 
@@ -214,16 +223,16 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         region's.
         """
         made = autocast(
-            self.device, self.fast_dtype, self._enabled, self._cache, policy=policy,
-            cache_limit_bytes=self._cache_limit_bytes,
+            self.device, self.fast_dtype, self._enabled, self.cache, policy=policy,
+            cache_limit_bytes=self.cache_limit_bytes,
         )  # fmt: skip
         prepared = replace(made.prepared, graphs=self.prepared)
-        made._made = opening_of(policy, prepared, self._cache, self._cache_limit_bytes)
+        made._made = opening_of(policy, prepared, self.cache, self.cache_limit_bytes)
         return made
 
     def __reduce__(self) -> Any:
-        limit = self._cache_limit_bytes
-        return _rebuilt, (self.device, self.fast_dtype, self._enabled, self._cache, self.policy, limit)
+        limit = self.cache_limit_bytes
+        return _rebuilt, (self.device, self.fast_dtype, self._enabled, self.cache, self.policy, limit)
 
     def __repr__(self) -> str:
         cache = "" if self.prepared.grade == "native" else f", cache={self.prepared.grade}"

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from narrowcast.eager.region import autocast
 from narrowcast.eager.steps import run_inside
 from narrowcast.errors import RegionError
-from narrowcast.regions.state import CHECKED, region_on, ruled_device_types
+from narrowcast.regions.ruling import region_on, ruled_device_types
+from narrowcast.regions.stack import CHECKED
 from narrowcast.torch_bridge import DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])

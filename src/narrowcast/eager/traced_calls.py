@@ -14,7 +14,7 @@ from narrowcast.eager.find_boundary import find_boundary, ruling_region
 from narrowcast.eager.region import autocast
 from narrowcast.policy import RESULT
 from narrowcast.regions.marks import BOUNDARY as NOTE
-from narrowcast.regions.state import ruled_device_types
+from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.dynamo import constant_for_dynamo, traced_local
 

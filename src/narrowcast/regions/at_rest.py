@@ -106,7 +106,7 @@ class WeightsAtRest:
         return made, copy
 
     def _give_up(self, key: tuple[int, torch.dtype]) -> None:
-        """Graphs hold copies, too: the memory goes, and they see that it is gone. No reference hinders a swap."""
+        """Graphs hold copies, too: the memory goes, and they see that it is gone. No reference prevents a swap."""
         copy = self._copies.pop(key, None)
         if copy is not None:
             copy.low, copy.weight = None, _nobody

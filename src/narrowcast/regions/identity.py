@@ -16,6 +16,7 @@ _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enable
 _dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers
+_AT_REST = {name: (name, False, _dtype(name)) for name in _CARRIERS}
 
 
 def carriers(device_type: str) -> tuple[str, ...]:
@@ -43,11 +44,14 @@ class Identity:
 
     __slots__ = ("_before",)
 
-    def __init__(self, carried: Carried) -> None:
-        self._before = [(name, _is_enabled(name), _dtype(name)) for name, _ in carried]
+    def __init__(self, carried: Carried, is_first: bool = False) -> None:
+        """is_first: whether autocast was off on every device type; the carriers are then as torch starts them."""
+        before = []
         for name, dtype in carried:
+            before.append(_AT_REST[name] if is_first else (name, _is_enabled(name), _dtype(name)))
             _set_enabled(name, True)
             _set_dtype(name, dtype)
+        self._before = before
 
     @property
     def carriers(self) -> tuple[str, ...]:

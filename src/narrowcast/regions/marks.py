@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from narrowcast.regions.state import Prepared
+from narrowcast.regions.stack import Prepared
 from narrowcast.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
 from narrowcast.torch_surface.fx import keep_calls
 from narrowcast.torch_surface.patches import held, note_staying, once

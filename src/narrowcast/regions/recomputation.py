@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
+from narrowcast.regions.stack import OpenRegion, innermost
 from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.autograd import current_graph_task
@@ -23,8 +24,6 @@ from narrowcast.torch_surface.probes import require
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from narrowcast.regions.state import OpenRegion
 
 
 class _Carrier(dict[str, Any]):
@@ -43,8 +42,6 @@ def carry_into_recomputation() -> None:
 
 def _with_region(original: Any) -> Any:
     def with_region(*args: Any, **kwargs: Any) -> Any:
-        from narrowcast.regions.state import innermost
-
         device, cpu = original(*args, **kwargs)
         region = innermost()
         if region is not None and region.is_innermost:

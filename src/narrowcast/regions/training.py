@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from narrowcast.regions.place import find_place
-from narrowcast.regions.state import OpenRegion
+from narrowcast.regions.stack import OpenRegion
 from narrowcast.regions.warned import warn_at
 
 

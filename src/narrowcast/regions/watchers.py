@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
+
+from narrowcast.torch_surface.state import native_regions_replaced
 
 
 class RegionWatcher(Protocol):
@@ -16,7 +21,28 @@ class RegionWatcher(Protocol):
 
 
 region_watchers: list[RegionWatcher] = []
-"""Mostly empty: this is looked at each time that a region is entered."""
+"""Mostly empty: this is looked at each time that a region of ours is entered."""
+
+
+@contextmanager
+def told_of_regions(watcher: RegionWatcher, why: str) -> Iterator[None]:
+    """Have a watcher told of every region, ours and torch's. why: what torch's class stands replaced for."""
+
+    def enter(inner: Any, region: Any) -> Any:
+        entered = inner(region)
+        watcher.entered(region)
+        return entered
+
+    def leave(inner: Any, region: Any, *raised: Any) -> Any:
+        watcher.left(region, bool(raised and raised[0]))
+        return inner(region, *raised)
+
+    with native_regions_replaced(lambda e: partial(enter, e), lambda e: partial(leave, e), why):
+        region_watchers.append(watcher)
+        try:
+            yield
+        finally:
+            region_watchers.remove(watcher)
 
 
 def tell_entered(region: Any) -> None:

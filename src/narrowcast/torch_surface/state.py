@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -17,6 +17,8 @@ autocast_off = torch._C._DisableAutocast
 """`with autocast_off():` autocast is off inside, for every device type."""
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for some device type."""
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch's runs."""
 autocast_device_types = torch._C._autocast_supported_devices
 """Every device type that torch knows autocast for."""
 
