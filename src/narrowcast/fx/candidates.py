@@ -2,14 +2,16 @@
 
 `placed` is what costs least under the cost model; `policy` what the policy says, call by call; `high` runs every call
 that may choose in the highest format that it may have. Each may also run op by op, as it is, where compiling does not
-pay; `placed` then is what costs least if nothing is fused. Candidates that are the same program are one.
+pay; `placed` then is what costs least if nothing is fused. For memory `placed` is what keeps fewest bytes within the
+limit on time, `fewest kept` the same without that limit, `fastest` what takes least time. Candidates that are the same
+program are one.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +19,16 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from narrowcast.console import in_bytes
+from narrowcast.costs.abilities import slow_families
 from narrowcast.costs.measure import Measurable, Operand, measure
 from narrowcast.costs.model import CostModel
 from narrowcast.costs.prices import TimePrices, costs_time
 from narrowcast.costs.profile import Profile
+from narrowcast.costs.signature import known_shape
+from narrowcast.costs.workspaces import Workspaces
 from narrowcast.energy import Energy, Optimum, minimise
 from narrowcast.errors import EnergyError
-from narrowcast.formats import Format, fp32
+from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.fx.edit import with_dtype
 from narrowcast.fx.operands import operands_of
 from narrowcast.fx.read import Reading
@@ -34,14 +38,15 @@ from narrowcast.goals import CAST, MEMORY, WORKING, Goal
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
 from narrowcast.passes.find_choices import FREE, Question, find_choices
 from narrowcast.passes.memory import KeptBytes, Smallest, place_within
+from narrowcast.passes.peak import Peak, peak_of
 from narrowcast.passes.place import Chooser, Placement, as_given, as_high, as_the_policy, place_formats
 from narrowcast.passes.prices import CastBytes
-from narrowcast.program import Edit, Program, Step
+from narrowcast.program import Edit, Program, Step, Value, element_bytes
 from narrowcast.progress import long_work
 from narrowcast.torch_surface.dispatch import OpOverload
 
 PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
-WAYS: dict[str, Chooser | None] = {PLACED: None, POLICY: as_the_policy, HIGH: as_high}
+FEWEST, FASTEST = "fewest kept", "fastest"
 STREAMED_BYTES = 24 * 2**20
 """Weights that together take more than this do not stay in a cache from call to call."""
 
@@ -51,9 +56,9 @@ class Candidate:
     """One way to run a graph: a placement, its program, and what it is predicted to take.
 
     formats: of the choices, in their order; they name the placement. is_compiled: a compiler gets it; the graph runs as
-    it is otherwise. sure: the part of the predicted time of its calls that was measured. slow: what is to be said where
-    the fewest bytes would have taken too long. graph, resting: there once it
-    is written, which it is only if it may be used.
+    it is otherwise. sure: the part of the predicted time of its calls that was measured. peak: the most bytes that it
+    is predicted to hold at once, where memory is what counts. graph, resting: there once it is written, which it is
+    only if it may be used.
     """
 
     name: str
@@ -62,7 +67,7 @@ class Candidate:
     formats: tuple[str, ...]
     is_compiled: bool
     sure: float
-    slow: str = ""
+    peak: Peak | None = None
     graph: GraphModule = field(init=False)
     resting: Resting = field(init=False, default_factory=lambda: Resting(()))
     is_written: bool = field(init=False, default=False)
@@ -103,7 +108,7 @@ def make_candidates(
     model = CostModel(profile)
     found: dict[tuple[str, bool], Candidate] = {}
     for is_compiled in (True, False) if fused and uncompiled else (True,):
-        for name, choose in WAYS.items():
+        for name, choose in _ways(goal).items():
             maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not found, choose)
             made = maker.candidate(name, is_compiled)
             found.setdefault((str(made.outcome.program), is_compiled), made)
@@ -117,7 +122,8 @@ def remembered_candidate(
     """The candidate that was chosen earlier, with these formats; None if they do not fit the graph."""
     name, _, way = chosen.partition(", ")
     is_compiled = way != OP_BY_OP
-    maker = _Maker(reading, goal, CostModel(profile), fused and is_compiled, weights, False, as_given(formats))
+    earlier = as_given(formats)
+    maker = _Maker(reading, goal, CostModel(profile), fused and is_compiled, weights, False, lambda kept: earlier)
     try:
         return maker.candidate(name, is_compiled)
     except EnergyError:
@@ -129,9 +135,9 @@ class _Maker:
 
     def __init__(
         self, reading: Reading, goal: Goal, model: CostModel, fused: bool, weights: frozenset[int], measures: bool,
-        choose: Chooser | None,
+        way: Way,
     ) -> None:  # fmt: skip
-        self.reading, self.goal, self.measures, self.choose = reading, goal, measures, choose
+        self.reading, self.goal, self.measures, self.way = reading, goal, measures, way
         parameters = [v for n, v in enumerate(reading.program.body.parameters) if n in weights]
         ids = frozenset(v.id for v in parameters)
         self.streamed = ids if sum(v.bytes for v in parameters) > STREAMED_BYTES else frozenset[int]()
@@ -140,7 +146,6 @@ class _Maker:
         self.prices = TimePrices(model, fused, frozenset(), at_rest, trains, sizes)
         self.placements: list[Placement] = []  # the one of `place`
         self.formats: tuple[str, ...] = ()
-        self.chooser: Chooser = as_the_policy
 
     def place(self, program: Program) -> list[Edit]:
         """The edits that place the program that `assign` left."""
@@ -152,11 +157,11 @@ class _Maker:
         kept = None
         if self.goal.kind == MEMORY or self.goal.memory_limit_bytes is not None:
             kept = find_choices(program, KeptBytes(self.prices.fused), FREE, ours).energy
-        self.chooser = self.choose or _chooser(self.goal, kept)
+        chooser = self.way(kept)
         sizes: list[float] = []
 
         def choose(question: Question) -> Optimum:
-            found = self.chooser(question)
+            found = chooser(question)
             self.formats = tuple(format.name for format in found.chosen)
             if kept is not None:
                 policy = tuple(c.formats[0] for c in kept.choices)
@@ -173,29 +178,45 @@ class _Maker:
         """The candidate, not yet written."""
         outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, with_dtype)
         full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
-        slow = ""
-        if isinstance(self.chooser, Smallest) and self.chooser.slowdown_of_fewest > self.goal.slowdown_limit:
-            slow = _too_slow(self.chooser, self.placements[0], self.goal)
-        return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure(), slow)
+        peak = self.peak(outcome.program) if self.goal.kind == MEMORY else None
+        return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure(), peak)
+
+    def peak(self, program: Program) -> Peak:
+        """The most bytes that one call of it is predicted to hold at once."""
+        sizes, device = self.prices.sizes, self.prices.model.profile.device
+        slow = {f.name: frozenset(slow_families(device.type, f)) for f in (bf16, fp16)}
+        workspace = Workspaces(slow, sizes)
+        beside = {s.id: workspace(s, [program.values[o.value] for o in s.operands]) for s in program.steps.values()}
+
+        def size(value: Value) -> float:
+            return math.prod(known_shape(value.shape, sizes)) * element_bytes(value.type)
+
+        return peak_of(program, KeptBytes(self.prices.fused), self.prices.is_fused, beside, size)
 
 
-def _chooser(goal: Goal, kept: Energy | None) -> Chooser:
-    """What chooses the placed candidate. kept: the bytes that are kept, where they count."""
-    if kept is None:
-        return lambda question: minimise(question.energy)
-    if goal.memory_limit_bytes is not None:
-        return place_within(kept, goal.memory_limit_bytes)
-    return Smallest(kept, goal.slowdown_limit)
+Way = Callable[[Energy | None], Chooser]
+"""What makes a chooser, given the bytes that are kept, where they count."""
 
 
-def _too_slow(chooser: Smallest, placement: Placement, goal: Goal) -> str:
-    """What the fewest bytes would have cost, what is taken instead, and what to write for the former."""
-    times = chooser.slowdown_of_fewest
-    return (
-        f"the formats that keep fewest bytes ({in_bytes(chooser.fewest_bytes)}) are predicted to take {times:.1f} "
-        f"times the fastest ones' time. Taken are formats that keep {in_bytes(placement.kept_bytes or 0)} in at most "
-        f"{goal.slowdown_limit:g} times that. For the former give slowdown_limit={math.ceil(times)}"
-    )
+def _ways(goal: Goal) -> dict[str, Way]:
+    """How the candidates of a goal are placed, by their names."""
+
+    def placed(kept: Energy | None) -> Chooser:
+        if kept is None:
+            return _fastest
+        if goal.memory_limit_bytes is not None:
+            return place_within(kept, goal.memory_limit_bytes)
+        return Smallest(kept, goal.slowdown_limit)
+
+    def fewest(kept: Energy | None) -> Chooser:
+        return _fastest if kept is None else Smallest(kept)
+
+    ways: dict[str, Way] = {PLACED: placed, POLICY: lambda kept: as_the_policy, HIGH: lambda kept: as_high}
+    return {**ways, FEWEST: fewest, FASTEST: lambda kept: _fastest} if goal.kind == MEMORY else ways
+
+
+def _fastest(question: Question) -> Optimum:
+    return minimise(question.energy)
 
 
 # -- the calls of a graph, to be measured ------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from narrowcast.decide import Argument, Call, decide
 from narrowcast.fx.fused import INSIDE
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.regions.graph_place import traced_place
-from narrowcast.regions.state import OpenRegion, region_on
+from narrowcast.regions.ruling import region_on
+from narrowcast.regions.stack import OpenRegion
 from narrowcast.torch_bridge import FORMATS, find_op, op_facts, tensors_in
 from narrowcast.torch_surface import dispatch as surface
 from narrowcast.torch_surface.dispatch import OpOverload, all_op_names, can_decompose, has_kernel

@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from narrowcast.fx.explicit import Explicit
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place, placed_at
 from narrowcast.regions.place import called_modules, module_path
-from narrowcast.regions.state import innermost, region_on, ruled_device_types, stack
+from narrowcast.regions.ruling import region_on, ruled_device_types
+from narrowcast.regions.stack import innermost, stack
 from narrowcast.torch_surface.state import autocast_nesting
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.costs.device import own_saved_tensors
+from narrowcast.errors import CaptureError
 from narrowcast.fx.capture import capture
 from narrowcast.fx.edit import write_passes
 from narrowcast.fx.read import Ambient, Reading, read_graph
@@ -90,3 +91,14 @@ def _values(graph: GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
     found = [v for v in inputs if isinstance(v, torch.Tensor)]
     found += [v for n in graph.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)]
     return found
+
+
+def refuse_scripts(verb: str, model: object) -> None:
+    """CaptureError for a script, which has no Python code to capture."""
+    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise CaptureError(
+            asked=f"{verb} of a script or trace ({getattr(model, 'original_name', type(model).__name__)})",
+            found="there is no Python code in it, which is what torch captures",
+            advice="Give the module that it was made of; or narrowcast.convert(script, dtype=...), which puts the "
+            "casts into the script itself.",
+        )

@@ -17,7 +17,7 @@ from narrowcast.errors import CaptureError
 from narrowcast.fx.candidates import Candidate
 from narrowcast.fx.check import check_formats
 from narrowcast.fx.compiled import first_place, note_reading, report_graph
-from narrowcast.fx.explicit import Explicit, make_explicit
+from narrowcast.fx.explicit import Explicit, make_explicit, refuse_scripts
 from narrowcast.fx.folding import fold_weights
 from narrowcast.fx.placing import choose_now, place_graph, tell
 from narrowcast.goals import CAST, FOLDED, Goal
@@ -32,6 +32,7 @@ _TORCHS_OWN = {torch.ops.higher_order.wrap_with_autocast}
 
 def traced_program(model: torch.nn.Module, args: Any, kwargs: Any = None, **options: Any) -> ExportedProgram:
     """What torch.export makes of a model, with what it loses of eager code: which regions are ours, caches, paths."""
+    refuse_scripts("export", model)
     with (
         torch.fx.traceback.preserve_node_meta(),  # regions of ours leave notes there
         caches_as_in_eager_code(),

@@ -12,7 +12,7 @@ from narrowcast.fx.edit import edit_graph
 from narrowcast.fx.read import Ambient, Reading
 from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
-from narrowcast.regions.state import Prepared
+from narrowcast.regions.stack import Prepared
 from narrowcast.torch_bridge import op_facts
 from narrowcast.torch_surface.dispatch import OpOverload, op_name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from narrowcast.console import in_bytes
 from narrowcast.costs.choices import Choice, choice_key, load_choice, save_choice
 from narrowcast.costs.device import device_now
 from narrowcast.costs.known import foreign_profile, keep, known_profile
@@ -22,7 +24,7 @@ from narrowcast.fx.choosing import Choosing, Side, time_sides
 from narrowcast.fx.explicit import Explicit, read_explicit
 from narrowcast.fx.read import Reading
 from narrowcast.fx.resting import Resting, with_stand_ins
-from narrowcast.goals import FAST, Goal
+from narrowcast.goals import MEMORY, Goal
 from narrowcast.passes.assign import assign_casts
 from narrowcast.policy import NOWHERE, Place
 from narrowcast.policy.lacks import ONE_FORMAT
@@ -39,7 +41,7 @@ RULED_OUT, SURE, HOPELESS = 1.25, 0.9, 2.5
 the part SURE of the calls of both was measured; else more than HOPELESS times.
 """
 _RACE = 0.1
-"""A race takes at most this part of the time that compiling its candidates took, but for a few rounds."""
+"""A race takes at most this part of the time that compiling its candidates took, except for a few rounds."""
 LARGE = 40
 """Of a graph in which more calls than these may choose one candidate is compiled: the prediction of many measured calls
 lost 0.5 % on 19 such graphs of two machines (5.6 % at most), and compiling another takes as long again.
@@ -84,17 +86,17 @@ def place_graph(
     reading, seconds = read_explicit(graph, values, asserts=False)
     device_type = next((r.facts.device_type for r in reading.program.regions), "cpu")
     if goal.profile:
-        profile = foreign_profile(goal.profile, device_type, goal.verify)
+        profile = foreign_profile(goal.profile, device_type, goal.races)
     else:
         profile = known_profile(device_type)
     known = len(profile.samples)
     is_here = profile.device == device_now(device_type)
-    uncompiled = uncompiled and len(reading.modules) == 1 and goal.verify
+    uncompiled = uncompiled and len(reading.modules) == 1 and goal.races
     key = choice_key(
         profile.device, str(reading.program), *reading.policies, ", ".join(map(_input_text, values)), backend,
         goal.kind, goal.weights, str(torch.is_grad_enabled()),
     )  # fmt: skip
-    earlier = load_choice(key) if _races(goal) else None
+    earlier = load_choice(key) if goal.races else None
     candidate = None
     if earlier is not None:
         candidate = remembered_candidate(reading, goal, profile, fused, weights, earlier.chosen, earlier.formats)
@@ -117,15 +119,8 @@ def place_graph(
         raise CaptureError("a graph with placed formats", "no candidate gives the formats that were captured")
     explicit = Explicit(left[0].graph, reading, left[0].outcome, seconds)
     _tell_aligned(reading, goal)
-    if left[0].slow:
-        first = next((step.place for step in reading.program.steps.values() if step.place.file), NOWHERE)
-        warn_at(f"narrowcast: goal={goal.kind!r}: {left[0].slow}", first)
+    _tell_too_slow(candidates, left[0], reading, goal)
     return Placed(candidates, left, explicit, goal, key, earlier)
-
-
-def _races(goal: Goal) -> bool:
-    """Whether candidates are timed: without verification, and where memory is what counts, the placed one is taken."""
-    return goal.verify and goal.kind == FAST and goal.memory_limit_bytes is None
 
 
 def _tell_aligned(reading: Reading, goal: Goal) -> None:
@@ -143,6 +138,27 @@ def _tell_aligned(reading: Reading, goal: Goal) -> None:
             'or in the widest. policy="safe" does so without a goal',
             step.place,
         )
+
+
+def _tell_too_slow(candidates: Sequence[Candidate], taken: Candidate, reading: Reading, goal: Goal) -> None:
+    """Warn where fewer bytes could be held, but in more than the time that the goal may take: what to write for it."""
+    compiled = [c for c in candidates if c.is_compiled and c.peak is not None]
+    least = min(compiled, key=_held, default=taken)
+    if taken.peak is None or _held(least) >= 0.99 * _held(taken):
+        return
+    times = least.predicted_ns / max(min(c.predicted_ns for c in compiled), 1.0)
+    first = next((step.place for step in reading.program.steps.values() if step.place.file), NOWHERE)
+    warn_at(
+        f"narrowcast: goal={goal.kind!r}: the formats that hold fewest bytes at once ({in_bytes(_held(least))}) "
+        f"are predicted to take {times:.1f} times the fastest ones' time. Taken are formats that hold "
+        f"{in_bytes(_held(taken))} in at most {goal.slowdown_limit:g} times that. For the former give "
+        f"slowdown_limit={math.ceil(times)}",
+        first,
+    )
+
+
+def _held(candidate: Candidate) -> float:
+    return candidate.peak.bytes if candidate.peak is not None else math.inf
 
 
 def _at(place: Place) -> str:
@@ -218,10 +234,14 @@ def choose_now(placed: Placed, compiled: Callable[[Candidate], Compiled]) -> Cho
 
 def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> list[Candidate]:
     """The candidates that the prediction does not rule out; the first is predicted best. Where nothing is timed, the
-    placed one alone. fused: compiling one takes long.
+    placed one alone; for memory the one that holds fewest bytes at once in the time that it may take. fused: compiling
+    one takes long.
     """
     ordered = sorted(candidates, key=lambda c: (c.predicted_ns, -c.placement.raised))
-    if not _races(goal):
+    if goal.kind == MEMORY:
+        made = [c for c in ordered if c.is_compiled]
+        return sorted((c for c in made if c.predicted_ns <= goal.slowdown_limit * made[0].predicted_ns), key=_held)[:1]
+    if not goal.races:
         return [c for c in ordered if c.name == PLACED] or ordered[:1]
     best = ordered[0]
     left = [c for c in ordered if c.predicted_ns <= _limit(best, c) * best.predicted_ns]
@@ -256,13 +276,14 @@ def tell(report: CompiledGraph, placed: Placed, choice: Choice) -> str:
             choice.times_ns.get(c.name),
             choice.spreads.get(c.name, 0.0),
             choice.dropped.get(c.name, ""),
+            c.peak,
         )
         for c in placed.candidates
     )
     report.after, report.edits = candidate.outcome.program, candidate.outcome.edits
     if not choice.from_disk:
         report.candidates_seconds += choice.seconds
-        if choice.times_ns or (_races(placed.goal) and len(placed.left) == 1):
+        if choice.times_ns or (placed.goal.races and len(placed.left) == 1):
             save_choice(placed.key, replace(choice, formats=candidate.formats))
     return choice.chosen
 

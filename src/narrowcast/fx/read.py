@@ -18,7 +18,8 @@ from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
 from narrowcast.regions.graph_place import NO_OUTSIDE, Outside, node_place
 from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
-from narrowcast.regions.state import Prepared, region_on
+from narrowcast.regions.ruling import region_on
+from narrowcast.regions.stack import Prepared
 from narrowcast.torch_bridge import FORMATS, is_random, op_facts, short_type
 from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
 from narrowcast.torch_surface.dispatch import TO_COPY, HigherOrderOperator, OpOverload, higher_order_name, schema_of

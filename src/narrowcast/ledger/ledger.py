@@ -92,7 +92,7 @@ class Ledger:
         tally.calls += times.calls
         tally.moved_bytes += times.moved_bytes
 
-    def _kinds(self) -> Iterator[tuple[Cast, Tally]]:
+    def kinds(self) -> Iterator[tuple[Cast, Tally]]:
         """All casts, those that are counted with how many there were."""
         yield from ((cast, Tally(1, cast.moved_bytes)) for cast in self.casts)
         yield from self.counted.items()
@@ -124,7 +124,7 @@ class Ledger:
         """Sums over all records."""
         how, direction = Counter[str](), Counter[str]()
         repeated = cast_bytes = 0
-        for cast, tally in self._kinds():
+        for cast, tally in self.kinds():
             how[cast.how] += tally.calls
             direction[cast.direction] += tally.calls
             repeated += tally.calls * (cast.repeated and cast.how == "copied")
@@ -182,7 +182,7 @@ class Ledger:
 
     def diff(self, other: Ledger) -> tuple[CastChange, ...]:
         """What changes from this ledger to `other`: groups of casts whose number differs. Lines may have moved."""
-        before, after = _groups(self._kinds()), _groups(other._kinds())
+        before, after = _groups(self.kinds()), _groups(other.kinds())
         keys = [*before, *(k for k in after if k not in before)]
         return tuple(CastChange(*k, before[k], after[k]) for k in keys if before[k] != after[k])
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from narrowcast.policy import Place, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,15 @@ class Cast:
     source: str
     policy: str
     repeated: bool = False
+
+    @staticmethod
+    def of(op: str, argument: str, place: Place, asked_by: Rule | None, /, **facts: Any) -> Cast:
+        """A cast that a rule asked for at a place. facts: all other fields, and what replaces the rule's words."""
+        words = {"action": "", "rule": "", "reason": "", "source": ""}
+        if asked_by is not None:
+            text, reason = str(asked_by), asked_by.reason
+            words = {"action": str(asked_by.action), "rule": text, "reason": reason or text, "source": asked_by.source}
+        return Cast(op, argument, place.module_path, place.file, place.line, **{**words, **facts})
 
     @property
     def place(self) -> str:
@@ -112,7 +124,7 @@ class EditRecord:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Something that is legal, and hardly meant: what it is, and what to do instead.
+    """Something that is legal, and probably a mistake: what it is, and what to do instead.
 
     kind: `backward in a region`, `optimizer step in a region`, `left the region in a low format`, `skipped by
     autocast`, `no casts`, `weights in a low format`, `hidden policy`, `switched off`, or `rule

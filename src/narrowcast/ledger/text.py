@@ -54,8 +54,7 @@ Kind = tuple[str, str, str, str, str, str]
 def cast_kinds(ledger: Ledger) -> list[tuple[Kind, Tally]]:
     """Casts that make the same line, how many there are, and the bytes that they move: most bytes first."""
     found: dict[Kind, Tally] = {}
-    counted = ((cast, Tally(1, cast.moved_bytes)) for cast in ledger.casts)
-    for cast, times in (*counted, *ledger.counted.items()):
+    for cast, times in ledger.kinds():
         tally = found.setdefault((*_cells(cast), how_text(cast), cast.action), Tally())
         tally.calls += times.calls
         tally.moved_bytes += times.moved_bytes

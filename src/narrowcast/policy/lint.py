@@ -1,4 +1,4 @@
-"""Lint: what is legal in a policy but is hardly meant."""
+"""Lint: what is legal in a policy but probably a mistake."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
         at = _DECODE_LINE.search(str(error))
         line = int(at.group(1)) if at else text.count("\n") + 1
         raise PolicyError(
-            f"policy file {file}", f"not TOML: {error}", (Origin(file, line),), "Mend this line."
+            f"policy file {file}", f"not TOML: {error}", (Origin(file, line),), "Correct this line."
         ) from None
     head, blocks = _blocks(text)
     _check_keys(data, _HEADER_KEYS, file, head, "a policy")

@@ -91,7 +91,7 @@ def _ops(explanation: Explanation) -> RenderableType:
 
 
 def _own_rules(explanation: Explanation) -> RenderableType:
-    """What each rule of the policy matched. One that matched nothing is hardly meant so."""
+    """What each rule of the policy matched. One that matched nothing is probably a mistake."""
     made = table("the policy's rules: what each matched", "rule", "written at", ">calls", "in modules")
     for row in explanation.rule_rows():
         modules = ", ".join(m or "(root)" for m in row.modules[:4]) + (", ..." if len(row.modules) > 4 else "")

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
 from narrowcast.passes import call_of
+from narrowcast.passes.peak import Peak
 from narrowcast.passes.place import Placement
 from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy, Rule
 from narrowcast.program import Program, Step, Value
@@ -64,7 +65,8 @@ class CandidateTime:
     """One way to run a graph: nanoseconds as predicted and, if it was timed, as measured with their spread.
 
     casts: None for what the prediction has ruled out. sure: the part of the predicted time that was measured, call by
-    call, rather than interpolated. dropped: what it raises, if it does not run here.
+    call, rather than interpolated. dropped: what it raises, if it does not run here. peak: the most bytes that it is
+    predicted to hold at once, where memory is what counts.
     """
 
     name: str
@@ -74,6 +76,7 @@ class CandidateTime:
     measured_ns: float | None = None
     spread: float = 0.0
     dropped: str = ""
+    peak: Peak | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,29 +250,29 @@ class _Walker:
             made = self.before.steps[made.operands[0].value]
         plan, policy = self._plan(made)
         source = self.after.values[cast.operands[0].value]
-        rule = next((r for name, r in plan.argument_rules if name.partition(".")[0] == RESULT), plan.rule)
         self.ledger.add(
-            Cast(
-                made.op, RESULT, made.place.module_path, made.place.file, made.place.line, source.type,
-                cast.value.type, source.elements, source.bytes + cast.value.bytes, "copied", "forward", "activation",
-                str(rule.action) if rule else "", str(rule) if rule else "", (rule.reason or str(rule)) if rule else "",
-                rule.source if rule else "", policy,
+            Cast.of(
+                made.op, RESULT, made.place, plan.rule_about(RESULT), src=source.type, dst=cast.value.type,
+                elements=source.elements, moved_bytes=source.bytes + cast.value.bytes, how="copied",
+                direction="forward", kind="activation", policy=policy,
             )
         )  # fmt: skip
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
         """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
-        source, place = self.after.values[step.operands[0].value], step.place
-        kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
-        self.ledger.count_match(facts.get("label", ""), place.module_path)
+        source = self.after.values[step.operands[0].value]
+        self.ledger.count_match(facts.get("label", ""), step.place.module_path)
+        words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
         self.ledger.add(
-            Cast(
-                MODULE_CALL_OP, facts["argument"], place.module_path, place.file, place.line, source.type,
-                step.value.type, source.elements, source.bytes + step.value.bytes, "copied", "forward", kind,
-                facts.get("action", ""), facts.get("rule", ""), facts.get("reason", ""), facts.get("source", ""),
-                facts["policy"],
+            Cast.of(
+                MODULE_CALL_OP, facts["argument"], step.place, None, src=source.type, dst=step.value.type,
+                elements=source.elements, moved_bytes=source.bytes + step.value.bytes, how="copied",
+                direction="forward", kind=self._kind(source), **words,
             )
         )  # fmt: skip
+
+    def _kind(self, source: Value) -> str:
+        return "weight" if source.weight else "input" if source.id in self.inputs else "activation"
 
     def _plan(self, step: Step) -> tuple[Plan, str]:
         """What was decided about a call, by the one function that decides."""
@@ -284,15 +287,14 @@ class _Walker:
         repeated = not shared and (source.id, cast.value.type) in self.seen
         self.read.add(cast.id)
         self.seen.add((source.id, cast.value.type))
-        rule = dict(plan.argument_rules).get(argument, plan.rule)
-        kind = "weight" if source.weight else "input" if source.id in self.inputs else "activation"
+        rule = plan.rule_for(argument)
         action, reason = self._why(step, rule)
         self.ledger.add(
-            Cast(
-                step.op, argument, step.place.module_path, step.place.file, step.place.line, source.type,
-                cast.value.type, source.elements, 0 if shared else source.bytes + cast.value.bytes,
-                "shared" if shared else "copied", "forward", kind, action, str(rule or ""), reason,
-                rule.source if rule else "", policy, repeated,
+            Cast.of(
+                step.op, argument, step.place, rule, src=source.type, dst=cast.value.type, elements=source.elements,
+                moved_bytes=0 if shared else source.bytes + cast.value.bytes, how="shared" if shared else "copied",
+                direction="forward", kind=self._kind(source), policy=policy, repeated=repeated, action=action,
+                reason=reason,
             )
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.console import in_bytes, short_file, table
-from narrowcast.passes.memory import FOR_MEMORY
+from narrowcast.goals import MEMORY
 from narrowcast.passes.place import GIVEN, PlacedCall, Placement
 from narrowcast.program import Step
 from narrowcast.report.graphs import CandidateTime, CompiledGraph
@@ -26,13 +26,15 @@ def placement_parts(graphs: tuple[CompiledGraph, ...], every: bool = False) -> l
 def _candidates(graph: CompiledGraph) -> RenderableType:
     kept = "the one kept" + (", chosen earlier" if graph.from_disk else "")
     title = f"graph {graph.number}, goal {graph.goal}: candidates ({kept}: {graph.chosen})"
+    holds = any(c.peak is not None for c in graph.candidates)
     made = table(
-        title, "candidate", ">casts", ">predicted ms", ">measured ms", ">spread", ">predicted/measured",
-        ">measured call by call",
+        title, "candidate", ">casts", *([">held at most"] if holds else []), ">predicted ms", ">measured ms",
+        ">spread", ">predicted/measured", ">measured call by call",
     )  # fmt: skip
     for c in graph.candidates:
         casts = "" if c.casts is None else str(c.casts)
-        made.add_row(c.name, casts, f"{c.predicted_ns / 1e6:.3f}", *_measured(c), f"{c.sure * 100:.0f} %")
+        held = [in_bytes(c.peak.bytes) if c.peak is not None else ""] if holds else []
+        made.add_row(c.name, casts, *held, f"{c.predicted_ns / 1e6:.3f}", *_measured(c), f"{c.sure * 100:.0f} %")
     return made
 
 
@@ -51,8 +53,9 @@ def _totals(graph: CompiledGraph, placement: Placement) -> str:
     parts = [
         f"  {placement.raised} of {len(placement.calls)} calls run higher than the policy asks; predicted "
         f"{_ms(placement.cost)} against {_ms(placement.policy_cost)} as the policy says (saved: {_ms(saved)})",
-        f"  {_proof(placement)}; choosing took {graph.candidates_seconds:.1f} s",
+        f"  {_proof(graph, placement)}; choosing took {graph.candidates_seconds:.1f} s",
     ]
+    parts += [f"  {line}" for line in _held(graph)]
     returned = _returned(graph)
     if returned and placement.raised == len(placement.calls):
         size = in_bytes(sum(cast.value.bytes for cast in returned))
@@ -67,6 +70,23 @@ def _totals(graph: CompiledGraph, placement: Placement) -> str:
     return "\n".join(parts) + "\n"
 
 
+def _held(graph: CompiledGraph) -> list[str]:
+    """What the chosen candidate is predicted to hold at most, of what, and where; where memory is what counts."""
+    peaks = {c.name: c.peak for c in graph.candidates if c.peak is not None}
+    peak = peaks.get(graph.chosen)
+    if peak is None:
+        return []
+    backward = "the backward of " if peak.in_backward else ""
+    where = f", reached in {backward}{peak.op.removeprefix('aten.')}" if peak.op else ""
+    line = f", {short_file(peak.place.file)}:{peak.place.line}" if peak.op and peak.place.file else ""
+    parts = [f"{in_bytes(peak.kept)} kept for the backward"] if peak.kept else []
+    parts += [f"{in_bytes(peak.workspace)} of its kernel's own"] if peak.workspace else []
+    of_these = f" (of these {', '.join(parts)})" if parts else ""
+    policy = peaks.get("policy")
+    against = f"; {in_bytes(policy.bytes)} as the policy says" if policy is not None and policy is not peak else ""
+    return [f"predicted to hold at most {in_bytes(peak.bytes)} at once{of_these}{where}{line}{against}"]
+
+
 def _returned(graph: CompiledGraph) -> list[Step]:
     """The casts that were put on what the graph returns."""
     if graph.before is None or graph.after is None:
@@ -75,16 +95,16 @@ def _returned(graph: CompiledGraph) -> list[Step]:
     return [step for step in steps if step is not None and step.is_cast and step.id not in graph.before.steps]
 
 
-def _proof(placement: Placement) -> str:
+def _proof(graph: CompiledGraph, placement: Placement) -> str:
+    if graph.goal == MEMORY:  # no bound: its time is not what was minimised
+        return f"the one of {len(graph.candidates)} that holds fewest bytes at once in the time that it may take"
     if placement.method == GIVEN:
         return "kept because it was measured to be fastest, whatever the cost model says"
+    proof = f"{placement.method}, gap {placement.gap * 100:.1f} %"
     if placement.kept_bytes is not None and placement.policy_kept_bytes is not None:
         kept, policy = in_bytes(placement.kept_bytes), in_bytes(placement.policy_kept_bytes)
-        sizes = f"predicted to keep {kept} for the backward and in casts, {policy} as the policy says"
-        if placement.method == FOR_MEMORY:  # no bound: its time is not what was minimised
-            return sizes
-        return f"{sizes}; {placement.method}, gap {placement.gap * 100:.1f} %"
-    return f"{placement.method}, gap {placement.gap * 100:.1f} %"
+        return f"predicted to keep {kept} for the backward and in casts, {policy} as the policy says; {proof}"
+    return proof
 
 
 def _calls(placement: Placement, every: bool) -> RenderableType:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from narrowcast.errors import ScriptWarning
+from narrowcast.ops import named
 from narrowcast.policy import Policy
 from narrowcast.torch_bridge import find_op, op_id
 from narrowcast.torchscript import cells, products
@@ -69,24 +70,15 @@ def is_composite(node: Any) -> bool:
     return bool(node.kind() == _GRU and node.schema().startswith("aten::gru.input("))
 
 
-# Their kernels call ops that lists name, too, and how is not written down here: found by sweeps (tests/conformance).
-_CLOSED = frozenset(
-    """
-    aten::linalg_pinv aten::bilinear aten::_trilinear aten::linear_cross_entropy aten::gru aten::lstm aten::rnn_tanh
-    aten::rnn_relu aten::_transformer_encoder_layer_fwd aten::matrix_exp aten::linalg_matrix_exp
-    aten::_scaled_mm
-    """.split()  # noqa: SIM905
-)
-
-
 def tell_closed(section: Section) -> None:
     """ScriptWarning for ops inside which eager autocast casts, and a script does not."""
     for item in section.items:
         kind, on = item.node.kind(), any(scope.enabled is not False for scope in item.scopes.values())
         overload, _, _ = (item.node.schema() or "").partition("(")
-        if on and kind in _CLOSED and decided_as_itself(overload.replace("::", ".")):
+        name = kind.replace("::", ".")
+        closed = name.removeprefix("aten.") in named("inside.closed")
+        if on and closed and decided_as_itself(overload.replace("::", ".")):
             place = place_in(item.caller, item.node)
-            name = kind.replace("::", ".")
             warnings.warn(
                 f"narrowcast: {name} ({place}) calls ops inside that eager code casts in this region; "
                 "in a script it runs as its inputs are. Write what it does, or give it a rule of its own",

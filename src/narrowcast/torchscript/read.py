@@ -12,6 +12,7 @@ import torch
 from narrowcast.decide import Plan, Region, decide
 from narrowcast.ledger import HidingBlock
 from narrowcast.op_memory import alias_names
+from narrowcast.ops import named
 from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value, reaching
@@ -31,7 +32,7 @@ from narrowcast.torchscript.calls import (
     is_tensor_list,
     sources,
 )
-from narrowcast.torchscript.formats import COUNTING, KEEPING, OTHER, join, promoted
+from narrowcast.torchscript.formats import OTHER, join, promoted
 from narrowcast.torchscript.scopes import Item, Scope, Scopes, Section, dtype_of
 
 _ANY_SHAPE = ("?",)
@@ -200,7 +201,7 @@ class Reader:
         name = op_name(facts.op)
         found = _sources(item, facts)
         given = [self._type(s.value) for s in found]
-        if name in COUNTING:
+        if name in named("result.counts"):
             return OTHER
         dtype = dtype_argument(node, facts)
         if isinstance(dtype, int):
@@ -217,7 +218,7 @@ class Reader:
                 return after
         if name in ("float", "double", "half", "bfloat16"):
             return {"float": "fp32", "double": "fp64", "half": "fp16", "bfloat16": "bf16"}[name]
-        return promoted(given) if name in KEEPING else TENSOR
+        return promoted(given) if name in named("result.keeps") else TENSOR
 
     def _plan(self, item: Item, facts: OpFacts, found: list[Source], number: int) -> Plan:
         """What is decided about a call; its operands are numbered by themselves, as there is no program yet."""

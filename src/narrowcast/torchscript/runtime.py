@@ -67,7 +67,7 @@ def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
 
 
 def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
-    """The same of what may be None."""
+    """`cast` of a tensor that may be None."""
     if x is not None:
         if is_eligible(x, on, device) and x.dtype != dtype:
             return x.to(dtype)
@@ -75,7 +75,7 @@ def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Opt
 
 
 def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
-    """The same of each of a list."""
+    """`cast` of each tensor of a list."""
     return [cast(x, on, device, dtype) for x in xs]
 
 

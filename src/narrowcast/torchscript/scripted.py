@@ -25,7 +25,7 @@ from narrowcast.passes import Outcome
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.regions.failures import note_failure
 from narrowcast.regions.place import called_modules, find_place, module_path, path_around
-from narrowcast.regions.state import region_on, ruled_device_types
+from narrowcast.regions.ruling import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.dynamo import never_trace

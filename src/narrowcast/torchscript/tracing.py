@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from narrowcast.errors import ScriptWarning
 from narrowcast.policy import NOWHERE
-from narrowcast.regions.watchers import region_watchers
+from narrowcast.regions.watchers import told_of_regions
 from narrowcast.torch_surface.jit import (
     compiled_method,
     compiled_module,
@@ -24,7 +22,7 @@ from narrowcast.torch_surface.jit import (
     traced_graph,
     tracing_state,
 )
-from narrowcast.torch_surface.state import any_autocast, is_enabled, native_regions_replaced
+from narrowcast.torch_surface.state import any_autocast, is_enabled
 from narrowcast.torchscript.callers import graphs_of, mark_calls, place_in, unmark
 from narrowcast.torchscript.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.torchscript.composites import casts_inside
@@ -51,7 +49,7 @@ def tracing() -> Iterator[None]:
     kept: list[Method] = []
     with compiler_lock:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
-        with _following(kept), _marking():
+        with _following(kept), told_of_regions(_Marker(), "traces mark regions"):
             yield
 
 
@@ -105,36 +103,6 @@ class _Marker:
                 leave_off(traced_graph(state), instance)
 
 
-class _OfOurs(_Marker):
-    """The same, told of all regions, for those of ours alone: torch's own tell only recordings."""
-
-    def entered(self, region: Any) -> None:
-        """A region is entered."""
-        if not isinstance(region, torch.autocast):
-            super().entered(region)
-
-
-@contextmanager
-def _marking() -> Iterator[None]:
-    ours, native = _OfOurs(), _Marker()
-
-    def enter(enter: Any, self: Any) -> Any:
-        entered = enter(self)
-        native.entered(self)
-        return entered
-
-    def leave(leave: Any, self: Any, *raised: Any) -> Any:
-        native.left(self, bool(raised))
-        return leave(self, *raised)
-
-    with native_regions_replaced(lambda e: partial(enter, e), lambda e: partial(leave, e), "traces mark regions"):
-        region_watchers.append(ours)
-        try:
-            yield
-        finally:
-            region_watchers.remove(ours)
-
-
 # -- what was traced ---------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +137,7 @@ def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Met
 
 
 def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
-    """The whole graph is cast already, but for what torch has recorded as one op: that is cast now, in place."""
+    """The whole graph is cast already, except what torch has recorded as one op: that is cast now, in place."""
     _tell_inside(graph)
     scopes = {device: scope for device, scope in scopes_here().items() if device in regions}
     policies = [policy_of(scope) for scope in scopes.values()]
