@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from narrowcast import errors, formats
 from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.formats import Format, is_exact, widest
+from narrowcast.goals import Goal, fast, memory
 from narrowcast.ledger import Cast, Ledger, Refusal
 from narrowcast.policy import Action, Place, Policy, Rule, installed_torch, lint_policy
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from narrowcast.eager.record import record
     from narrowcast.explainer import Subject, explain
     from narrowcast.exporter import export
+    from narrowcast.made_for import target_of
     from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
+    from narrowcast.scripting import convert, script, trace
 
 __version__ = "0.1.0.dev0"
 
@@ -54,6 +57,7 @@ __all__ = [
     "Cast",
     "Explanation",
     "Format",
+    "Goal",
     "Ledger",
     "Place",
     "Plan",
@@ -74,10 +78,12 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "fast",
     "formats",
     "invalidate",
     "is_exact",
     "lint_policy",
+    "memory",
     "pin",
     "record",
     "round_to",

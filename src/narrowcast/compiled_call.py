@@ -34,7 +34,7 @@ from narrowcast.torch_surface.dynamo import (
 )
 from narrowcast.torch_surface.modules import call_of_module, has_global_hooks
 
-REGION_ARGUMENTS = ("policy", "dtype", "device_type", "enabled", "cache_enabled")
+REGION_ARGUMENTS = ("policy", "dtype", "device_type", "region")
 """Those of `compile` that are about the region."""
 
 
@@ -124,13 +124,17 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
     _around: Compiled
     _compiled: Callable[..., Any]
     _asked: Mapping[str, Any]
+    _again: Callable[[Any, dict[str, Any]], Any]
 
     @staticmethod
-    def of(compiled: Any, around: Compiled, asked: Mapping[str, Any]) -> CompiledModule:
-        """What torch.compile returned, in place. asked: the arguments of `compile`."""
+    def of(
+        compiled: Any, around: Compiled, asked: Mapping[str, Any], again: Callable[[Any, dict[str, Any]], Any]
+    ) -> CompiledModule:
+        """What torch.compile returned, in place. asked: the arguments of `compile`. again: compiles a copy."""
         compiled.__class__ = CompiledModule
         object.__setattr__(compiled, "_around", around)
         object.__setattr__(compiled, "_asked", asked)
+        object.__setattr__(compiled, "_again", again)
         object.__setattr__(compiled, "_compiled", compiled.__dict__.pop("forward"))
         forget_original(compiled)  # torch.compile would compile that again, without the region
         return compiled  # type: ignore[no-any-return]
@@ -163,13 +167,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         return bool(self._orig_mod)
 
     def __reduce__(self) -> Any:
-        return _compiled_anew, (self._orig_mod, dict(self._asked))
-
-
-def _compiled_anew(module: torch.nn.Module, asked: dict[str, Any]) -> Any:
-    from narrowcast.compiler import compile  # which makes what is copied
-
-    return compile(module, **asked)
+        return self._again, (self._orig_mod, dict(self._asked))
 
 
 def _is_torchs(method: MethodType) -> bool:
@@ -227,7 +225,7 @@ def asked_before(model: Any) -> Mapping[str, Any] | None:
 
 def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments to compile a compiled model anew: its region stays. RegionError if another is asked for."""
-    said = [name for name in REGION_ARGUMENTS if now[name] not in (None, True)]
+    said = [name for name in REGION_ARGUMENTS if now[name] is not None]
     if any(_fact(name, before[name]) != _fact(name, now[name]) for name in said):
         raise RegionError(
             asked=f"compile(model, {_shown(now)})",
@@ -240,10 +238,12 @@ def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 def _fact(name: str, value: Any) -> Any:
     if name == "policy":
         return as_policy(value).digest
+    if isinstance(value, autocast):
+        return value.key
     return to_dtype(value) if name == "dtype" and value is not None else value
 
 
 def _shown(asked: Mapping[str, Any]) -> str:
-    facts = {name: asked[name] for name in REGION_ARGUMENTS if asked[name] not in (None, True)}
+    facts = {name: asked[name] for name in REGION_ARGUMENTS if asked[name] is not None}
     shown = {k: v.name if isinstance(v, Policy) else str(v) for k, v in facts.items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items()) or "no region"

@@ -21,13 +21,15 @@ from narrowcast.compiled_call import (
     original,
 )
 from narrowcast.eager import autocast
+from narrowcast.eager.asked import asked_region
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.backend import GraphBackend, register
 from narrowcast.fx.backward import parse_backward
-from narrowcast.goals import CAST, as_goal
-from narrowcast.policy import Policy, as_policy
+from narrowcast.fx.explicit import refuse_scripts
+from narrowcast.goals import CAST, Goal, as_goal
+from narrowcast.policy import Policy
 from narrowcast.torch_bridge import check_ops
 from narrowcast.torch_surface.dynamo import (
     inner_compiler,
@@ -43,27 +45,21 @@ def compile(
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | Format | None = None,
     device_type: str | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
+    region: autocast | None = None,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
     backward: str | Sequence[Mapping[str, Any]] = "as_eager",
-    goal: str = "exact",
-    verify: bool = True,
+    goal: str | Goal = "exact",
     weights: str = "folded",
-    profile: str = "",
-    memory_limit_bytes: int | None = None,
-    slowdown_limit: float = 2.0,
 ) -> Any:
     """Compile a module or function so that every graph has plain casts, those of eager autocast, and no region.
 
-    policy, dtype, device_type, enabled, cache_enabled: the region in which it runs, as for `narrowcast.autocast`. If
-        policy, dtype and device_type are all None no region is opened: those around the call, and those inside the
-        model, hold in any case. A device_type left out is that of the module's parameters, or of the first tensor that
-        it is called with.
+    policy, dtype, device_type: the region in which it runs, as for `narrowcast.autocast`; or region, such an object. If
+        all are None no region is opened: those around the call, and those inside the model, hold in any case. A
+        device_type left out is that of the module's parameters, or of the first tensor that it is called with.
     backend, mode, options, dynamic, fullgraph: as for torch.compile; the explicit graph goes to that backend.
     backward: under which autocast the backward runs: `as_eager` and `off` (ops of the backward run as their inputs
         are), `same_as_forward`, or a list of keyword sets of torch.autocast. A backward that is called under another
@@ -71,44 +67,41 @@ def compile(
         `dgrad.aten.mm`, `wgrad.aten.mm`) hold besides.
 
     goal: `exact`: bit for bit eager. `fast`: the formats that take least time on this device; never less precise per op
-        than the policy: calls that it lowers may run in fp32 where that is cheaper. `memory`: those that keep fewest
-        bytes for the backward.
-    verify: with `fast`, candidates (placed by cost, as the policy says, all as high as may be) are compiled and timed
-        on the first call's inputs, the best is kept, and the choice is remembered on disk.
+        than the policy: calls that it lowers may run in fp32 where that is cheaper. Candidates (placed by cost, as the
+        policy says, all as high as may be) are timed on the first call's inputs. `memory`: those that hold fewest bytes
+        at once. `narrowcast.fast(...)` and `narrowcast.memory(...)` take what else is to be said.
     weights: `cast` at each call; `folded`: where no gradient flows they are cast once and kept, until they change;
         `working_copies`: in training, too. What changes parts of `weight.data` needs narrowcast.invalidate.
-    profile: file of a profile to plan with, instead of this device's own (another device's only with verify=False).
-    memory_limit_bytes: with `fast`, what may be kept for the backward and in cast copies, per graph.
-    slowdown_limit: with `memory`, it may be predicted to take at most so many times the fastest formats' time; where
-        the fewest bytes take longer, a warning says so.
 
     What Dynamo cannot capture runs as eager code in the same region. A graph that cannot be given explicit casts runs
     as eager autocast would run it, with a warning. Without `model` a decorator is returned.
 
-    Raises RegionError, PolicyError and UnknownOpError as `narrowcast.autocast` does; GoalError, ProfileError.
+    Raises RegionError, PolicyError and UnknownOpError as `narrowcast.autocast` does; GoalError, ProfileError;
+    CaptureError for a script.
     """
-    asked: dict[str, Any] = {
-        "policy": policy, "dtype": dtype, "device_type": device_type, "enabled": enabled,
-        "cache_enabled": cache_enabled, "backend": backend, "mode": mode, "options": options, "dynamic": dynamic,
-        "fullgraph": fullgraph, "backward": backward, "goal": goal, "verify": verify, "weights": weights,
-        "profile": profile, "memory_limit_bytes": memory_limit_bytes, "slowdown_limit": slowdown_limit,
+    arguments: dict[str, Any] = {
+        "policy": policy, "dtype": dtype, "device_type": device_type, "region": region, "backend": backend,
+        "mode": mode, "options": options, "dynamic": dynamic, "fullgraph": fullgraph, "backward": backward,
+        "goal": goal, "weights": weights,
     }  # fmt: skip
     if model is None:
-        return functools.partial(compile, **asked)
+        return functools.partial(compile, **arguments)
     if not callable(model):
         raise RegionError(
             asked=f"compile({type(model).__name__})", found="not callable", advice="Give a Module or a function."
         )
+    refuse_scripts("compile", model)
     before = asked_before(model)
     if before is not None:
-        return compile(original(model), **asked_again(before, asked))
-    chosen = as_policy(policy)
+        return compile(original(model), **asked_again(before, arguments))
+    asked = asked_region("compile", policy, dtype, device_type, region)
+    chosen = asked.policy
     check_ops(chosen)
     rules = chosen.backward() if chosen.has_backward_rules else None
-    wanted = as_goal(goal, verify, weights, profile, memory_limit_bytes, slowdown_limit)
+    wanted = as_goal(goal, weights)
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
-        backend = _usable_backend(backend, device_type or _device_of(model))
+        backend = _usable_backend(backend, asked.device_type or _device_of(model))
     if wanted.weights != CAST:
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
     register()
@@ -118,15 +111,17 @@ def compile(
     )  # fmt: skip
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
     around = Compiled()
-    if not (policy is None and dtype is None and device_type is None):
-        around = Around(
-            lambda device: autocast(device, dtype, enabled, cache_enabled, policy=chosen.forward()),
-            device_type or _device_of(model),
-            wanted,
-        )
+    if asked.is_there:
+        known = asked.device_type or _device_of(model)
+        around = Around(lambda device: asked.on(device, chosen.forward()), known, wanted)
     if isinstance(compiled, torch.nn.Module):
-        return CompiledModule.of(compiled, around, asked)
-    return compiled_function(model, compiled, around, asked)
+        return CompiledModule.of(compiled, around, arguments, _compiled_anew)
+    return compiled_function(model, compiled, around, arguments)
+
+
+def _compiled_anew(module: torch.nn.Module, asked: dict[str, Any]) -> Any:
+    """What a copy, or a pickle, of a compiled module is made by."""
+    return compile(module, **asked)
 
 
 def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) -> str | Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ from narrowcast.capabilities import one_format
 from narrowcast.costs.abilities import slow_note
 from narrowcast.costs.device import is_here
 from narrowcast.eager import autocast, record
+from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.failed_run import failure_of, first_line
 from narrowcast.formats import Format
+from narrowcast.fx.explicit import refuse_scripts
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graph_explainer import check_front_end, graphs_of, script_graphs_of
 from narrowcast.isolation import isolated, restored
 from narrowcast.ledger import Ledger
 from narrowcast.numerics import compare
-from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.ops import named
+from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.report import (
     Comparison,
     CompiledGraph,
@@ -92,23 +95,21 @@ def explain(
     *args: Any,
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | Format | None = None,
-    device: str | None = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
     run: bool = False,
     real: bool = False,
     front_end: str = "eager",
-    goal: str = "exact",
+    goal: str | Goal = "exact",
     backend: str = "inductor",
-    verify: bool = True,
-    profile: str = "",
-    slowdown_limit: float = 2.0,
     **kwargs: Any,
 ) -> Explanation:
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
 
     model:  a Module, a callable, or a Subject (then without args).
-    policy, dtype: as for `autocast`.
-    device: the device type whose lists hold; None is the model's own. One that this machine lacks, or that the model
-            is not on, is stood in for: the device's policy decides over fake tensors on the cpu.
+    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type.
+    device_type: whose lists hold; None is the model's own. One that this machine lacks, or that the model is not on, is
+            stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
     real:   do not try fake tensors.
     front_end: `eager`, or `script`: the graphs of `nc.script` or, of a script that exists, of `nc.convert`, without
@@ -117,9 +118,8 @@ def explain(
             model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
             Where nothing is captured, the ledger is that of eager code.
 
-    goal, verify, profile, slowdown_limit: with the front ends compile and export, as for `narrowcast.compile`: which
-            formats each call may have, what they cost, which was chosen, predicted against measured
-            (`graphs[n].placement`).
+    goal:   with the front ends compile and export, as for `narrowcast.compile`: which formats each call may have, what
+            they cost, which was chosen, predicted against measured (`graphs[n].placement`).
     backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
 
     Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
@@ -133,29 +133,33 @@ def explain(
             asked="explain(subject, ...) with arguments", found="a Subject brings its own",
             advice="Put them into the Subject.",
         )  # fmt: skip
+    asked = asked_region("explain", policy, dtype, device_type, region)
     own_device = _device_type(subject)
-    device_type = device or own_device
+    device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run, stands_in)
-    wanted = _goal(as_goal(goal, verify, profile=profile, slowdown_limit=slowdown_limit), front_end)
-    chosen = as_policy(policy)
+    if front_end in ("compile", "export"):
+        refuse_scripts(f'explain(front_end="{front_end}")', subject.model)
+    wanted = _goal(as_goal(goal), front_end)
+    chosen = asked.policy
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     resolved = chosen.resolve(device_type)
-    fast = default_dtype(chosen, device_type) if dtype is None else to_dtype(dtype)
-    region = autocast("cpu" if stands_in else device_type, fast, policy=resolved if stands_in else chosen)
+    fast = default_dtype(chosen, device_type) if asked.dtype is None else to_dtype(asked.dtype)
+    opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
     failure: Failure | None = None
     if front_end == "script":
-        around = scopes_around(device_type, fast, True, resolved.effective_cache != "off", resolved)
+        keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
+        around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
         graphs = script_graphs_of(subject.model, around)
         ledger, ran_on, note = graph_ledger(graphs), "nothing was run", ""
     else:
-        ledger, ran_on, note, failure = _record(subject, region, device_type, stands_in, real)
+        ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
     ledger.notes.clear()  # said of the explanation as a whole
     if front_end in ("compile", "export") and failure is None:
-        graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, region, wanted, backend)
+        graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, wanted, backend)
         found = graph_ledger(graphs)
         if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
             differences = decision_differences(ledger, found)
@@ -173,7 +177,7 @@ def explain(
         ran_on=ran_on,
         note=note if front_end == "script" else _sentences(note, _script_note(subject)),
         ledger=ledger,
-        comparison=_compare(subject, region) if run and failure is None else None,
+        comparison=_compare(subject, opened) if run and failure is None else None,
         front_end=front_end,
         graphs=graphs,
         differences=differences,
@@ -203,12 +207,12 @@ def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_
     if run and stands_in:
         raise RegionError(
             asked=f"running on {device_type}", found=f"the model is on {own_device}",
-            advice=f"Leave run away, or move the model: model.to({device_type!r}).",
+            advice=f"Omit run, or move the model: model.to({device_type!r}).",
         )  # fmt: skip
     if front_end in ("compile", "export") and stands_in:
         raise RegionError(
             asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
-            advice="Leave front_end away, or move the model there: graphs are captured where the model is.",
+            advice="Omit front_end, or move the model there: graphs are captured where the model is.",
         )  # fmt: skip
 
 
@@ -241,7 +245,7 @@ def _record(
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
     if _has_meta(subject):
-        advice = "Leave real away, or load the weights."
+        advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
     with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
         try:
@@ -272,24 +276,14 @@ def _sentences(*notes: str) -> str:
     return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
 
 
-# Unlisted ops whose real kernels call ops that autocast casts; fake ones do not. Found by comparing the ledgers of fake
-# and real runs of every op in torch's op_db, and of the fused modules.
-_CALLS_OPS_INSIDE = (
-    "aten._transformer_encoder_layer_fwd",
-    "aten._trilinear",
-    "aten.linalg_pinv",
-    "aten._scaled_mm",
-    "aten._scaled_mm_v2",
-)
-
-
 def _not_shown_by_fakes(ledger: Ledger) -> str:
     """A sentence naming the ops of a fake run that a real one would refuse, or cast inside; empty if there are none."""
     strict = {lack.op for lack in one_format() if not lack.low_first}
     mixed = sorted({k.op for k in ledger.calls if k.op in strict and "," in k.computes})
     if mixed:
         return f"Fake tensors let {', '.join(mixed)} have several formats, which real ones may not."
-    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & set(_CALLS_OPS_INSIDE)
+    unseen = {f"aten.{name}" for name in named("inside.unseen_on_fakes")}
+    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & unseen
     return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
 
 

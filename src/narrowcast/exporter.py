@@ -11,12 +11,13 @@ from torch.export import ExportedProgram
 
 from narrowcast.costs.abilities import for_target
 from narrowcast.eager import autocast
+from narrowcast.eager.asked import asked_region
 from narrowcast.errors import CaptureError, GoalError, NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.fx.exported import explicit_program, note_target, placed_program, traced_program
 from narrowcast.fx.other_paths import tell_other_paths
-from narrowcast.goals import as_goal
-from narrowcast.policy import Policy, as_policy
+from narrowcast.goals import Goal, as_goal
+from narrowcast.policy import Policy
 from narrowcast.torch_bridge import tensors_in
 
 
@@ -29,28 +30,22 @@ def export(
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | Format | None = None,
     device_type: str | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
+    region: autocast | None = None,
     strict: bool = False,
     fold_weights: bool = False,
-    goal: str = "exact",
-    verify: bool = True,
-    profile: str = "",
-    slowdown_limit: float = 2.0,
+    goal: str | Goal = "exact",
     runs_in: str = "eager",
     made_for: str = "",
 ) -> ExportedProgram:
     """Export a module with plain casts, those of eager autocast, and no region; it needs no Narrowcast to run.
 
     args, kwargs, dynamic_shapes, strict: as for torch.export.export.
-    policy, dtype, device_type, enabled, cache_enabled: the region in which it runs, as for `narrowcast.autocast`. If
-        policy, dtype and device_type are all None no region is opened: those around this call, and those inside the
-        model, hold in any case.
+    policy, dtype, device_type: the region in which it runs, as for `narrowcast.autocast`; or region, such an object. If
+        all are None no region is opened: those around this call, and those inside the model, hold in any case.
     fold_weights: store each weight once, in the format in which it is used, where all its uses agree. The program then
         has no casts of these weights, and its state_dict their low format.
 
-    goal, verify, profile, slowdown_limit: as for `narrowcast.compile`; candidates are timed on args and kwargs, without
-        gradients.
+    goal: as for `narrowcast.compile`; candidates are timed on args and kwargs, without gradients.
     runs_in: `eager`, or `inductor` if the program is going to be compiled (AOTInductor): what a cast costs differs.
 
     made_for: file of the profile of the device that the program is made for, if it is not this one: what that device
@@ -64,21 +59,22 @@ def export(
             asked=f"export({type(model).__name__})", found="not a Module",
             advice="torch.export takes modules: write a Module whose forward calls the function.",
         )  # fmt: skip
-    wanted = as_goal(goal, verify, profile=profile, slowdown_limit=slowdown_limit)
+    wanted = as_goal(goal)
     if runs_in not in ("eager", "inductor"):
         raise GoalError(f"runs_in={runs_in!r}", "no such way to run it", advice="Give 'eager' or 'inductor'.")
-    chosen = as_policy(policy)
+    asked = asked_region("export", policy, dtype, device_type, region)
+    chosen = asked.policy
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     around: Callable[[], Any] = nullcontext
     made_on = for_target(chosen, next((t.device.type for t in model.parameters()), "cpu"))[1]
-    if not (policy is None and dtype is None and device_type is None):
-        device = device_type or next(
+    if asked.is_there:
+        device = asked.device_type or next(
             (t.device.type for t in (*model.parameters(), *tensors_in(args, kwargs or {}))), "cpu"
         )
         chosen, made_on = for_target(chosen, device, made_for)
-        region = autocast(device, dtype, enabled, cache_enabled, policy=chosen)
-        around = lambda: region  # noqa: E731
+        opened = asked.on(device, chosen)
+        around = lambda: opened  # noqa: E731
     elif made_for:
         raise RegionError(
             asked=f"export with made_for={made_for!r}", found="there is no region to make for it",

@@ -1,8 +1,12 @@
-"""What a user asks of the formats: the goal, what is done about weights, whether candidates are timed."""
+"""What a user asks of the formats: the goal, with what belongs to it, and what is done about weights.
+
+`goal="fast"` and `goal=narrowcast.fast()` are the same; the function takes what else is to be said of the goal.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from narrowcast.errors import GoalError
 
@@ -14,10 +18,10 @@ WEIGHTS = (CAST, FOLDED, WORKING)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is wanted.
+    """What is wanted. Made by `fast` and `memory`, or of a name.
 
     kind:    `exact`: every bit as in eager code; `fast`: least time, never less precise per op than the policy;
-             `memory`: fewest bytes for the backward, and in cast copies.
+             `memory`: fewest bytes at once, forward and backward.
     verify:  time the candidates on real inputs and keep the best.
     weights: `cast` at every call; `folded`: where no gradient flows, once, and kept; `working_copies`: folded, and in
              training a low copy that is made again after the weight has changed.
@@ -38,41 +42,68 @@ class Goal:
         """Whether calls may have other formats than the policy's."""
         return self.kind != EXACT
 
+    @property
+    def races(self) -> bool:
+        """Whether candidates are timed; where memory counts, the prediction decides."""
+        return self.verify and self.kind == FAST and self.memory_limit_bytes is None
 
-def as_goal(
-    kind: str,
-    verify: bool = True,
-    weights: str = FOLDED,
-    profile: str = "",
-    memory_limit_bytes: int | None = None,
-    slowdown_limit: float = 2.0,
-) -> Goal:
-    """The goal that a user wrote. GoalError for what does not exist, or does not go together."""
-    if kind not in GOALS:
-        raise GoalError(f"goal={kind!r}", "no such goal", advice=f"Give one of: {', '.join(map(repr, GOALS))}.")
-    if weights not in WEIGHTS:
-        raise GoalError(
-            f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}."
-        )
-    for name, value, wanted in (("verify", verify, bool), ("profile", profile, str)):
+
+def fast(*, profile: str | Path = "", memory_limit_bytes: int | None = None, verify: bool = True) -> Goal:
+    """The formats that take least time on this device, never less precise per op than the policy.
+
+    profile: file of a profile to plan with, instead of this device's own (another device's only with verify=False).
+    memory_limit_bytes: what may be kept for the backward and in cast copies, per graph; the prediction then decides.
+    verify: compile and time the candidates on the first call's inputs and keep the best, which is remembered on disk.
+
+    Raises GoalError.
+    """
+    for name, value, wanted in (("verify", verify, bool), ("profile", profile, (str, Path))):
         if not isinstance(value, wanted):
-            raise GoalError(f"{name}={value!r}", f"a {type(value).__name__}", advice=f"Give a {wanted.__name__}.")
+            raise GoalError(f"fast({name}={value!r})", f"a {type(value).__name__}", advice=f"Give {_WANTED[name]}.")
     is_count = isinstance(memory_limit_bytes, int) and not isinstance(memory_limit_bytes, bool)
-    if memory_limit_bytes is not None and (kind != FAST or not is_count or memory_limit_bytes <= 0):
+    if memory_limit_bytes is not None and (not is_count or memory_limit_bytes <= 0):
         raise GoalError(
-            asked=f"memory_limit_bytes={memory_limit_bytes} with goal={kind!r}",
-            found="a limit is a positive number of bytes, and goes with goal='fast'",
-            advice="Write goal='fast', memory_limit_bytes=2**30; goal='memory' takes as little as it can.",
+            asked=f"fast(memory_limit_bytes={memory_limit_bytes!r})", found="a limit is a positive number of bytes",
+            advice="Write fast(memory_limit_bytes=2**30); memory() takes as little as it can.",
+        )  # fmt: skip
+    return Goal(FAST, verify, profile=str(profile), memory_limit_bytes=memory_limit_bytes)
+
+
+def memory(*, profile: str | Path = "", slowdown_limit: float = 2.0) -> Goal:
+    """The formats that hold fewest bytes at once, never less precise per op than the policy.
+
+    profile: as for `fast`. slowdown_limit: they may be predicted to take at most so many times the fastest formats'
+        time; where fewer bytes take longer, a warning says so.
+
+    Raises GoalError.
+    """
+    if not isinstance(profile, (str, Path)):
+        raise GoalError(
+            f"memory(profile={profile!r})", f"a {type(profile).__name__}", advice=f"Give {_WANTED['profile']}."
         )
     is_number = isinstance(slowdown_limit, (int, float)) and not isinstance(slowdown_limit, bool)
     if not is_number or not slowdown_limit >= 1:
         raise GoalError(
-            asked=f"slowdown_limit={slowdown_limit!r}", found="a limit is a number, and at least 1",
-            advice="Write slowdown_limit=4 to let goal='memory' take up to four times the time.",
+            asked=f"memory(slowdown_limit={slowdown_limit!r})", found="a limit is a number, and at least 1",
+            advice="Write memory(slowdown_limit=4) to allow up to four times the time.",
         )  # fmt: skip
-    if profile and kind == EXACT:
+    return Goal(MEMORY, profile=str(profile), slowdown_limit=slowdown_limit)
+
+
+_WANTED = {"verify": "True or False", "profile": "the path of a file"}
+
+
+def as_goal(goal: str | Goal, weights: str = FOLDED) -> Goal:
+    """The goal that a user wrote. GoalError for what does not exist."""
+    if not isinstance(goal, Goal):
+        if goal not in GOALS:
+            names = ", ".join(map(repr, GOALS))
+            raise GoalError(
+                f"goal={goal!r}", "no such goal", advice=f"Give one of {names}, or what fast() or memory() makes."
+            )
+        goal = Goal(goal)
+    if weights not in WEIGHTS:
         raise GoalError(
-            asked=f"profile={profile!r} with goal='exact'", found="it decides without times",
-            advice="Write goal='fast', or leave the profile away.",
-        )  # fmt: skip
-    return Goal(kind, verify, weights, profile, memory_limit_bytes, slowdown_limit)
+            f"weights={weights!r}", "no such choice", advice=f"Give one of: {', '.join(map(repr, WEIGHTS))}."
+        )
+    return replace(goal, weights=weights)

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 
 from narrowcast.compiler import compile
+from narrowcast.console import in_bytes
+from narrowcast.costs.held import held_at_most
 from narrowcast.eager_choice import eager_note, is_raced, run_watched
 from narrowcast.errors import NarrowcastError
 from narrowcast.fx.compiled import watch_graphs
 from narrowcast.fx.exported import explicit_program, placed_program, traced_program
-from narrowcast.goals import Goal
+from narrowcast.goals import MEMORY, Goal
 from narrowcast.isolation import isolated
 from narrowcast.policy import Place
 from narrowcast.report import CompiledGraph
 from narrowcast.scripting import script
+from narrowcast.torch_bridge import tensors_in
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.torch_surface.dynamo import forget_compiled_code, watch_frames
 from narrowcast.torchscript.scopes import Scopes
@@ -52,14 +55,16 @@ def graphs_of(
     The graphs are those of `narrowcast.compile` or `narrowcast.export` on any backend; with the goal `exact` none
     generates code here, with another goal `backend` does, because candidates are timed.
     """
-    with (
-        warnings.catch_warnings(),
-        isolated(model, args, kwargs, fake=False, through=_through(front_end, goal, backend)) as run,
-    ):
+    made: list[Made] = []
+    through = _through(front_end, goal, backend, made)
+    held = ""
+    with warnings.catch_warnings(), isolated(model, args, kwargs, fake=False, through=through) as run:
         warnings.simplefilter("ignore")  # fallbacks are listed
         try:
             with watch_graphs() as graphs, watch_frames() as left:
                 note = _run(run, region, front_end == "compile" and is_raced(region, goal))
+            if made and goal.kind == MEMORY and not count_dispatch_modes():
+                held = _held_at_most(*made[0], region)
         finally:
             if front_end == "compile":  # not earlier: Dynamo forgets where graphs break with the rest
                 forget_compiled_code()
@@ -69,7 +74,7 @@ def graphs_of(
         CompiledGraph(len(graphs) + n, Place(file=file, line=line), fallback=reason)
         for n, (file, line, reason) in enumerate(alone)
     ]
-    return tuple(graphs), note
+    return tuple(graphs), " ".join(filter(None, (note, held)))
 
 
 def _run(run: Callable[[], Any], region: Any, races_eager_code: bool) -> str:
@@ -87,15 +92,22 @@ def script_graphs_of(model: Callable[..., Any], around: Scopes) -> tuple[Compile
     return tuple(method.explained(n, around) for n, method in enumerate(methods_of(made).values()))
 
 
-def _through(front_end: str, goal: Goal, backend: str) -> Callable[..., Any]:
+Made = tuple[Callable[[], Any], list[torch.Tensor]]
+"""A call of what was compiled, and the tensors that gradients flow to."""
+
+
+def _through(front_end: str, goal: Goal, backend: str, made: list[Made]) -> Callable[..., Any]:
     """What runs a copy of the model."""
 
-    def compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forget_compiled_code()
         if not goal.places:
             return compile(model, backend="aot_eager")(*args, **kwargs)
-        made = compile(model, backend=backend, goal=goal.kind, verify=goal.verify, profile=goal.profile)
-        return made(*args, **kwargs)
+        compiled = compile(model, backend=backend, goal=goal)
+        parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+        leaves = [t for t in (*parameters, *tensors_in(args, kwargs)) if t.requires_grad]
+        made.append((lambda: compiled(*args, **kwargs), leaves))
+        return compiled(*args, **kwargs)
 
     def exported(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(model, torch.nn.Module):
@@ -108,4 +120,24 @@ def _through(front_end: str, goal: Goal, backend: str) -> Callable[..., Any]:
             return placed_program(program, args, kwargs, goal, fold=True, fused=backend == "inductor")
         return explicit_program(program)
 
-    return compiled if front_end == "compile" else exported
+    return run_compiled if front_end == "compile" else exported
+
+
+def _held_at_most(call: Callable[[], Any], leaves: list[torch.Tensor], region: Any) -> str:
+    """What one more call holds at most, with its backward where gradients flow, as a sentence."""
+    runs_back = False
+
+    def run() -> None:
+        nonlocal runs_back
+        with region:
+            outs = [t for t in tensors_in(call()) if t.requires_grad and t.is_floating_point()]
+        runs_back = bool(outs and leaves)
+        if runs_back:  # into nobody's `.grad`
+            torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs], allow_unused=True)
+
+    try:
+        held = held_at_most(run)
+    except RuntimeError:  # a model that runs once, or whose results have no backward
+        return ""
+    directions = "forward and backward" if runs_back else "forward"
+    return f"Measured: one call of the compiled model ({directions}) holds {in_bytes(held)} at most." if held else ""

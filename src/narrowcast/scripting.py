@@ -16,12 +16,11 @@ import torch
 from narrowcast.costs.abilities import for_target
 from narrowcast.costs.device import random_state_kept
 from narrowcast.eager import autocast
-from narrowcast.errors import GoalError, ScriptError, ScriptWarning
+from narrowcast.eager.asked import AskedRegion, asked_region
+from narrowcast.errors import ScriptError, ScriptWarning
 from narrowcast.formats import Format
-from narrowcast.goals import Goal, as_goal
 from narrowcast.policy import Policy, as_policy
-from narrowcast.regions.state import ruled_device_types
-from narrowcast.script_choice import choose_script, policies_for
+from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.torch_bridge import DTYPES, tensors_in
 from narrowcast.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
 from narrowcast.torchscript.callers import graphs_of
@@ -44,76 +43,35 @@ def script(
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | Format | None = None,
     device_type: str | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
-    goal: str = "exact",
-    verify: bool = True,
-    profile: str = "",
-    example_inputs: tuple[Any, ...] | None = None,
+    region: autocast | None = None,
     made_for: str = "",
 ) -> Any:
     """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
 
-    policy, dtype, device_type, enabled, cache_enabled: the region around it all, as for `narrowcast.autocast`; none if
-        policy, dtype and device_type are all None. A device_type left out is that of the module's parameters, or cpu.
+    policy, dtype, device_type: the region around it all, as for `narrowcast.autocast`; or region, such an object; none
+        if all are None. A device_type left out is that of the module's parameters, or cpu.
 
     Regions inside hold in every form: `torch.autocast`, `torch.cpu.amp.autocast`, `torch.cuda.amp.autocast` and
     `narrowcast.autocast` as with statements or decorators, nested, made earlier, chosen by a condition, with `enabled`
     and `dtype` that only the running script knows. Returns a torch.jit.ScriptFunction or a torch.jit.ScriptModule; what
     it saves runs in plain torch. Called inside a region, what the script leaves open follows that region.
 
-    goal, verify, profile: as for `narrowcast.compile`, for a module and with the region given here. The formats are
-        placed, by op and module, for `example_inputs` (a tuple of the arguments), on which candidates are then timed
-        without gradients. The script says which one was kept in `narrowcast_chosen`.
-
     made_for: file of the profile of the device that the script is for, if it is not this one; `narrowcast.target_of`
         reads off a module for which it was made, also off one that was saved.
 
-    Raises ScriptError, with file, line and column, for code in a region that cannot be cast; GoalError; whatever
-    TorchScript raises for code that it cannot compile.
+    Raises ScriptError, with file, line and column, for code in a region that cannot be cast; whatever TorchScript
+    raises for code that it cannot compile.
     """
-    wanted = as_goal(goal, verify, profile=profile)
-    if wanted.places:
-        around_it = {
-            "dtype": dtype, "device_type": device_type, "enabled": enabled, "cache_enabled": cache_enabled,
-        }  # fmt: skip
-        return _placed_script(target, wanted, example_inputs, policy, around_it)
     if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        return convert(
-            target, policy=policy, dtype=dtype, device_type=device_type, enabled=enabled, cache_enabled=cache_enabled,
-            made_for=made_for,
-        )  # fmt: skip
+        return convert(target, policy=policy, dtype=dtype, device_type=device_type, region=region, made_for=made_for)
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
-    scopes, made_on = _scopes(target, policy, dtype, device_type, enabled, cache_enabled, made_for)
+    scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
     with compiling(autocast):
         if isinstance(target, torch.nn.Module):
             return _noting(explicit_module(compile_module(target), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
         return explicit_function(compile_function(target), scopes, undecorated(target), pin)
-
-
-def _placed_script(
-    target: Any, goal: Goal, inputs: tuple[Any, ...] | None, policy: Policy | str | None, around_it: dict[str, Any]
-) -> Any:
-    """The fastest of the scripts that the goal allows."""
-    regionless = policy is None and around_it["dtype"] is None and around_it["device_type"] is None
-    is_module = isinstance(target, torch.nn.Module) and not isinstance(target, torch.jit.ScriptModule)
-    if goal.kind != "fast" or regionless or not is_module or not isinstance(inputs, tuple):
-        raise GoalError(
-            asked=f"script with goal={goal.kind!r}",
-            found="scripts know goal='fast', for a Module in a region that is given, and example_inputs as a tuple",
-            advice="Write nc.script(model, dtype=torch.bfloat16, goal='fast', example_inputs=(x,)).",
-        )
-    device_type = around_it["device_type"] or _device_of(target, inputs)
-    chosen = as_policy(policy).repairing()  # it never raises where fp32 runs
-    region = autocast(device_type, around_it["dtype"], around_it["enabled"], around_it["cache_enabled"], policy=chosen)
-    policies = policies_for(target, inputs, chosen, region, device_type, goal)
-    made, choice = choose_script(
-        lambda chosen, module: script(module, policy=chosen, **around_it), target, policies, inputs, goal.verify
-    )
-    made.narrowcast_chosen = choice.chosen
-    return made
 
 
 def convert(
@@ -122,8 +80,7 @@ def convert(
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | Format | None = None,
     device_type: str | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
+    region: autocast | None = None,
     made_for: str = "",
 ) -> Any:
     """Give a script that exists already, one that was loaded from a file for example, explicit casts. It is copied.
@@ -132,8 +89,9 @@ def convert(
 
     Raises ScriptError for what is no script, and for code in a region that cannot be cast.
     """
-    scopes, made_on = _scopes(script, policy, dtype, device_type, enabled, cache_enabled, made_for)
-    if any(rule.function for rule in as_policy(policy).rules):
+    asked = asked_region("convert", policy, dtype, device_type, region)
+    scopes, made_on = _scopes(script, asked, made_for)
+    if any(rule.function for rule in asked.policy.rules):
         warnings.warn(
             "narrowcast: a script that exists already does not say which functions it was made of: rules about "
             "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all",
@@ -184,22 +142,13 @@ def _copied(script: torch.jit.ScriptModule) -> Any:
     return copied.train(script.training) if hasattr(script, "training") else copied  # a frozen one has no mode
 
 
-def _scopes(
-    target: Any,
-    policy: Policy | str | None,
-    dtype: torch.dtype | str | Format | None,
-    device_type: str | None,
-    enabled: bool,
-    cache_enabled: bool | None,
-    made_for: str,
-) -> tuple[Scopes, str]:
+def _scopes(target: Any, asked: AskedRegion, made_for: str) -> tuple[Scopes, str]:
     """The region around a script, checked as eager regions are, and the name of the device that it is made for."""
-    has_region = policy is not None or dtype is not None or device_type is not None
-    device_type = device_type or _device_of(target)
-    chosen, made_on = for_target(as_policy(policy), device_type, made_for)
-    if not has_region:
+    device_type = asked.device_type or _device_of(target)
+    chosen, made_on = for_target(asked.policy, device_type, made_for)
+    if not asked.is_there:
         return {}, made_on
-    region = autocast(device_type, dtype, enabled, cache_enabled, policy=chosen)
+    region = asked.on(device_type, chosen)
     facts = region.prepared.facts
     return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy), made_on
 
@@ -230,8 +179,7 @@ def trace(
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | Format | None = None,
     device_type: str | None = None,
-    enabled: bool = True,
-    cache_enabled: bool | None = None,
+    region: autocast | None = None,
     made_for: str = "",
     **options: Any,
 ) -> Any:
@@ -239,21 +187,22 @@ def trace(
 
     example_inputs: a tensor or a tuple of them, as for torch.jit.trace; options: its other keywords (check_trace,
         strict, example_kwarg_inputs, ...).
-    policy, dtype, device_type, enabled, cache_enabled: the region around it all, as for `narrowcast.autocast`; none if
-        policy, dtype and device_type are all None: then the regions that are open hold, and those inside the code.
+    policy, dtype, device_type: the region around it all, as for `narrowcast.autocast`; or region, such an object; none
+        if all are None: then the regions that are open hold, and those inside the code.
 
     The weight cache works: what it kept from before the trace is let go first.
     """
     if not callable(target) or inspect.isclass(target):
         raise _no_code("trace", target, "Give a function, or an instance of a Module.")
     checked = options.pop("check_trace", True)
-    region: Any = contextlib.nullcontext()
+    asked = asked_region("trace", policy, dtype, device_type, region)
+    around: Any = contextlib.nullcontext()
     device, made_on = "", for_target(as_policy(None), _device_of(target, example_inputs))[1]
-    if policy is not None or dtype is not None or device_type is not None:
-        device = device_type or _device_of(target, example_inputs)
-        chosen, made_on = for_target(as_policy(policy), device, made_for)
-        region = autocast(device, dtype, enabled, cache_enabled, policy=chosen)
-    with _one_trace_at_a_time, deprecations_unsaid(), region:
+    if asked.is_there:
+        device = asked.device_type or _device_of(target, example_inputs)
+        chosen, made_on = for_target(asked.policy, device, made_for)
+        around = asked.on(device, chosen)
+    with _one_trace_at_a_time, deprecations_unsaid(), around:
         torch.clear_autocast_cache()
         ruled = ruled_device_types()
         if device and device not in ruled:

@@ -134,3 +134,11 @@ def test_links_inside_the_documents_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_lines_of_the_documents_are_short():
+    """At most 120 columns, as in the code; rows of tables cannot be broken."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    files += (ROOT / "docs/decisions").glob("*.md")
+    lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert not [(name, line) for name, line in lines if len(line) > 120 and not line.startswith("|")]

@@ -67,7 +67,7 @@ def test_explain_run_compares(cli, target):
 
 def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
     """--json to a file and to the terminal."""
-    code, out, _ = cli("explain", target, "--device", "cuda", "--policy", "safe", "--json", "-")
+    code, out, _ = cli("explain", target, "--device-type", "cuda", "--policy", "safe", "--json", "-")
     assert code == 0
     data = json.loads(out)
     assert data["device_type"] == "cuda" and data["policy"] == "safe"
@@ -131,12 +131,12 @@ def test_a_bad_policy_is_said_with_file_and_line(cli, target, tmp_path, text, sa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--device", "tpu"), "tpu"),
+        (("--device-type", "tpu"), "tpu"),
         (("--dtype", "float8_e4m3fn"), "8-bit formats need scales"),
         (("--dtype", "fp99"), "no such format"),
         (("--policy", "fastest"), "no such built-in policy"),
         (("--policy", "none.toml"), "none.toml"),
-        (("--device", "cuda", "--run"), "Leave run away"),
+        (("--device-type", "cuda", "--run"), "Omit run"),
         (("--nonsense",), "No such option"),
         (("--json", "/nowhere/x.json"), "its folder does not exist"),
     ],
@@ -157,7 +157,7 @@ def test_traceback_on_request(target):
 
 def test_policy_show_check_and_diff(cli, tmp_path):
     """Rules with reasons; findings; differences."""
-    code, out, _ = cli("policy", "show", "native", "--device", "cuda")
+    code, out, _ = cli("policy", "show", "native", "--device-type", "cuda")
     assert code == 0 and "aten.softmax.int: full_set_dtype" in out
     code, out, _ = cli("policy", "check", "safe")
     assert code == 0 and "0 findings" in out

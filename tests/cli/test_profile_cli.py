@@ -63,7 +63,7 @@ def test_what_cannot_be_done_is_said(folder, capsys):
     """No profile yet, no such device, no time, no folder for the plot, files that are none, nothing in common."""
     assert call("profile", "show") == 2
     assert "narrowcast profile" in capsys.readouterr().err
-    for wrong in (("--device", "tpu"), ("--seconds", "0")):
+    for wrong in (("--device-type", "tpu"), ("--seconds", "0")):
         assert call("profile", *wrong) == 2
         assert "ProfileError" in capsys.readouterr().err
     (folder / "broken.json").write_text("{")

@@ -1,10 +1,7 @@
 """Random programs compute the same as Python in eager regions and as scripts: dtypes, bits, gradients."""
 
-import importlib.util
-import itertools
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,23 +14,11 @@ from narrowcast.eager.registered import install_visiting, remove_visiting
 
 sys.path.insert(0, str(Path(__file__).parent))
 from script_programs import functions, rounding, uses_all
+from sources import load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FOLDER = Path(tempfile.mkdtemp())
-NUMBERS = itertools.count()
 EXAMPLES = int(os.environ.get("NARROWCAST_SCRIPTS", "60"))
 SAME = "NARROWCAST_SCRIPTS" not in os.environ  # the same programs each time; `make conformance` tries new ones
-
-
-def load(text):
-    """The module of a source text: TorchScript reads functions from files."""
-    path = FOLDER / f"program_{next(NUMBERS)}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(function, flag, n, around):

@@ -6,11 +6,8 @@ for it.
 """
 
 import contextlib
-import importlib.util
-import itertools
 import os
 import sys
-import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -25,27 +22,15 @@ from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.fx.compiled import watch_graphs
 
 sys.path.insert(0, str(Path(__file__).parent))
+from sources import load
 from whole_programs import FAULTS, FRONT_ENDS, block, programs, small, source, tolerance_of
 
-FOLDER = Path(tempfile.mkdtemp())
-NUMBERS = itertools.count()
 SHARD = os.environ.get("NARROWCAST_SHARD", "")  # "3/8": the third eighth of 10,000 programs
 EXAMPLES = int(os.environ.get("NARROWCAST_PROGRAMS", "100"))
 if SHARD:
     EXAMPLES = 10_000 // int(SHARD.partition("/")[2])
 SAME = not SHARD and "NARROWCAST_PROGRAMS" not in os.environ  # the same each time; `make conformance` tries new ones
 seeded = seed(int(SHARD.partition("/")[0])) if SHARD else lambda test: test
-
-
-def load(text):
-    """The module of a source text: TorchScript reads code from files."""
-    path = FOLDER / f"whole_{next(NUMBERS)}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def inputs(program):
@@ -94,7 +79,9 @@ def _inside(run, region, autocast=nc.autocast):
 def _ways(program, module):
     """The region as arguments, and the one to open around: a program says which of the two it is."""
     region = region_of(program, module)
-    return (region, {}) if program.given else ({}, region)
+    if not program.given:
+        return {}, region
+    return ({"region": nc.autocast("cpu", **region)} if "cache_enabled" in region else region), {}
 
 
 def _eager(program, module):

@@ -9,8 +9,8 @@ import pytest
 
 import narrowcast as nc
 from narrowcast.energy import Optimum, minimise
-from narrowcast.families import op_kind
 from narrowcast.formats import FORMATS, bf16, fp32
+from narrowcast.ops import op_kind
 from narrowcast.passes import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, assign_casts, drop_casts, move_casts, share_casts
 from narrowcast.passes.find_choices import EXACT, FREE, TRIPS, find_choices
 from narrowcast.passes.memory import KeptBytes, Smallest, place_within
@@ -435,7 +435,6 @@ def test_memory_is_an_objective_and_a_limit():
         chooser = Smallest(kept, slowdown)
         size, found = kept_bytes(chooser)
         assert least <= size <= most and found.cost <= slowdown * fastest.cost
-        assert chooser.fewest_bytes == least and chooser.slowdown_of_fewest == small.cost / fastest.cost
     assert size == least
 
 

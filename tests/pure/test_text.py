@@ -138,7 +138,7 @@ def test_a_missing_file_is_a_policy_error(tmp_path):
         Policy.load(tmp_path / "nothing.toml")
 
 
-def test_lint_finds_what_is_legal_and_hardly_meant():
+def test_lint_finds_what_is_legal_and_probably_a_mistake():
     """Rules that never match, that change nothing, that overlap."""
     policy = Policy(
         "p",

@@ -88,7 +88,7 @@ def test_a_model_on_meta_needs_no_memory():
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps", "mtia", "maia"])
 def test_devices_that_are_not_here_are_stood_in_for(device):
     """Their lists, their default format."""
-    found = nc.explain(Net(), x, device=device)
+    found = nc.explain(Net(), x, device_type=device)
     assert found.device_type == device and "standing in" in found.ran_on
     assert found.low == ("bf16" if device == "maia" else "fp16")
     rows = {r.op: r for r in found.op_rows()}
@@ -241,9 +241,9 @@ def test_sparse_buffers_and_outputs_are_survived():
 def test_bad_questions():
     """A device type that is none; running on one that is not here; a subject with arguments."""
     with pytest.raises(RegionError, match="tpu"):
-        nc.explain(Net(), x, device="tpu")
-    with pytest.raises(RegionError, match="Leave run away"):
-        nc.explain(Net(), x, device="mps", run=True)
+        nc.explain(Net(), x, device_type="tpu")
+    with pytest.raises(RegionError, match="Omit run"):
+        nc.explain(Net(), x, device_type="mps", run=True)
     with pytest.raises(NarrowcastError, match="brings its own"):
         nc.explain(nc.Subject(Net(), (x,)), x)
 

@@ -141,7 +141,7 @@ def test_programs_can_be_shown():
     "options, says",
     [
         ({"front_end": "onnx"}, "no such front end"),
-        ({"front_end": "compile", "device": "cuda"}, "where the model is"),
+        ({"front_end": "compile", "device_type": "cuda"}, "where the model is"),
     ],
 )
 def test_what_cannot_be_explained(options, says):
@@ -172,8 +172,8 @@ def test_scripts(kind, tmp_path):
 def test_scripts_for_a_device_that_is_not_here():
     """cuda's lists hold in the graph."""
     model, x = Model(), torch.randn(4, 8)
-    found = nc.explain(torch.jit.script(model), x, device="cuda", front_end="script")
-    eager = nc.explain(model, x, device="cuda")
+    found = nc.explain(torch.jit.script(model), x, device_type="cuda", front_end="script")
+    eager = nc.explain(model, x, device_type="cuda")
     assert {(row.op, row.computes, row.result, row.action) for row in found.op_rows() if row.action != "unlisted"} == {
         (row.op, row.computes, row.result, row.action) for row in eager.op_rows() if row.action != "unlisted"
     }

@@ -11,7 +11,8 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.fx import candidates, placing
 from narrowcast.fx.compiled import watch_graphs
-from narrowcast.goals import Goal, as_goal
+from narrowcast.goals import as_goal
+from narrowcast.passes.peak import Peak
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -22,12 +23,13 @@ FAST = as_goal("fast")
 FEW, MANY = 10, placing.LARGE + 1
 
 
-def made(name, ms, sure=1.0, calls=FEW):
+def made(name, ms, sure=1.0, calls=FEW, peak=None):
     """A candidate, as far as the prediction goes."""
     placement = SimpleNamespace(raised=0, calls=range(calls))
     return SimpleNamespace(
-        name=name, predicted_ns=ms * 1e6, sure=sure, is_compiled="op by op" not in name, placement=placement
-    )
+        name=name, predicted_ns=ms * 1e6, sure=sure, is_compiled="op by op" not in name, placement=placement,
+        peak=peak and Peak(peak),
+    )  # fmt: skip
 
 
 def left(*found, fused=True, goal=FAST):
@@ -66,8 +68,15 @@ def test_one_that_runs_as_it_is_stays():
 def test_without_verification_the_placed_one_is_taken():
     """Whatever is predicted: nothing is timed."""
     found = [made("placed", 10), made("policy", 9)]
-    assert left(*found, goal=as_goal("fast", False)) == ["placed"]
-    assert left(*found, goal=Goal("memory")) == ["placed"]
+    assert left(*found, goal=nc.fast(verify=False)) == ["placed"]
+
+
+def test_for_memory_the_lowest_peak_in_the_time_allowed_is_taken():
+    """The fastest of several with the same peak; one that takes longer needs the user's word."""
+    found = [made("placed", 10, peak=7), made("policy", 12, peak=5), made("high", 11, peak=5), made("far", 21, peak=1)]
+    assert left(*found, goal=nc.memory()) == ["high"]
+    assert left(*found, goal=nc.memory(slowdown_limit=3)) == ["far"]
+    assert left(*found, goal=nc.memory(slowdown_limit=1)) == ["placed"]
 
 
 def counting(counts):

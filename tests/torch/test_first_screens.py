@@ -4,17 +4,20 @@ NARROWCAST_GOLDEN=write python -m pytest tests/torch/test_first_screens.py    # 
 """
 
 import importlib
+import inspect
 import io
 import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
 import narrowcast as nc
+from narrowcast import progress
 from narrowcast.console import print_all
 from narrowcast.report.explain_text import explanation_parts
 
@@ -22,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
 import models
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+ROOT = Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests/golden"
 
 
 def explained():
@@ -41,7 +45,31 @@ def recorded():
     return f"{ledger!r}\n\n{ledger}"
 
 
-SCREENS = {"explain-minilm": explained, "record": recorded}
+def in_progress(monkeypatch):
+    """The line that says how far a compilation is."""
+    shown = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "sys", SimpleNamespace(stderr=shown))
+        patch.setattr("rich.progress.Progress.start", lambda self: None)  # which would draw it when it likes
+        line = progress._Line("compiling", 3)
+        line.show()
+        line.step("compiling placed", done=False)
+        line.step()
+        console = Console(file=shown, width=80, color_system=None, force_terminal=True)
+        console.print(line._shown.get_renderable())
+    return re.sub(r"[\d-]:[\d-]{2}:[\d-]{2}", "0:00:06", shown.getvalue())
+
+
+def demo():
+    """What `make demo` shows first, without what it measures."""
+    model, args, kwargs = models.minilm()
+    console = Console(file=io.StringIO(), width=80, color_system=None, highlight=False)
+    found = nc.explain(model, *args, **kwargs, policy=str(ROOT / "examples/policies/minilm.toml"))
+    print_all(console, explanation_parts(found))
+    return console.file.getvalue()
+
+
+SCREENS = {"explain-minilm": explained, "record": recorded, "progress": in_progress, "demo": demo}
 
 
 @pytest.mark.parametrize("name", SCREENS)
@@ -49,7 +77,8 @@ def test_the_first_screen_is_as_it_is_kept(name, monkeypatch):
     """But for what a machine says of itself, and what the installed torch's lists are."""
     for module in ("narrowcast.eager.record", "narrowcast.explainer"):  # packages have functions of these names
         monkeypatch.setattr(importlib.import_module(module), "slow_note", lambda device_type, low: "")
-    text = re.sub(r"\([0-9a-f]{8}\)", "(DIGEST)", SCREENS[name]())
+    make = SCREENS[name]
+    text = re.sub(r"\([0-9a-f]{8}\)", "(DIGEST)", make(monkeypatch) if inspect.signature(make).parameters else make())
     found = "\n".join(line.rstrip() for line in text.splitlines()[:60]) + "\n"
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("NARROWCAST_GOLDEN") == "write":

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import GoalError, NarrowcastError
-from narrowcast.goals import as_goal
 
 BF16 = torch.bfloat16
 
@@ -105,15 +104,12 @@ def test_casts_do_not_move_where_strides_would_change():
         assert torch.equal(made(x, w), under_autocast(run, x, w))
 
 
-def test_exporting_and_scripting_leave_model_state_and_inputs_alone():
+def test_exporting_leaves_model_state_and_inputs_alone():
     """Running statistics, arguments and random state are as before; the program's state, too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
     x, before, state = torch.randn(4, 8), copy.deepcopy(model.state_dict()), torch.get_rng_state()
     program = nc.export(model, (x,), dtype=BF16, goal="fast")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nc.script(model, dtype=BF16, goal="fast", example_inputs=(x,))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert program.state_dict["1.num_batches_tracked"] == 0
     assert torch.equal(state, torch.get_rng_state())
@@ -146,7 +142,7 @@ def test_a_recording_around_the_first_call_sees_one_run():
 def test_arguments_of_other_types_are_errors(options):
     """Said at once, not when the first graph is compiled."""
     with pytest.raises(GoalError):
-        as_goal("fast", **options)
+        nc.fast(**options)
 
 
 class Indexed(nn.Module):
@@ -195,7 +191,8 @@ def test_a_race_leaves_inputs_alone_that_share_memory_with_what_is_written(backe
         torch._dynamo.reset()
         nc.compile(adds, dtype=BF16, backend=backend, goal="fast")(whole, whole[1:])
         assert torch.equal(whole, before + 1)
-        for rows in (3, 5):
+        # of other sizes what Inductor writes raises, under torch.compile alone, too (docs/limits.md)
+        for rows in (3, 5) if backend == "aot_eager" else (3,):
             x, y = torch.randn(3, 8), torch.randn(rows, 8)
             kept = y.clone()
             found = nc.compile(takes, dtype=BF16, backend=backend, goal="fast")(x, y)
@@ -257,14 +254,6 @@ def test_a_first_call_that_is_made_in_compiled_code(goal):
     expected = under_autocast(lambda a: a @ weight, x)
     for found in (around(x), around(x), run(x).relu()):
         torch.testing.assert_close(found, expected.relu(), rtol=2e-2, atol=2e-2)
-
-
-def test_scripts_leave_out_candidates_that_raise():
-    """A layer that takes bf16 alone cannot be given fp32; the policy's script is there."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8).to(BF16)).eval()
-    for verify in (True, False):
-        made = nc.script(model, dtype=BF16, goal="fast", example_inputs=(torch.ones(2, 8),), verify=verify)
-        assert made(torch.ones(2, 8)).dtype is BF16
 
 
 @pytest.mark.parametrize("goal", ["exact", "fast"])

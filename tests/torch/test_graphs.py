@@ -277,9 +277,8 @@ def test_the_weight_cache_is_shared_with_its_effect_on_gradients():
         (eager * torch.randn(16, 64)).sum().backward()
         eager_gradient = layer.weight.grad.clone()
         torch._dynamo.reset()
-        compiled = nc.compile(
-            repeated, dtype=torch.bfloat16, device_type="cpu", cache_enabled=cached, backend="aot_eager"
-        )
+        region = nc.autocast("cpu", torch.bfloat16, cache_enabled=cached)
+        compiled = nc.compile(repeated, region=region, backend="aot_eager")
         with watch_graphs() as graphs:
             found = gradient(compiled)
         assert torch.equal(found, eager_gradient)

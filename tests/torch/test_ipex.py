@@ -93,7 +93,7 @@ def test_a_region_without_a_format_takes_the_policys():
         torch.set_autocast_dtype("cpu", before)
     for device in ("cuda", "xpu", "mps"):
         assert nc.autocast(device, policy="ipex").fast_dtype is BF
-        assert nc.explain(Net(), IMAGES, device=device, policy="ipex").low == "bf16"
+        assert nc.explain(Net(), IMAGES, device_type=device, policy="ipex").low == "bf16"
 
 
 class InScript(nn.Module):
@@ -255,7 +255,7 @@ def test_the_net_is_explained_for_devices_that_are_not_here(device, low):
     net = Net()
     with torch.no_grad():
         found = nc.explain(
-            lambda x: F.cross_entropy(net(x), LABELS), IMAGES, device=device, policy="ipex", dtype=low
+            lambda x: F.cross_entropy(net(x), LABELS), IMAGES, device_type=device, policy="ipex", dtype=low
         )  # fmt: skip
     computes = {row.op.split(".")[1]: row.computes for row in found.op_rows()}
     assert computes["conv2d"] == low and computes["cross_entropy_loss"] == "fp32"
@@ -264,7 +264,7 @@ def test_the_net_is_explained_for_devices_that_are_not_here(device, low):
 def test_the_command_line_shows_what_differs_from_native_on_xpu(capsys):
     """Rules op by op, then what the head says."""
     with pytest.raises(SystemExit) as stopped:
-        main(["policy", "diff", "native", "ipex", "--device", "xpu"])
+        main(["policy", "diff", "native", "ipex", "--device-type", "xpu"])
     out = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "aten.layer_norm.default: full -> -" in out and "aten.cat.default: - -> promote" in out

@@ -381,7 +381,7 @@ def test_gradients_of_a_script_in_a_caller_s_region(region):
 
 def test_a_script_that_is_off_stays_off():
     """Whatever its caller's region is: that is what `_set_ignore_amp` is for in torch."""
-    quiet, arguments = nc.script(cases.products, dtype="bf16", enabled=False), tensors("fp32 fp32")
+    quiet, arguments = nc.script(cases.products, region=nc.autocast("cpu", "bf16", enabled=False)), tensors("fp32 fp32")
     with torch.autocast("cpu", BF16):
         found = [outcome(quiet, *arguments) for _ in range(3)]
     expected = outcome(cases.products, *arguments)

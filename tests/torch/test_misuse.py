@@ -54,6 +54,24 @@ def test_regions_that_a_script_would_ignore():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("freeze", [False, True])
+def test_scripts_are_no_code_to_capture(freeze):
+    """Not torch's own error: what to give, and what does the same for a script."""
+    script = torch.jit.script(torch.nn.Linear(4, 4).eval())
+    script = torch.jit.freeze(script) if freeze else script
+    x = torch.randn(2, 4)
+    calls = (
+        lambda: nc.compile(script, dtype="bf16"),
+        lambda: nc.export(script, (x,), dtype="bf16"),
+        lambda: nc.explain(script, x, dtype="bf16", front_end="compile"),
+        lambda: nc.explain(script, x, dtype="bf16", front_end="export"),
+    )
+    for call in calls:
+        with pytest.raises(nc.errors.CaptureError, match=r"no Python code.*\n.*narrowcast.convert"):
+            call()
+    assert nc.convert(script, dtype="bf16")(x).dtype is torch.bfloat16
+
+
 def test_a_script_that_was_optimized_for_inference():
     """Its weights are no tensors any more; the way round is in the error, and works."""
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()

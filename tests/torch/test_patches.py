@@ -172,7 +172,7 @@ def test_six_threads_make_their_first_trace_at_once():
 
 
 def test_regions_and_policies_that_nobody_holds_are_freed():
-    """Whatever was done in them, but for what scripts and graphs name."""
+    """Whatever was done in them, except what scripts and graphs name."""
     alive = []
     x = torch.randn(4, 4)
     for number in range(40):

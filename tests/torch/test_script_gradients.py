@@ -109,15 +109,16 @@ def run(call, module, flag, n):
 def test_a_weight_keeps_its_gradient(kind, form, cached):
     """Wherever it is cast first. A weight's gradients may add up in another order where the mode is not known."""
     module = kind()
-    around = {"dtype": BF16, "cache_enabled": cached}
+    region = nc.autocast("cpu", BF16, cache_enabled=cached)
     if form == "called in a region":
         made = nc.script(module)
     else:
-        made = nc.script(module, **around) if form == "script" else nc.convert(torch.jit.script(module), **around)
+        plain = module if form == "script" else torch.jit.script(module)
+        made = (nc.script if form == "script" else nc.convert)(plain, region=region)
 
     def inside(call):
         def called(*args):
-            with nc.autocast("cpu", **around):
+            with region:
                 return call(*args)
 
         return called

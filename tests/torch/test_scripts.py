@@ -194,7 +194,7 @@ def test_traced_parts_of_a_script_are_cast_by_its_region():
     """Natively they never are."""
     x, _ = inputs()
     traced = torch.jit.trace(lambda x: torch.mm(x, x) + 1, x)
-    quiet = nc.trace(lambda x: torch.mm(x, x), (x,), dtype="bf16", enabled=False)
+    quiet = nc.trace(lambda x: torch.mm(x, x), (x,), region=nc.autocast("cpu", "bf16", enabled=False))
 
     def partly(x):
         with torch.autocast("cpu", enabled=False):

@@ -52,7 +52,7 @@ def test_a_trace_asks_the_policy_about_a_composite_op():
         with nc.autocast("cpu", BF16, policy=policy):
             expected = model(x)
         assert torch.equal(nc.trace(model, x, dtype=BF16, policy=policy)(x), expected)
-    assert torch.equal(nc.trace(model, x, dtype=BF16, enabled=False)(x), model(x))
+    assert torch.equal(nc.trace(model, x, region=nc.autocast("cpu", BF16, enabled=False))(x), model(x))
 
 
 class Convolution(nn.Module):

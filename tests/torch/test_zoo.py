@@ -74,9 +74,9 @@ class TestMiniLM:
         try:
             lowered = nc.Policy.native().with_rules(nc.Rule("aten.softmax", "lower"))
             for device, expected in (("cpu", "bf16"), ("cuda", "fp16")):
-                table = nc.explain(minilm, policy=lowered, device=device).ledger.op_formats()
+                table = nc.explain(minilm, policy=lowered, device_type=device).ledger.op_formats()
                 assert table["aten.softmax.int"] == {expected: 6}
-            native = nc.explain(minilm, device="cuda").ledger.op_formats()
+            native = nc.explain(minilm, device_type="cuda").ledger.op_formats()
             assert native["aten.softmax.int"] == {"fp32": 6}
         finally:
             minilm.model.set_attn_implementation("sdpa")
@@ -175,5 +175,5 @@ def test_a_convolutional_model_is_explained_as_it_runs():
     fake, real = nc.explain(model, image), nc.explain(model, image, real=True)
     assert fake.ran_on.startswith("fake") and fake.ledger.diff(real.ledger) == ()
     assert fake.ledger.op_formats()["aten.conv2d.default"] == {"bf16": 49}
-    on_cuda = nc.explain(model, image, device="cuda", policy="safe")
+    on_cuda = nc.explain(model, image, device_type="cuda", policy="safe")
     assert on_cuda.ledger.op_formats()["aten.conv2d.default"] == {"fp16": 49}

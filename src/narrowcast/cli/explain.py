@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from narrowcast.cli.target import load_subject
 from narrowcast.console import print_all, terminal
-from narrowcast.errors import TargetError
+from narrowcast.errors import GoalError, TargetError
 from narrowcast.explainer import explain
 from narrowcast.files import replace_text
+from narrowcast.goals import FAST, MEMORY, Goal, fast, memory
 from narrowcast.report.explain_text import explanation_parts
 from narrowcast.report.graph_text import program_parts
 
@@ -21,13 +22,15 @@ def explain_command(
     target: Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")],
     policy: Annotated[str, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")] = "native",
     dtype: Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device type whose lists hold; it need not be here.")] = None,
+    device_type: Annotated[str | None, typer.Option(help="Whose lists hold; it need not be here.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Also run fp32 and the region: errors, metric, cost.")] = False,
     real: Annotated[bool, typer.Option("--real", help="Do not try fake tensors.")] = False,
     front_end: Annotated[str, typer.Option(help="eager, or explain the graphs: compile, export, script.")] = "eager",
     goal: Annotated[str, typer.Option(help="exact, fast or memory: with compile and export.")] = "exact",
     profile: Annotated[Path | None, typer.Option(help="Plan with this profile, not this device's own.")] = None,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not time the candidates.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not time the candidates of fast.")] = False,
+    memory_limit_bytes: Annotated[int | None, typer.Option(help="Of fast: kept for the backward, per graph.")] = None,
+    slowdown_limit: Annotated[float | None, typer.Option(help="Of memory: times the fastest formats' time.")] = None,
     backend: Annotated[str, typer.Option(help="Compiler of a goal's candidates: inductor, eager.")] = "inductor",
     show: Annotated[str, typer.Option(help="'program': print the programs of the graphs, too.")] = "",
     every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
@@ -40,11 +43,16 @@ def explain_command(
         )
     if show not in ("", "program"):
         raise TargetError(f"--show {show}", "no such thing to show", advice="Write --show program.")
+    said = {
+        "profile": profile, "memory_limit_bytes": memory_limit_bytes, "slowdown_limit": slowdown_limit,
+        "verify": False if no_verify else None,
+    }  # fmt: skip
+    wanted = _goal(goal, {name: value for name, value in said.items() if value is not None})
     subject = load_subject(target)
     with torch.no_grad():
         explanation = explain(
-            subject, policy=policy, dtype=dtype, device=device, run=run, real=real, front_end=front_end, goal=goal,
-            backend=backend, verify=not no_verify, profile=str(profile) if profile is not None else "",
+            subject, policy=policy, dtype=dtype, device_type=device_type, run=run, real=real, front_end=front_end,
+            goal=wanted, backend=backend,
         )  # fmt: skip
     if json_file is not None and str(json_file) == "-":
         typer.echo(explanation.to_json())
@@ -54,3 +62,18 @@ def explain_command(
     print_all(terminal(), explanation_parts(explanation, every_cast))
     if show:
         print_all(terminal(), program_parts(explanation))
+
+
+_BELONGS = {FAST: ("profile", "memory_limit_bytes", "verify"), MEMORY: ("profile", "slowdown_limit")}
+
+
+def _goal(name: str, said: dict[str, Any]) -> str | Goal:
+    """The goal with what belongs to it; GoalError for what does not."""
+    others = [option for option in said if option not in _BELONGS.get(name, ())]
+    if others:
+        flag = "--no-verify" if others[0] == "verify" else f"--{others[0].replace('_', '-')}"
+        goals = " or ".join(f"--goal {goal}" for goal, options in _BELONGS.items() if others[0] in options)
+        raise GoalError(f"{flag} with --goal {name}", "it has no effect there", advice=f"Write {goals}.")
+    if not said:
+        return name
+    return fast(**said) if name == FAST else memory(**said)

@@ -16,9 +16,9 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 
 
 @policy_app.command()
-def show(policy: PolicyName, device: Device = None) -> None:
+def show(policy: PolicyName, device_type: Device = None) -> None:
     """The rules of a policy, in the order in which they win."""
-    found = _resolved(policy, device)
+    found = _resolved(policy, device_type)
     settings = ", ".join(f"{key} {value}" for key, value in _settings(found).items())
     typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}")
     for layer in reversed(found.layers):
@@ -44,9 +44,9 @@ def check(policy: PolicyName) -> None:
 
 
 @policy_app.command()
-def diff(before: PolicyName, after: PolicyName, device: Device = None) -> None:
+def diff(before: PolicyName, after: PolicyName, device_type: Device = None) -> None:
     """What changes from one policy to another, rule by rule."""
-    old, new = _resolved(before, device), _resolved(after, device)
+    old, new = _resolved(before, device_type), _resolved(after, device_type)
     changes = old.diff(new)
     for change in changes:
         typer.echo(str(change))
@@ -61,11 +61,11 @@ def _settings(policy: Policy) -> dict[str, str]:
     return {"weight cache": policy.effective_cache, "low format": low, "training in": training}
 
 
-def _resolved(name: str, device: str | None) -> Policy:
+def _resolved(name: str, device_type: str | None) -> Policy:
     found = as_policy(name)
-    if device is None:
+    if device_type is None:
         return found.resolve("cpu")
-    if device not in DEVICE_TYPES:
-        raise PolicyError(f"device type {device!r}", "no autocast lists are known for it",
+    if device_type not in DEVICE_TYPES:
+        raise PolicyError(f"device type {device_type!r}", "no autocast lists are known for it",
                           advice=f"Give one of: {', '.join(DEVICE_TYPES)}.")  # fmt: skip
-    return found.resolve(device)
+    return found.resolve(device_type)
