@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from alternate import alternate, ratio
@@ -234,7 +235,7 @@ def main() -> int:
     parser.add_argument("--instructions", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    result: dict[str, object] = {
+    result: dict[str, Any] = {
         "benchmark": "short_paths", "machine": facts(), "regions": regions(options.rounds),
         "changed_ops_us": changed_ops(options.rounds), "compiled_call_us": compiled_calls(options.rounds),
         "seconds": imports(5),
@@ -246,7 +247,9 @@ def main() -> int:
     print(json.dumps({k: v for k, v in result.items() if k != "machine"}, indent=1))
     missed = list(over_bounds(result))
     print(*(f"over the bound: {line}" for line in missed), sep="\n")
-    file = Path(__file__).parent / "results/short_paths.json"
+    units = result["machine"]["units"]
+    limited = "" if "avx512_bf16" in units or not units else f"-{units[-1]}"  # a file for machines without bf16 units
+    file = Path(__file__).parent / f"results/short_paths{limited}.json"
     if file.exists():  # what was not measured anew stays
         result = {**json.loads(file.read_text()), **result}
     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
