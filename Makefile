@@ -68,6 +68,7 @@ bench: .venv/.models
 	$(BIN)/python benchmarks/scripts.py
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/plot_placement.py
+	$(BIN)/python benchmarks/peak_memory.py
 	$(BIN)/python benchmarks/last_run.py
 
 # On a machine with CUDA, with the interpreter and the torch that are there: no .venv, no network. Goes on where the last

@@ -69,7 +69,7 @@ with nc.autocast("xpu", policy="ipex"):  # bf16; nc.autocast("cpu", torch.float1
   region is cast n times.
 - Left out: `_convolution_nogroup`, which Intel lists and no supported torch has.
 
-`narrowcast policy diff native ipex --device xpu` prints the differences for the installed torch, and
+`narrowcast policy diff native ipex --device-type xpu` prints the differences for the installed torch, and
 `narrowcast policy show ipex` the rules. A policy of yours may start from it: `extends = "ipex"`.
 """
 
@@ -103,7 +103,7 @@ def page(device: str) -> str:
         "<!-- Written by tools/generate_op_pages.py from the policy data; do not edit. -->\n",
         f"{policy.description}. {len(policy.rules)} ops have a rule. Eligible are floating tensors on a "
         f"{device} device that are not fp64.\n\n"
-        f"`narrowcast policy show native --device {device}` prints the same with file and line of each rule.\n",
+        f"`narrowcast policy show native --device-type {device}` prints the same with file and line of each rule.\n",
         *lists(policy),
     ]
     safe = Policy.safe().rules
