@@ -99,6 +99,9 @@ def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(2048, 64)
     with pytest.warns(nc.errors.RegionWarning, match=r"goal='memory'.*times the fastest.*slowdown_limit=\d+"):
         _, _, (held,) = placed(model, x, goal="memory")
+    with warnings.catch_warnings(), pytest.raises(Exception, match="RegionWarning: narrowcast: goal='memory'"):
+        warnings.simplefilter("error", nc.errors.RegionWarning)  # an error then, and not a graph without explicit casts
+        placed(model, x, goal="memory")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="narrowcast: goal")
         _, _, (free,) = placed(model, x, goal=nc.memory(slowdown_limit=1e12))

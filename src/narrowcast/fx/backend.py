@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
+from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError, RegionWarning
 from narrowcast.fx.backward import (
     AS_EAGER,
     LISTED,
@@ -88,6 +88,8 @@ class GraphBackend:
                 explicit = placed.explicit
             else:
                 explicit, resting = self._explicit(graph, inputs, report)
+        except RegionWarning:  # the user asked for warnings as errors
+            raise
         except NarrowcastError as error:
             if not _is_internal(error):
                 raise
@@ -105,7 +107,7 @@ class GraphBackend:
                 with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
                     compiled = self.inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
                 compiled = with_weights(compiled, resting)
-        except NarrowcastError:
+        except (NarrowcastError, RegionWarning):
             raise
         except Exception as error:
             if begins_again(error):
