@@ -31,7 +31,7 @@ test: .venv/.ready
 
 # As on a processor with AVX2 alone: no bf16 or fp16 units, and no LSTM in these formats.
 test-limited: .venv/.ready
-	$(LIMITED) $(TEST) tests/torch tests/costs tests/numerics tests/conformance
+	$(LIMITED) $(TEST) tests/torch tests/profiles tests/numerics tests/conformance
 
 # In another order, twice at the same time, and each file in a process of its own.
 test-shuffled: .venv/.ready

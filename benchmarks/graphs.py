@@ -31,9 +31,9 @@ from alternate import alternate, ratio
 from machine import facts
 
 import narrowcast as nc
-from narrowcast.fx.compiled import watch_graphs
-from narrowcast.fx.edit import edit_graph
-from narrowcast.fx.read import Ambient
+from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.graphs.edit import edit_graph
+from narrowcast.graphs.read import Ambient
 from narrowcast.passes import AFTER_AUTOGRAD
 
 

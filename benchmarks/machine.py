@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from narrowcast.costs.device import LIMITS
+from narrowcast.profiles.device import LIMITS
 
 
 def facts() -> dict[str, object]:

@@ -14,15 +14,15 @@ from narrowcast.ledger import Cast, Ledger, Refusal
 from narrowcast.policy import Action, Place, Policy, Rule, installed_torch, lint_policy
 
 if TYPE_CHECKING:
-    from narrowcast.compiler import compile
+    from narrowcast.api.compile import compile
+    from narrowcast.api.export import export
+    from narrowcast.api.script import convert, script, trace
+    from narrowcast.api.target import target_of
     from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
-    from narrowcast.explainer import Subject, explain
-    from narrowcast.exporter import export
-    from narrowcast.made_for import target_of
+    from narrowcast.explaining.explain import Subject, explain
     from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
-    from narrowcast.scripting import convert, script, trace
 
 __version__ = "0.1.0.dev0"
 
@@ -33,20 +33,20 @@ _TORCH_HALF = {
     "autocast": "narrowcast.eager",
     "cache_info": "narrowcast.eager",
     "carry": "narrowcast.eager",
-    "compile": "narrowcast.compiler",
-    "convert": "narrowcast.scripting",
+    "compile": "narrowcast.api.compile",
+    "convert": "narrowcast.api.script",
     "custom_bwd": "narrowcast.eager",
     "custom_fwd": "narrowcast.eager",
-    "export": "narrowcast.exporter",
+    "export": "narrowcast.api.export",
     "invalidate": "narrowcast.eager",
     "pin": "narrowcast.eager",
     "record": "narrowcast.eager",
-    "Subject": "narrowcast.explainer",
-    "explain": "narrowcast.explainer",
+    "Subject": "narrowcast.explaining.explain",
+    "explain": "narrowcast.explaining.explain",
     "round_to": "narrowcast.numerics",
-    "script": "narrowcast.scripting",
-    "target_of": "narrowcast.made_for",
-    "trace": "narrowcast.scripting",
+    "script": "narrowcast.api.script",
+    "target_of": "narrowcast.api.target",
+    "trace": "narrowcast.api.script",
     "unpin": "narrowcast.eager",
 }
 

@@ -13,7 +13,7 @@ from narrowcast.torch_surface import probes
 SOURCE = Path(__file__).parents[2] / "src/narrowcast"
 OWNER = "torch_surface"
 # The source of what TorchScript compiles: it has no names but torch's own ops.
-EXEMPT = {"torchscript/runtime.py"}
+EXEMPT = {"scripts/runtime.py"}
 # Python's own, and attributes of ours on objects of others.
 OURS = ("_narrowcast_", "_getframe", "_current_frames", "_replace", "_make")
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import models
 
 import narrowcast as nc
-from narrowcast.fx.compiled import watch_graphs
+from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.report.graphs import CompiledGraph
 
 CUSTOM = nc.Policy.native().with_rules(

@@ -3,7 +3,10 @@
 import pytest
 
 from narrowcast import Argument, Call, Policy, Region, Rule, decide
-from narrowcast.capabilities import (
+from narrowcast.errors import PolicyError
+from narrowcast.formats import bf16, fp16, fp32, fp64
+from narrowcast.policy import Lack, known_ops
+from narrowcast.policy.capabilities import (
     EMULATED,
     RAISES,
     RUNS,
@@ -14,9 +17,6 @@ from narrowcast.capabilities import (
     shipped_capabilities,
     units_in_use,
 )
-from narrowcast.errors import PolicyError
-from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.policy import Lack, known_ops
 
 MM = "aten.mm.default"
 NO_MM = Lack(MM, bf16, "cpu (toy) has no bf16 mm")

@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from narrowcast.energy import (
+from narrowcast.errors import EnergyError
+from narrowcast.formats import bf16, fp16, fp32
+from narrowcast.placement import (
     FIXED,
     Choice,
     Energy,
@@ -15,8 +17,6 @@ from narrowcast.energy import (
     minimise_by_cut,
     minimise_by_integer_program,
 )
-from narrowcast.errors import EnergyError
-from narrowcast.formats import bf16, fp16, fp32
 
 
 def brute_force(energy):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from narrowcast.costs.workspaces import Workspaces
-from narrowcast.passes.memory import KeptBytes
-from narrowcast.passes.peak import peak_of
+from narrowcast.placement.memory import KeptBytes
+from narrowcast.placement.peak import peak_of
+from narrowcast.profiles.workspaces import Workspaces
 from narrowcast.program import parse_program
 
 HEAD = "program p\nregion 0: cpu bf16 enabled cached session 0 policy native\n"

@@ -8,14 +8,14 @@ import time
 import pytest
 
 import narrowcast as nc
-from narrowcast.energy import Optimum, minimise
 from narrowcast.formats import FORMATS, bf16, fp32
 from narrowcast.ops import op_kind
 from narrowcast.passes import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, assign_casts, drop_casts, move_casts, share_casts
-from narrowcast.passes.find_choices import EXACT, FREE, TRIPS, find_choices
-from narrowcast.passes.memory import KeptBytes, Smallest, place_within
-from narrowcast.passes.place import as_high, as_the_policy, place_formats
-from narrowcast.passes.prices import CastBytes, ValuePrice
+from narrowcast.placement import Optimum, minimise
+from narrowcast.placement.memory import KeptBytes, Smallest, place_within
+from narrowcast.placement.place import as_high, as_the_policy, place_formats
+from narrowcast.placement.prices import CastBytes, ValuePrice
+from narrowcast.placement.question import EXACT, FREE, TRIPS, find_choices
 from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, parse_program, verify
 
 NATIVE = nc.Policy.native("cpu")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from narrowcast import progress
+from narrowcast.output import progress
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import BackwardError, RegionError
-from narrowcast.fx.compiled import watch_graphs
+from narrowcast.graphs.compiled import watch_graphs
 
 KEYWORDS = {"device_type": "cpu", "dtype": torch.bfloat16}
 

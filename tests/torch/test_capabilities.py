@@ -13,11 +13,11 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast import formats
-from narrowcast.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
-from narrowcast.costs import abilities
-from narrowcast.costs.device import device_now
-from narrowcast.costs.profile import Device, Profile, profile_path
 from narrowcast.errors import NarrowcastError, ProfileError, RegionError
+from narrowcast.policy.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
+from narrowcast.profiles import abilities
+from narrowcast.profiles.device import device_now
+from narrowcast.profiles.profile import Device, Profile, profile_path
 from narrowcast.torch_surface.fx import FakeTensorMode
 
 BF16, F16 = torch.bfloat16, torch.float16

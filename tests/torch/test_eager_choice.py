@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast import eager_choice
-from narrowcast.costs.choices import Choice
 from narrowcast.eager import registered
-from narrowcast.fx.compiled import watch_graphs
+from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.policy import as_policy, parse_action
+from narrowcast.race import eager_ops as eager_choice
+from narrowcast.race.remembered import Choice
 
 BF16 = torch.bfloat16
 NATIVE = as_policy(None).repairing()

@@ -111,7 +111,7 @@ def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
 
 def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
     """Shown a graph that decides otherwise."""
-    import narrowcast.explainer as explainer
+    import narrowcast.explaining.explain as explainer
 
     real = explainer.graph_ledger
 

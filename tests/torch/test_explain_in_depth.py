@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.capabilities import one_format
 from narrowcast.errors import NarrowcastError, RegionWarning
+from narrowcast.policy.capabilities import one_format
 from narrowcast.torch_bridge import find_op
 
 BF16, FP32 = torch.bfloat16, torch.float32

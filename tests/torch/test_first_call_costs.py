@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.fx import candidates, placing
-from narrowcast.fx.compiled import watch_graphs
 from narrowcast.goals import as_goal
-from narrowcast.passes.peak import Peak
+from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.placement.peak import Peak
+from narrowcast.race import candidates, placing
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -131,7 +131,7 @@ def test_formats_that_do_not_fit_are_not_taken(monkeypatch):
 
 def test_a_race_ends_with_the_time_it_is_given(monkeypatch):
     """A few rounds in any case; no more where compiling took a moment."""
-    from narrowcast.fx import choosing
+    from narrowcast.race import choosing
 
     monkeypatch.setattr(choosing, "_run", lambda run, args, trains: 1e7)
     sides = [choosing.Side(name, name) for name in ("placed", "policy")]

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 import narrowcast as nc
-from narrowcast import progress
-from narrowcast.console import print_all
+from narrowcast.output import progress
+from narrowcast.output.console import print_all
 from narrowcast.report.explain_text import explanation_parts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
@@ -75,7 +75,10 @@ SCREENS = {"explain-minilm": explained, "record": recorded, "progress": in_progr
 @pytest.mark.parametrize("name", SCREENS)
 def test_the_first_screen_is_as_it_is_kept(name, monkeypatch):
     """But for what a machine says of itself, and what the installed torch's lists are."""
-    for module in ("narrowcast.eager.record", "narrowcast.explainer"):  # packages have functions of these names
+    for module in (
+        "narrowcast.eager.record",
+        "narrowcast.explaining.explain",
+    ):  # packages have functions of these names
         monkeypatch.setattr(importlib.import_module(module), "slow_note", lambda device_type, low: "")
     make = SCREENS[name]
     text = re.sub(r"\([0-9a-f]{8}\)", "(DIGEST)", make(monkeypatch) if inspect.signature(make).parameters else make())

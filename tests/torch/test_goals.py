@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.costs.device import device_now
-from narrowcast.costs.known import known_profile
-from narrowcast.costs.profile import Device, Profile
 from narrowcast.errors import EnergyError, GoalError, ProfileError
-from narrowcast.fx import placing
-from narrowcast.fx.compiled import watch_graphs
 from narrowcast.goals import as_goal
+from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.profiles.device import device_now
+from narrowcast.profiles.known import known_profile
+from narrowcast.profiles.profile import Device, Profile
+from narrowcast.race import placing
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -57,7 +57,7 @@ def prefer(monkeypatch):
     """Costs under which one format is free, whatever the machine: what is placed is known."""
 
     def choose(name):
-        from narrowcast.costs.prices import TimePrices
+        from narrowcast.profiles.prices import TimePrices
 
         def call(self, step, operands, format):
             return 0.0 if format.name == name else 1e6
@@ -199,7 +199,7 @@ def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
 )
 def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
     """A candidate takes the predicted one's place only if that is no chance. Times in ms."""
-    from narrowcast.fx import choosing
+    from narrowcast.race import choosing
 
     left = {name: iter([1e7] * 3 + [ms * 1e6 for ms in found * 60]) for name, found in times.items()}
     monkeypatch.setattr(choosing, "_run", lambda run, args, trains: next(left[run]))
@@ -211,7 +211,7 @@ def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
 
 def test_short_sides_run_more_often_in_a_round(monkeypatch):
     """What takes 0.4 ms runs once untimed and five times in a round, which counts their median."""
-    from narrowcast.fx import choosing
+    from narrowcast.race import choosing
 
     calls = []
 
@@ -442,9 +442,9 @@ def test_the_profile_grows_with_the_models_own_calls():
 
 def test_fusion_decides_what_a_cast_is_worth():
     """A cast between two pointwise calls is a pass through memory op by op, and a conversion inside a fused loop."""
-    from narrowcast.costs.model import CostModel
-    from narrowcast.costs.prices import TimePrices
     from narrowcast.formats import bf16, fp32
+    from narrowcast.profiles.model import CostModel
+    from narrowcast.profiles.prices import TimePrices
     from narrowcast.program import Operand, Step, Value
 
     value = Value(1, "fp32", (4096, 1024), "cpu")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.fx.compiled import watch_graphs
+from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.program import ASSIGNED, parse_program, print_program, verify
 
 CUSTOM = nc.Policy.native().with_rules(
@@ -555,7 +555,7 @@ class TestFallback:
 
     def test_a_fault_of_ours_runs_as_eager_would(self, monkeypatch):
         """The original graph, in its region; the backward as in eager."""
-        import narrowcast.fx.backend as backend
+        import narrowcast.api.backend as backend
 
         def broken(*_):
             raise KeyError("a fault of ours")
@@ -577,7 +577,7 @@ class TestFallback:
 
     def test_a_wrong_decision_is_found_out(self, monkeypatch):
         """A graph whose formats are not those of the region's own kernels is not used."""
-        import narrowcast.fx.edit as edit
+        import narrowcast.graphs.edit as edit
 
         monkeypatch.setattr(edit, "run_passes", lambda program, passes, *_: __import__(
             "narrowcast.passes", fromlist=["run_passes"]).run_passes(program, passes, None))  # fmt: skip

@@ -6,12 +6,12 @@ import statistics
 
 from context import Context
 
-from narrowcast.costs.device import device_now
-from narrowcast.costs.measure import measure
-from narrowcast.costs.profile import Profile
-from narrowcast.costs.show import rows_of
-from narrowcast.costs.sweep import sweep
-from narrowcast.files import replace_text
+from narrowcast.output.files import replace_text
+from narrowcast.profiles.device import device_now
+from narrowcast.profiles.measure import measure
+from narrowcast.profiles.profile import Profile
+from narrowcast.profiles.show import rows_of
+from narrowcast.profiles.sweep import sweep
 
 
 def run(context: Context) -> None:

@@ -9,11 +9,11 @@ import torch
 import typer
 
 from narrowcast.cli.target import load_subject
-from narrowcast.console import print_all, terminal
 from narrowcast.errors import GoalError, TargetError
-from narrowcast.explainer import explain
-from narrowcast.files import replace_text
+from narrowcast.explaining.explain import explain
 from narrowcast.goals import FAST, MEMORY, Goal, fast, memory
+from narrowcast.output.console import print_all, terminal
+from narrowcast.output.files import replace_text
 from narrowcast.report.explain_text import explanation_parts
 from narrowcast.report.graph_text import program_parts
 

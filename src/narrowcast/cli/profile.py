@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from narrowcast.console import print_all, terminal
-from narrowcast.costs.abilities import capabilities
-from narrowcast.costs.device import device_now, is_here
-from narrowcast.costs.measure import machine_load, measure
-from narrowcast.costs.profile import Profile, load_profile, profile_path
-from narrowcast.costs.show import comparison_parts, plot_profile, profile_parts
-from narrowcast.costs.sweep import sweep
 from narrowcast.errors import Origin, ProfileError
+from narrowcast.output.console import print_all, terminal
+from narrowcast.profiles.abilities import capabilities
+from narrowcast.profiles.device import device_now, is_here
+from narrowcast.profiles.measure import machine_load, measure
+from narrowcast.profiles.profile import Profile, load_profile, profile_path
+from narrowcast.profiles.show import comparison_parts, plot_profile, profile_parts
+from narrowcast.profiles.sweep import sweep
 
 profile_app = typer.Typer(help="Measure what ops cost on a device; show and compare profiles.")
 DeviceType = Annotated[str, typer.Option(help="Device type to measure: cpu or cuda.")]

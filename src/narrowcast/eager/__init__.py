@@ -7,8 +7,8 @@ from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast
 from narrowcast.eager.threads import carry
-from narrowcast.regions.place import find_place
 from narrowcast.regions.ruling import active_region, native_region
+from narrowcast.sites.python_stack import find_place
 
 __all__ = [
     "active_region",

@@ -19,9 +19,9 @@ from narrowcast.ledger import Advice, HidingBlock, Ledger
 from narrowcast.ops import named
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Kind, Place, Policy, nearest_name
 from narrowcast.regions.hidden import hidden_policy
-from narrowcast.regions.place import find_place
 from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.regions.watchers import told_of_regions
+from narrowcast.sites.python_stack import find_place
 from narrowcast.torch_bridge import FORMATS, OpFacts
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dispatch import op_name, overload_name

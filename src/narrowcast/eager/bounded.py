@@ -18,8 +18,8 @@ from narrowcast.eager.region import autocast
 from narrowcast.eager.watch import DecidedCall, watchers
 from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Place, Policy
 from narrowcast.regions.marks import BOUNDARY as NOTE
-from narrowcast.regions.place import called_modules, find_place, module_path
 from narrowcast.regions.ruling import region_on, ruled_device_types
+from narrowcast.sites.python_stack import called_modules, find_place, module_path
 from narrowcast.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, tensors_in
 from narrowcast.torch_surface.dynamo import never_begin_at, never_trace
 from narrowcast.torch_surface.jit import tracing_state

@@ -10,14 +10,14 @@ import torch
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowcast.eager.native_cache import native_cache_size
 from narrowcast.eager.watch import watchers
 from narrowcast.errors import CacheError
-from narrowcast.regions.at_rest import at_rest
 from narrowcast.regions.stack import innermost, open_anywhere
-from narrowcast.regions.weight_cache import CacheInfo, mutations
 from narrowcast.torch_surface.modules import mutators
 from narrowcast.torch_surface.patches import note_staying, once, stay
+from narrowcast.weights.at_rest import at_rest
+from narrowcast.weights.cache import CacheInfo, mutations
+from narrowcast.weights.native_cache import native_cache_size
 
 
 def cache_info() -> CacheInfo:

@@ -13,11 +13,11 @@ from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
 from narrowcast.eager.region import autocast
 from narrowcast.formats import bf16
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
-from narrowcast.regions.graph_place import traced_place
-from narrowcast.regions.place import called_modules, find_place, module_path, path_around
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.ruling import active_region
 from narrowcast.regions.stack import OpenRegion, innermost
+from narrowcast.sites.graph_nodes import traced_place
+from narrowcast.sites.python_stack import called_modules, find_place, module_path, path_around
 from narrowcast.torch_surface.autograd import current_graph_task
 
 ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Argument, Call, Plan, decide
-from narrowcast.eager.native_cache import native_cast
 from narrowcast.eager.results import cast_results
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.policy import NOWHERE, Place, Policy
-from narrowcast.regions.graph_place import current_place, traced_place
 from narrowcast.regions.hidden import tell_hidden
-from narrowcast.regions.place import find_place, in_generated_code
 from narrowcast.regions.ruling import active_region, native_region
 from narrowcast.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
 from narrowcast.regions.training import watch_gradients
+from narrowcast.sites.graph_nodes import current_place, traced_place
+from narrowcast.sites.python_stack import find_place, in_generated_code
 from narrowcast.torch_bridge import (
     DTYPES,
     FORMATS,
@@ -38,6 +37,7 @@ from narrowcast.torch_bridge import (
 from narrowcast.torch_surface.dispatch import DispatchKeySet, OpOverload, is_view, registered_kernel
 from narrowcast.torch_surface.dynamo import never_trace, tracing_compiled_code
 from narrowcast.torch_surface.state import autocast_key, below, excluding
+from narrowcast.weights.native_cache import native_cast
 
 _NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
 """`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowcast.costs.abilities import fitted
 from narrowcast.decide import Region
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.registered import install
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy
+from narrowcast.profiles.abilities import fitted
 from narrowcast.regions.identity import Carried, carried_by
 from narrowcast.regions.native_state import NativeState
 from narrowcast.regions.recomputation import carry_into_recomputation
-from narrowcast.regions.sightings import sightings_of
 from narrowcast.regions.stack import CHECKED, Prepared
+from narrowcast.sites.sightings import sightings_of
 from narrowcast.torch_bridge import DTYPES, FORMATS, default_dtype, find_op, op_facts, op_id, ops_of, to_dtype
 from narrowcast.torch_surface.dispatch import OpOverload
 from narrowcast.torch_surface.state import caches, is_enabled, is_weight_cache_on

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from narrowcast.costs.abilities import slow_note
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
 from narrowcast.eager.caching import follow_mutators
@@ -29,7 +28,8 @@ from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names,
 from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Place, Policy
-from narrowcast.regions.place import find_place
+from narrowcast.profiles.abilities import slow_note
+from narrowcast.sites.python_stack import find_place
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of

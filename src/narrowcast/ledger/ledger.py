@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import LedgerError, Origin
-from narrowcast.files import replace_text
 from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally
+from narrowcast.output.files import replace_text
 
 SCHEMA = "narrowcast.ledger/1"
 LISTED = 100_000

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.console import as_text, in_bytes, short_file, table
 from narrowcast.ledger.records import Cast, Tally
+from narrowcast.output.console import as_text, in_bytes, short_file, table
 
 if TYPE_CHECKING:
     from narrowcast.ledger.ledger import Ledger

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.costs.device import synchronize
 from narrowcast.numerics.finite import first_not_finite
+from narrowcast.profiles.device import synchronize
 from narrowcast.report import Comparison, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, keystr, storage_key, tree_flatten_with_path

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.regions.place import find_place
 from narrowcast.report import NotFinite
+from narrowcast.sites.python_stack import find_place
 from narrowcast.torch_bridge import FORMATS, op_id, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
 

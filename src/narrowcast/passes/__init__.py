@@ -12,8 +12,8 @@ from narrowcast.passes.pipeline import (
     before_autograd,
     run_passes,
 )
-from narrowcast.passes.place import move_casts, place_formats
 from narrowcast.passes.share import share_casts
+from narrowcast.placement.place import move_casts, place_formats
 
 __all__ = [
     "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "COMPOSITE", "Outcome", "Pass", "assign_casts", "before_autograd",

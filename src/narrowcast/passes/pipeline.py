@@ -10,8 +10,8 @@ from narrowcast.ledger import EditRecord
 from narrowcast.passes.assign import Overload, assign_casts
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
-from narrowcast.passes.place import move_casts
 from narrowcast.passes.share import share_casts
+from narrowcast.placement.place import move_casts
 from narrowcast.policy import RESULT, Policy
 from narrowcast.program import (
     ASSIGNED,

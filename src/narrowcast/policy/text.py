@@ -31,7 +31,7 @@ from typing import Any
 import tomlkit
 
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError
-from narrowcast.files import replace_text
+from narrowcast.output.files import replace_text
 from narrowcast.policy.known_ops import unknown_op
 from narrowcast.policy.policy import NOTHING, Policy, with_origin
 from narrowcast.policy.rules import Rule, did_you_mean, parse_action

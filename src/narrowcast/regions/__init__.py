@@ -1,1 +1,1 @@
-"""Which regions are open, with which policy, and where in the user's program we are: what every front end asks."""
+"""Which regions are open, with which policy and which rules: what every front end asks."""

@@ -9,11 +9,11 @@ import re
 from contextlib import suppress
 from types import FrameType, TracebackType
 
-from narrowcast.capabilities import RAISES, device_label, short_name
-from narrowcast.costs.abilities import capabilities
-from narrowcast.costs.device import device_now
 from narrowcast.errors import NarrowcastError
-from narrowcast.regions.place import find_place
+from narrowcast.policy.capabilities import RAISES, device_label, short_name
+from narrowcast.profiles.abilities import capabilities
+from narrowcast.profiles.device import device_now
+from narrowcast.sites.python_stack import find_place
 
 _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)

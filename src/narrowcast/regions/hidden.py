@@ -7,7 +7,7 @@ from collections.abc import Callable
 from narrowcast.ledger import TO_RULE_INSIDE
 from narrowcast.policy import Place
 from narrowcast.regions.ruling import shadowed_region
-from narrowcast.regions.warned import warn_at
+from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.autograd import current_graph_task
 
 

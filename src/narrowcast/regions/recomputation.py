@@ -15,12 +15,12 @@ import torch
 import torch.utils.checkpoint
 
 from narrowcast.regions.stack import OpenRegion, innermost
-from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.modules import CHECKPOINT_STATE, carried_state
 from narrowcast.torch_surface.patches import stay
 from narrowcast.torch_surface.probes import require
+from narrowcast.weights.cache import WeightCache
 
 if TYPE_CHECKING:
     from types import FrameType

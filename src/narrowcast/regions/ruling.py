@@ -10,9 +10,9 @@ from narrowcast.decide import Region
 from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.stack import OpenRegion, Prepared, stack
-from narrowcast.regions.weight_cache import WeightCache
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.state import autocast_nesting
+from narrowcast.weights.cache import WeightCache
 
 
 def active_region(device_type: str) -> OpenRegion | None:

@@ -12,10 +12,10 @@ from narrowcast.decide import Plan, Region
 from narrowcast.policy import Policy
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.native_state import NativeState
-from narrowcast.regions.sightings import Sightings
-from narrowcast.regions.weight_cache import WeightCache
+from narrowcast.sites.sightings import Sightings
 from narrowcast.torch_surface.dispatch import OpOverload
 from narrowcast.torch_surface.state import autocast_nesting
+from narrowcast.weights.cache import WeightCache
 
 Step = tuple[int, str, int | None, torch.dtype]  # argument position, name, index if it is a list, dtype to cast to
 

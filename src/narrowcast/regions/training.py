@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from narrowcast.regions.place import find_place
 from narrowcast.regions.stack import OpenRegion
-from narrowcast.regions.warned import warn_at
+from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.warned import warn_at
 
 
 def watch_gradients(region: OpenRegion, tensors: Iterable[torch.Tensor | None]) -> None:

@@ -8,9 +8,9 @@ import re
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.console import as_text, in_bytes, short_file, table
 from narrowcast.ledger import Cast
 from narrowcast.ledger.text import advice_parts, argument_text, cast_table, how_text, line_text, refusals, totals_line
+from narrowcast.output.console import as_text, in_bytes, short_file, table
 from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
 from narrowcast.report.graph_text import graph_parts
 from narrowcast.report.placement_text import placement_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.console import short_file, table
+from narrowcast.output.console import short_file, table
 from narrowcast.report.explanation import Explanation
 from narrowcast.report.graphs import CompiledGraph, GraphRow
 

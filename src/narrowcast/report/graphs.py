@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
 from narrowcast.passes import call_of
-from narrowcast.passes.peak import Peak
-from narrowcast.passes.place import Placement
+from narrowcast.placement.peak import Peak
+from narrowcast.placement.place import Placement
 from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy, Rule
 from narrowcast.program import Program, Step, Value
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.console import in_bytes, short_file, table
 from narrowcast.goals import MEMORY
-from narrowcast.passes.place import GIVEN, PlacedCall, Placement
+from narrowcast.output.console import in_bytes, short_file, table
+from narrowcast.placement.place import GIVEN, PlacedCall, Placement
 from narrowcast.program import Step
 from narrowcast.report.graphs import CandidateTime, CompiledGraph
 

@@ -1,0 +1,342 @@
+"""`explain`: run a model under a policy, on fake tensors where possible, and say what happened.
+
+It stands above the front ends because each of them will be explained by it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowcast.eager import autocast, record
+from narrowcast.eager.asked import asked_region
+from narrowcast.errors import GoalError, NarrowcastError, RegionError
+from narrowcast.explaining.failed_run import failure_of, first_line
+from narrowcast.explaining.graphs import check_front_end, graphs_of, script_graphs_of
+from narrowcast.explaining.isolation import isolated, restored
+from narrowcast.formats import Format
+from narrowcast.goals import Goal, as_goal
+from narrowcast.graphs.explicit import refuse_scripts
+from narrowcast.ledger import Ledger
+from narrowcast.numerics import compare
+from narrowcast.ops import named
+from narrowcast.policy import DEVICE_TYPES, Policy
+from narrowcast.policy.capabilities import one_format
+from narrowcast.profiles.abilities import slow_note
+from narrowcast.profiles.device import is_here
+from narrowcast.report import (
+    Comparison,
+    CompiledGraph,
+    DecisionDifference,
+    Explanation,
+    Failure,
+    decision_differences,
+    graph_ledger,
+)
+from narrowcast.scripts.cast_already import cast_for_all
+from narrowcast.scripts.compiling import around as scopes_around
+from narrowcast.scripts.scripted import methods_of
+from narrowcast.torch_bridge import FORMATS, default_dtype, tensors_in, to_dtype
+from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
+
+Metric = Callable[..., Mapping[str, float] | float]
+
+
+@dataclass(slots=True)
+class Subject:
+    """A model with an input to run it on.
+
+    model:  a Module or any callable; called as `model(*args, **kwargs)`.
+    metric: what the model's user looks at: called with the model (or with nothing, if it takes nothing), returns a
+            number or numbers by name.
+    """
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    metric: Metric | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise NarrowcastError(
+                asked=f"a Subject whose model is a {type(self.model).__name__}", found="it cannot be called",
+                advice="Give a Module or a function.",
+            )  # fmt: skip
+        self.args = tuple(self.args)
+        self.kwargs = dict(self.kwargs or {})
+        self.name = self.name or getattr(self.model, "__name__", type(self.model).__name__)
+
+    def run(self) -> Any:
+        """The model's output on the input."""
+        return self.model(*self.args, **self.kwargs)
+
+    def measure(self) -> dict[str, float]:
+        """The metric's figures by name; empty without a metric."""
+        if self.metric is None:
+            return {}
+        try:
+            takes_model = len(inspect.signature(self.metric).parameters) > 0
+        except (TypeError, ValueError):
+            takes_model = False
+        value = self.metric(self.model) if takes_model else self.metric()
+        if not isinstance(value, Mapping):
+            return {getattr(self.metric, "__name__", "metric"): float(value)}
+        numbers = {str(k): v for k, v in value.items() if isinstance(v, (int, float)) or torch.is_tensor(v)}
+        return {k: float(v) for k, v in numbers.items()}
+
+
+def explain(
+    model: Callable[..., Any] | Subject,
+    *args: Any,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    run: bool = False,
+    real: bool = False,
+    front_end: str = "eager",
+    goal: str | Goal = "exact",
+    backend: str = "inductor",
+    **kwargs: Any,
+) -> Explanation:
+    """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
+
+    model:  a Module, a callable, or a Subject (then without args).
+    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type.
+    device_type: whose lists hold; None is the model's own. One that this machine lacks, or that the model is not on, is
+            stood in for: the device's policy decides over fake tensors on the cpu.
+    run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
+    real:   do not try fake tensors.
+    front_end: `eager`, or `script`: the graphs of `nc.script` or, of a script that exists, of `nc.convert`, without
+            running anything; or `compile` or `export`: the ledger is that of the graphs, with what the passes shared,
+            folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
+            model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
+            Where nothing is captured, the ledger is that of eager code.
+
+    goal:   with the front ends compile and export, as for `narrowcast.compile`: which formats each call may have, what
+            they cost, which was chosen, predicted against measured (`graphs[n].placement`).
+    backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
+
+    Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
+    it runs for real, its buffers and the random state restored after. What raises under the policy and not in fp32 is
+    explained as far as it ran, with the call that raised and the policies that run it (`failure`); what raises in fp32,
+    too, is raised.
+    """
+    subject = model if isinstance(model, Subject) else Subject(model, args, kwargs)
+    if isinstance(model, Subject) and (args or kwargs):
+        raise NarrowcastError(
+            asked="explain(subject, ...) with arguments", found="a Subject brings its own",
+            advice="Put them into the Subject.",
+        )  # fmt: skip
+    asked = asked_region("explain", policy, dtype, device_type, region)
+    own_device = _device_type(subject)
+    device_type = asked.device_type or own_device
+    stands_in = device_type != own_device or not is_here(device_type)
+    _check(front_end, device_type, own_device, run, stands_in)
+    if front_end in ("compile", "export"):
+        refuse_scripts(f'explain(front_end="{front_end}")', subject.model)
+    wanted = _goal(as_goal(goal), front_end)
+    chosen = asked.policy
+    if wanted.places:  # a goal never raises where fp32 runs
+        chosen = chosen.repairing()
+    resolved = chosen.resolve(device_type)
+    fast = default_dtype(chosen, device_type) if asked.dtype is None else to_dtype(asked.dtype)
+    opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
+    graphs: tuple[CompiledGraph, ...] = ()
+    differences: tuple[DecisionDifference, ...] = ()
+    failure: Failure | None = None
+    if front_end == "script":
+        keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
+        around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
+        graphs = script_graphs_of(subject.model, around)
+        ledger, ran_on, note = graph_ledger(graphs), "nothing was run", ""
+    else:
+        ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
+    ledger.notes.clear()  # said of the explanation as a whole
+    if front_end in ("compile", "export") and failure is None:
+        graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, wanted, backend)
+        found = graph_ledger(graphs)
+        if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
+            differences = decision_differences(ledger, found)
+        ledger, ran_on = _listed(ledger, ran_on, found, graphs)
+        note = _sentences(note, eager)
+    computes = (formats.split(",") for formats in (kind.computes for kind in ledger.calls))
+    slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
+    note = _sentences(slow, note)
+    return Explanation(
+        subject=subject.name,
+        device_type=device_type,
+        low=str(FORMATS[fast]),
+        policy=chosen.name,
+        digest=resolved.digest,
+        ran_on=ran_on,
+        note=note if front_end == "script" else _sentences(note, _script_note(subject)),
+        ledger=ledger,
+        comparison=_compare(subject, opened) if run and failure is None else None,
+        front_end=front_end,
+        graphs=graphs,
+        differences=differences,
+        rules=chosen.rules,
+        failure=failure,
+    )
+
+
+def _goal(goal: Goal, front_end: str) -> Goal:
+    """The goal, if it has graphs to be placed in."""
+    if goal.places and front_end not in ("compile", "export"):
+        raise GoalError(
+            asked=f"explain with goal={goal.kind!r} and front_end={front_end!r}", found="formats are placed in graphs",
+            advice="Give front_end='compile' or 'export'.",
+        )  # fmt: skip
+    return goal
+
+
+def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
+    """Errors for what cannot be explained."""
+    check_front_end(front_end)
+    if device_type not in DEVICE_TYPES:
+        raise RegionError(
+            asked=f"explain on device type {device_type!r}", found="no autocast lists are known for it",
+            advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+        )  # fmt: skip
+    if run and stands_in:
+        raise RegionError(
+            asked=f"running on {device_type}", found=f"the model is on {own_device}",
+            advice=f"Omit run, or move the model: model.to({device_type!r}).",
+        )  # fmt: skip
+    if front_end in ("compile", "export") and stands_in:
+        raise RegionError(
+            asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
+            advice="Omit front_end, or move the model there: graphs are captured where the model is.",
+        )  # fmt: skip
+
+
+def _device_type(subject: Subject) -> str:
+    """Where the model is: its first parameter's or buffer's device, else the first tensor argument's, else cpu."""
+    tensors: list[torch.Tensor] = []
+    if isinstance(subject.model, torch.nn.Module):
+        tensors += list(subject.model.parameters()) + list(subject.model.buffers())
+    tensors += tensors_in(*tree_leaves((subject.args, subject.kwargs)))
+    found = next((t.device.type for t in tensors), "cpu")
+    return "cpu" if found == "meta" else found
+
+
+def _record(
+    subject: Subject, region: autocast, device_type: str, stands_in: bool, real: bool
+) -> tuple[Ledger, str, str, Failure | None]:
+    """The ledger of one run, what it ran on, a note if that is not what one would expect, and what raised."""
+    why = ""
+    failed: Exception | None = None
+    if not real:
+        try:
+            with isolated(subject.model, subject.args, subject.kwargs, fake=True) as run, record() as ledger, region:
+                run()
+            why = _not_shown_by_fakes(ledger)
+            if not why or _has_meta(subject):
+                where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
+                note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
+                return ledger, where, note, None
+        except Exception as error:
+            failed = error
+            why = f"Fake tensors do not carry it: {first_line(error)}"
+    if _has_meta(subject):
+        advice = "Omit real, or load the weights."
+        raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
+    with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
+        try:
+            run()
+        except Exception as error:
+            failed = error
+        else:
+            return ledger, "the model itself", why, None
+    if ledger.refusals:
+        note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
+        return ledger, "the model itself", note, None
+    failure = failure_of((subject.model, subject.args, subject.kwargs), region, failed, fake=False)
+    if failure is None:
+        raise failed
+    return ledger, "the model itself", "", failure
+
+
+def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
+    """The graphs' ledger, or that of eager code where nothing was captured; and what is said of the eager run."""
+    if any(graph.after is not None for graph in graphs):
+        return found, f"eager beside it ran on {ran_on}"
+    return eager, f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
+
+
+def _sentences(*notes: str) -> str:
+    """Those that say something, one after the other."""
+    said = [note for note in notes if note]
+    return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
+
+
+def _not_shown_by_fakes(ledger: Ledger) -> str:
+    """A sentence naming the ops of a fake run that a real one would refuse, or cast inside; empty if there are none."""
+    strict = {lack.op for lack in one_format() if not lack.low_first}
+    mixed = sorted({k.op for k in ledger.calls if k.op in strict and "," in k.computes})
+    if mixed:
+        return f"Fake tensors let {', '.join(mixed)} have several formats, which real ones may not."
+    unseen = {f"aten.{name}" for name in named("inside.unseen_on_fakes")}
+    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & unseen
+    return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
+
+
+def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
+    """Where the cpu's kernels stand for others that autocast treats otherwise."""
+    recurrent = any(k.op.startswith("aten.mkldnn_rnn_layer") for k in ledger.calls)
+    if stands_in and recurrent and device_type != "cpu":
+        return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
+    return ""
+
+
+_SCRIPT_NOTE = (
+    "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
+    "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.convert makes of it."
+)
+_CAST_NOTE = (
+    "It holds TorchScript code that is cast already, and was loaded from a file or frozen: a region around it casts it "
+    "once more. nc.convert(part) keeps its casts as they are."
+)
+
+
+def _script_note(subject: Subject) -> str:
+    """What is to be said if the model is scripted or traced, or a part of it is."""
+    model = subject.model
+    parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    scripts = [part for part in parts if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction))]
+    cast = [part for part in scripts if not methods_of(part) and cast_for_all(part)]
+    return _sentences(*[_SCRIPT_NOTE] * bool(scripts), *[_CAST_NOTE] * bool(cast))
+
+
+def _has_meta(subject: Subject) -> bool:
+    if not isinstance(subject.model, torch.nn.Module):
+        return False
+    return any(t.is_meta for t in (*subject.model.parameters(), *subject.model.buffers()))
+
+
+def _compare(subject: Subject, region: autocast) -> Comparison:
+    """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
+
+    def in_fp32() -> Any:
+        return _detached(subject.run())
+
+    def in_region() -> Any:
+        with region:
+            return _detached(subject.run())
+
+    with restored(subject.model):
+        before = subject.measure()
+        with region:
+            after = subject.measure()
+        return compare(in_fp32, in_region, before, after)
+
+
+def _detached(results: Any) -> Any:
+    """The results without autograd's graph."""
+    return tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, results)

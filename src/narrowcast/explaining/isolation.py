@@ -1,0 +1,168 @@
+"""Run a model without leaving a trace in it: on a copy that shares its weights, or has fake ones."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from narrowcast.profiles.device import is_here, random_state_kept
+from narrowcast.torch_surface.dispatch import tree_map, without_modes
+from narrowcast.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
+
+
+@contextmanager
+def isolated(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fake: bool,
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
+) -> Iterator[Callable[[], Any]]:
+    """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
+
+    What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
+    without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
+    model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
+    runs itself; the attributes and buffers of the modules that it calls are restored.
+
+    through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
+    be copied are then not restored.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    stand_in = _Faker(mode) if mode is not None else _share_weights
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept())
+        if through is None:
+            stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
+        own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
+        if mode is not None:
+            stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
+            stack.enter_context(mode)
+        if through is None:
+            yield lambda: own_model(*own_args, **own_kwargs)
+        else:
+            yield lambda: through(own_model, own_args, own_kwargs)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """What fake tensors cannot carry is said in the explanation; torch would log a traceback too."""
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _Faker:
+    """For each tensor one fake tensor of the same size, strides and dtype."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._made:
+            device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
+            with self._mode:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                made.requires_grad_()
+            self._made[id(tensor)] = (tensor, made)
+        return self._made[id(tensor)][1]
+
+
+def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
+    """Parameters are shared with the copy, everything else is cloned."""
+    return tensor if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf else tensor.detach().clone()
+
+
+class _ReplaceTensors(TorchFunctionMode):
+    """While a deep copy is made: what takes the place of each tensor."""
+
+    def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._stand_in(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
+    model, args, kwargs = everything
+    memo: dict[int, Any] = {}
+    if isinstance(model, torch.nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = stand_in(tensor)
+    try:
+        with _ReplaceTensors(stand_in):
+            return copy.deepcopy(everything, memo)
+    except Exception:
+        replaced = tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        return model, *replaced
+
+
+@contextmanager
+def _restored_attributes() -> Iterator[None]:
+    """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    before: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
+
+    def keep(module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in before:
+            kept = {name: dict(v) if type(v) is dict else v for name, v in module.__dict__.items()}
+            before[id(module)] = (module, kept)
+            with without_modes():
+                own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
+                buffers.extend((b, b.detach().clone()) for b in own)
+
+    hook = register_module_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, kept in before.values():
+            for name in [name for name in module.__dict__ if name not in kept]:
+                del module.__dict__[name]
+            for name, value in kept.items():
+                if type(value) is dict and type(module.__dict__.get(name)) is dict:
+                    module.__dict__[name].clear()
+                    module.__dict__[name].update(value)
+                else:
+                    module.__dict__[name] = value
+        _write_back(buffers)
+
+
+@contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Buffers (batch norm statistics) and the random state are as they were afterwards."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    kept = [(b, b.detach().clone()) for b in buffers]
+    try:
+        with random_state_kept():
+            yield
+    finally:
+        _write_back(kept)
+
+
+def _write_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each (buffer, value) its value, where it has changed."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value):
+                buffer.copy_(value)

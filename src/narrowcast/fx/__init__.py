@@ -1,1 +1,0 @@
-"""Graphs: capture, read, edit, write back with explicit casts; the compile backend, export, backward precision."""

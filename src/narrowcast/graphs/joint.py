@@ -1,0 +1,83 @@
+"""The joint graph of forward and backward, after autograd: equal casts are made once; the backward has its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from narrowcast.decide import Region
+from narrowcast.graphs.edit import edit_graph
+from narrowcast.graphs.read import Ambient, Reading
+from narrowcast.passes import AFTER_AUTOGRAD, Outcome
+from narrowcast.policy import Policy
+from narrowcast.regions.stack import Prepared
+from narrowcast.torch_bridge import op_facts
+from narrowcast.torch_surface.dispatch import OpOverload, op_name
+
+
+def edit_joint(
+    graph: GraphModule, regions: Mapping[str, Region], rules: Policy | None, weights: frozenset[int]
+) -> tuple[Reading, Outcome]:
+    """Change a joint graph in place.
+
+    regions: by device type, for the low format that rules about the backward mean. rules: those rules alone.
+    weights: numbers of the primals that are weights.
+    """
+    ambient = Ambient()
+    if rules is not None:
+        ambient = Ambient({d: Prepared(facts, rules.resolve(d), (), frozenset(), {}) for d, facts in regions.items()})
+    return edit_graph(
+        graph,
+        AFTER_AUTOGRAD,
+        name="joint",
+        ambient=ambient,
+        joint=directions(graph, weights),
+        assigns=rules is not None,
+        lowered=True,
+    )
+
+
+def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
+    """For each node of the backward whether it makes a weight's gradient, an input's, or neither of them by itself.
+
+    A call that computes makes a weight's gradient (wgrad) if its result becomes that gradient by views, casts and
+    additions alone; other calls that compute make gradients that flow on (dgrad).
+    """
+    found = {
+        node: "dgrad" if _computes(node) else "backward"
+        for node in graph.graph.nodes
+        if node.meta.get("partitioner_tag") == "is_backward"
+    }
+    outputs = graph.graph.output_node().args[0]
+    primals = [n for n in graph.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
+    gradients = list(outputs)[-len(primals) :] if isinstance(outputs, (list, tuple)) and primals else []
+    waiting = [g for k, g in enumerate(gradients) if k in weights and isinstance(g, Node)]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            continue
+        if _computes(node):
+            found[node] = "wgrad"
+            if not _adds_up(node):
+                continue
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return found
+
+
+def _computes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and op_facts(node.target).computes
+
+
+_SUMS = ("add", "neg", "_unsafe_view", "convert_element_type")
+
+
+def _adds_up(node: Node) -> bool:
+    """Whether a call only adds gradients up."""
+    target: Any = node.target
+    return op_name(target) in _SUMS

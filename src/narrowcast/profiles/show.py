@@ -1,0 +1,158 @@
+"""Profiles for people: tables, a comparison, a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from narrowcast.errors import Origin, ProfileError
+from narrowcast.ops import FAMILIES
+from narrowcast.output.console import table
+from narrowcast.policy.capabilities import RAISES
+from narrowcast.profiles.profile import Profile, Sample
+
+_ORDER = ("fp32", "bf16", "fp16")
+Row = tuple[str, dict[str, Sample]]
+
+
+def rows_of(profile: Profile) -> dict[str, list[Row]]:
+    """By family, one row per call: its text without formats, and its sample in each format."""
+    found: dict[tuple[str, str], dict[str, Sample]] = {}
+    for text, sample in profile.samples.items():
+        plain = text.replace(f"{sample.format}[", "[").replace(f"-> {sample.format}", "").strip()
+        found.setdefault((sample.family, plain), {})[sample.format] = sample
+    rows: dict[str, list[Row]] = {}
+    for (family, text), samples in found.items():
+        rows.setdefault(family, []).append((text, samples))
+    ordered = sorted(rows, key=lambda f: (FAMILIES.index(f) if f in FAMILIES else len(FAMILIES), f))
+    return {f: sorted(rows[f], key=lambda row: next(iter(row[1].values())).elements) for f in ordered}
+
+
+def profile_parts(profile: Profile, every: bool = False) -> list[RenderableType]:
+    """The profile as tables: which formats win per family, and the calls, the largest first."""
+    rows = rows_of(profile)
+    parts: list[RenderableType] = [
+        f"[bold]{escape(str(profile.device))}[/bold]\n  units {', '.join(profile.device.units) or 'unknown'}; "
+        f"{len(profile.samples)} samples; {escape(str(profile.path or 'not saved'))}\n",
+        _families(rows),
+        *_missing(profile),
+    ]
+    for family, calls in rows.items():
+        shown = calls if every else calls[-6:]
+        title = f"{family}: " + (f"all {len(calls)} calls" if every else f"the {len(shown)} largest of {len(calls)}")
+        made = table(title, "call", ">fp32 us", ">bf16 us", ">fp16 us", ">bf16/fp32", ">fp16/fp32", ">spread")
+        for text, samples in shown:
+            made.add_row(escape(text), *_times(samples), *_ratios(samples), _spread(samples.values()))
+        parts.append(made)
+    return parts
+
+
+def _missing(profile: Profile) -> list[RenderableType]:
+    """What the device refuses to run, if it was asked."""
+    raises = [ability for ability in profile.abilities.values() if ability.state == RAISES]
+    if not raises:
+        return []
+    made = table("what this device does not run", "op", "format", "direction", "it says")
+    for ability in raises:
+        made.add_row(ability.op, ability.format, ability.direction, escape(ability.error[:90]))
+    return [made]
+
+
+def _families(rows: dict[str, list[Row]]) -> RenderableType:
+    made = table("low over fp32, median over calls (below 1: low is faster)", "family", ">calls", ">bf16 forward",
+                 ">bf16 with backward", ">fp16 forward", ">fp16 with backward")  # fmt: skip
+    for family, calls in rows.items():
+        cells = []
+        for low in ("bf16", "fp16"):
+            for backward in (False, True):
+                found = [
+                    s[low].ns / s["fp32"].ns
+                    for _, s in calls
+                    if {low, "fp32"} <= set(s) and s[low].backward == backward
+                ]
+                cells.append(f"{statistics.median(found):.2f}" if found else "")
+        made.add_row(family, str(len(calls)), *cells)
+    return made
+
+
+def _times(samples: dict[str, Sample]) -> list[str]:
+    return [f"{samples[f].ns / 1e3:.1f}" if f in samples else "" for f in _ORDER]
+
+
+def _ratios(samples: dict[str, Sample]) -> list[str]:
+    high = samples.get("fp32")
+    return [f"{samples[f].ns / high.ns:.2f}" if high and f in samples else "" for f in _ORDER[1:]]
+
+
+def _spread(samples: Iterable[Sample]) -> str:
+    return f"{max(s.spread for s in samples) * 100:.0f} %"
+
+
+def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
+    """Two profiles, on the calls that both have: by family and format, b over a.
+
+    ProfileError if they have no call in common.
+    """
+    common = [key for key in a.samples if key in b.samples]
+    if not common:
+        raise ProfileError(
+            asked=f"comparing {a.device} with {b.device}", found="they have no call in common",
+            where=tuple(Origin(str(p.path)) for p in (a, b) if p.path), advice="Run `narrowcast profile` on both.",
+        )  # fmt: skip
+    groups: dict[tuple[str, str], list[float]] = {}
+    for key in common:
+        sample = a.samples[key]
+        groups.setdefault((sample.family, sample.format), []).append(b.samples[key].ns / sample.ns)
+    made = table(f"time of B over A, {len(common)} calls in common", "family", "format", ">calls", ">median", ">least",
+                 ">most")  # fmt: skip
+    for (family, name), found in sorted(groups.items()):
+        made.add_row(
+            family, name, str(len(found)), f"{statistics.median(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}"
+        )
+    return [f"A  {escape(str(a.device))}\nB  {escape(str(b.device))}\n", made]
+
+
+def plot_profile(profile: Profile, path: Path) -> None:
+    """Time against work, one panel per family, one line per format; the file's ending says what kind it is.
+
+    ProfileError if matplotlib is not installed, or there is nothing to plot.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ProfileError(
+            asked=f"a plot in {path}", found="matplotlib is not installed",
+            advice='Install it: pip install "narrowcast[plot]"',
+        ) from error  # fmt: skip
+    rows = {f: calls for f, calls in rows_of(profile).items() if f in FAMILIES}
+    if not rows:
+        raise ProfileError(
+            asked=f"a plot in {path}", found="the profile has no call of a family that is plotted",
+            advice="Measure this device: narrowcast profile",
+        )  # fmt: skip
+    columns = 4
+    lines = -(-len(rows) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * lines), layout="constrained")
+    for number, (family, calls) in enumerate(rows.items()):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        for name, color in zip(_ORDER, ("#2f6f4f", "#c8781e", "#7a4fa0"), strict=True):
+            for backward, marker in ((False, "o"), (True, "^")):
+                found = [s[name] for _, s in calls if name in s and s[name].backward == backward]
+                points = sorted((max(s.flops, 1.0), s.ns / 1e3) for s in found)
+                if points:
+                    label = name + (", with backward" if backward else "")
+                    axes.plot(*zip(*points, strict=True), marker, ms=4, color=color, alpha=0.75, label=label, ls="")
+        axes.set(title=family, xscale="log", yscale="log", xlabel="operations", ylabel="microseconds")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    figure.suptitle(str(profile.device))
+    try:
+        figure.savefig(path, dpi=110)
+    except (ValueError, OSError) as error:
+        raise ProfileError(
+            asked=f"a plot in {path}", found=str(error), advice="Name a file that ends in .png, .svg or .pdf.",
+        ) from error  # fmt: skip

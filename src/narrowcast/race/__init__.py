@@ -1,0 +1,1 @@
+"""Which formats are fastest here: candidates are made, timed side by side, and what won is remembered."""

@@ -1,0 +1,108 @@
+"""Composite ops: in the place of those that no rule names, scripts get what their kernels do (cells.py, products.py).
+
+Eager autocast works so by itself: such an op has no autocast kernel, and the ops that it calls have theirs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from narrowcast.errors import ScriptWarning
+from narrowcast.ops import named
+from narrowcast.policy import Policy
+from narrowcast.scripts import cells, products
+from narrowcast.scripts.callers import place_in
+from narrowcast.scripts.calls import CALLING, STANDING_FOR_ONE, decided_as_itself, facts_of
+from narrowcast.scripts.runtime import graph_of
+from narrowcast.scripts.scopes import Scope, Section
+from narrowcast.torch_bridge import find_op, op_id
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    f"aten::{formula.__name__}": formula
+    for formula in (
+        cells.lstm_cell, cells.gru_cell, cells.rnn_tanh_cell, cells.rnn_relu_cell,
+        products.tensordot, products.inner, products.linalg_multi_dot, products.chain_matmul,
+        products.linalg_matrix_power, products.cov, products.corrcoef,
+    )
+}  # fmt: skip
+_GRU = "aten::gru"
+
+
+def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], Policy]) -> bool:
+    """Put what the kernels do in the place of these ops, in regions whose policies do not name them. True if any is."""
+    found = False
+    for item in section.items:
+        for inner in item.blocks:
+            found = open_composites(graph, inner, policy_of) or found
+        node = item.node
+        on = [scope for scope in item.scopes.values() if scope.enabled is not False]
+        if not on or not is_composite(node) or any(_is_named(policy_of(scope), node) for scope in on):
+            continue
+        if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
+            continue  # elsewhere it has a kernel of its own
+        graph.setInsertPoint(node)
+        made = _inserted(graph, node)
+        if made is None:
+            continue
+        for old, new in zip(node.outputs(), made, strict=True):
+            new.setType(old.type())
+            old.replaceAllUsesWith(new)
+        node.destroy()
+        found = True
+    return found
+
+
+def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
+    """Whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
+    facts = facts_of(node)
+    if facts is None or not (is_composite(node) or facts.id in CALLING or facts.id in STANDING_FOR_ONE):
+        return False
+    return not any(_is_named(policy, node) for policy in policies)
+
+
+def is_composite(node: Any) -> bool:
+    """Whether it is known what the op's kernel does, and this is the overload that is known."""
+    formula = _FORMULAS.get(node.kind())
+    if formula is not None:
+        return bool(len(list(graph_of(formula).inputs())) == node.inputsSize())
+    return bool(node.kind() == _GRU and node.schema().startswith("aten::gru.input("))
+
+
+def tell_closed(section: Section) -> None:
+    """ScriptWarning for ops inside which eager autocast casts, and a script does not."""
+    for item in section.items:
+        kind, on = item.node.kind(), any(scope.enabled is not False for scope in item.scopes.values())
+        overload, _, _ = (item.node.schema() or "").partition("(")
+        name = kind.replace("::", ".")
+        closed = name.removeprefix("aten.") in named("inside.closed")
+        if on and closed and decided_as_itself(overload.replace("::", ".")):
+            place = place_in(item.caller, item.node)
+            warnings.warn(
+                f"narrowcast: {name} ({place}) calls ops inside that eager code casts in this region; "
+                "in a script it runs as its inputs are. Write what it does, or give it a rule of its own",
+                ScriptWarning,
+                stacklevel=2,
+            )
+        for inner in item.blocks:
+            tell_closed(inner)
+
+
+def _inserted(graph: Any, node: Any) -> list[Any] | None:
+    """The results of what the kernel does, written where the graph is written to; None if it cannot be."""
+    if node.kind() == _GRU:
+        return cells.insert_gru(graph, node)
+    made: list[Any] = graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs()))
+    if node.outputsSize() > 1:
+        unpack = graph.create("prim::TupleUnpack", made, node.outputsSize())
+        graph.insertNode(unpack)
+        made = list(unpack.outputs())
+    return made
+
+
+def _is_named(policy: Policy, node: Any) -> bool:
+    name, _, _ = node.schema().partition("(")
+    identity = name.replace("::", ".")
+    op = find_op(identity if "." in name else f"{identity}.default")
+    return op is not None and bool(policy.table.candidates(op_id(op), True).whole)

@@ -1,0 +1,275 @@
+"""One graph of a script: regions found, read, decided, written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.errors import ScriptError
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
+from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.profiles.abilities import fitted
+from narrowcast.scripts.boundaries import ModuleBounds
+from narrowcast.scripts.callers import path_of
+from narrowcast.scripts.calls import is_optional_tensor
+from narrowcast.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
+from narrowcast.scripts.composites import open_composites, tell_closed
+from narrowcast.scripts.lifetimes import keep_until_last_use
+from narrowcast.scripts.policies import named_policy
+from narrowcast.scripts.read import Reader, Reading
+from narrowcast.scripts.scopes import ANYWHERE, Scanner, Scope, Scopes, Section, make_edges, region_class
+from narrowcast.scripts.source import shown_at
+from narrowcast.scripts.statistics import keep_norms, norms_kept
+from narrowcast.scripts.write import write_graph
+from narrowcast.sites.sightings import see_all
+from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
+from narrowcast.torch_surface.state import autocast_off
+
+
+def inline_calls(graph: Any) -> None:
+    """Put the functions and methods that a graph calls into it, in place, and mark its regions' edges as nodes."""
+    with autocast_off():
+        inline(graph)
+    make_edges(graph)
+    _read_attributes_once(graph)
+
+
+def _read_attributes_once(graph: Any) -> None:
+    """Attributes of a module that nothing sets are read once, at the top: one weight is one value."""
+    inputs = list(graph.inputs())
+    if not inputs or inputs[0].type().kind() != "ClassType":
+        return
+    changed = _set_names(graph)
+    read: dict[tuple[str, ...], Any] = {}
+    for node in graph.findAllNodes("prim::GetAttr"):
+        path = path_of(node)
+        if path is None or changed & set(path):
+            continue
+        value = inputs[0]
+        for n in range(len(path)):
+            if path[: n + 1] not in read:
+                kind = node.output().type() if n == len(path) - 1 else None
+                again = _find_read(node, len(path) - 1 - n)
+                made = graph.create("prim::GetAttr", [value], 1)
+                made.s_("name", path[n])
+                made.output().setType(kind or again.output().type())
+                graph.prependNode(made)
+                if n:
+                    made.moveAfter(read[path[:n]].node())
+                read[path[: n + 1]] = made.output()
+            value = read[path[: n + 1]]
+        node.output().replaceAllUsesWith(value)
+        node.destroy()
+
+
+def _set_names(graph: Any) -> set[str]:
+    """The names of attributes that a graph sets."""
+    return {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+
+
+def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
+    """An attribute that is the same tensor as another is read once, and one that may be None but is a tensor is one.
+
+    attribute: from a value that is read off the module to what it is now.
+    """
+    known: dict[int, tuple[Any, Any]] = {}
+    for node in [node for node in graph.nodes() if node.kind() == "prim::GetAttr"]:
+        value, tensor = node.output(), attribute(node.output())
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) in known:
+            value.replaceAllUsesWith(known[id(tensor)][1])
+            node.destroy()
+            continue
+        if is_optional_tensor(value):
+            cast = graph.create("prim::unchecked_cast", [value], 1)
+            cast.output().setType(TENSOR)
+            cast.insertAfter(node)
+            value.replaceAllUsesAfterNodeWith(cast, cast.output())
+            value = cast.output()
+        known[id(tensor)] = tensor, value
+
+
+def _find_read(node: Any, up: int) -> Any:
+    for _ in range(up):
+        node = node.inputsAt(0).node()
+    return node
+
+
+def make_graph_explicit(
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Place = NOWHERE, marked: bool = True
+) -> tuple[Reading, Outcome]:
+    """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
+
+    module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
+    marked as cast already. Returns what was read, and what the passes made of its program.
+
+    Raises ScriptError for what cannot be cast.
+    """
+    changed = _set_names(graph)
+
+    def attribute(value: Any) -> Any:
+        return attribute_of(value, module, changed)
+
+    _know_tensors(graph, attribute)
+    _simplify(graph)
+    scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
+    section = scanner.scan()
+    if open_composites(graph, section, policy_of):
+        graph.setInsertPoint(graph.block())  # it stood before nodes that are gone
+        _simplify(graph)
+        scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
+        section = scanner.scan()
+    _refuse_unseen(section)
+    tell_closed(section)
+    _convert_forks(section, module)
+    _answer(graph, section)
+    reading = Reader(attribute, policy_of).read(section, name)
+    see_all(reading.program, reading.policies)
+    passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
+    outcome = run_passes(reading.program, passes, reading.policies, _overload)
+    write_graph(graph, section, reading, outcome.program)
+    if marked:
+        _mark(graph, scanner)
+    scanner.finish()
+    forget_shapes(graph)
+    with norms_kept(graph):
+        drop_unused(graph)
+    keep_norms(graph)
+    if marked:
+        drop_empty(graph)
+    keep_until_last_use(graph)
+    return reading, outcome
+
+
+def _simplify(graph: Any) -> None:
+    with norms_kept(graph):
+        simplify(graph)
+
+
+def _mark(graph: Any, scanner: Scanner) -> None:
+    """What the regions of a graph, and those around it, ruled is cast already."""
+    for first, last, device_types in scanner.ruled:
+        graph.setInsertPoint(first)
+        instances = [enter_off(graph, device_type) for device_type in _known(device_types)]
+        graph.setInsertPoint(last)
+        for instance in reversed(instances):
+            leave_off(graph, instance)
+    switch_off(graph, _known(scanner.around))
+
+
+def _known(device_types: Iterable[str]) -> list[str]:
+    """Device types by name; of what holds on every one, those that torch's own pass casts for."""
+    return [name for device in device_types for name in (("cuda", "cpu") if device == ANYWHERE else (device,))]
+
+
+def _told(policy: str) -> Policy | None:
+    return named_policy(policy) if policy else None
+
+
+def policy_of(scope: Scope) -> Policy:
+    """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
+    chosen = named_policy(scope.policy) if scope.policy else Policy.native(scope.device_type)
+    check_ops(chosen)
+    return fitted(chosen, scope.device_type)
+
+
+def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:
+    """What an attribute that a graph reads off its module is now; None if that cannot be told.
+
+    changed: the names of attributes that the graph sets.
+    """
+    node = value.node()
+    if node.kind() == "prim::Param":
+        return module
+    if node.kind() == "prim::unchecked_cast":
+        return attribute_of(node.input(), module, changed)
+    if node.kind() != "prim::GetAttr" or node.s("name") in changed:
+        return None
+    owner = attribute_of(node.input(), module, changed)
+    return getattr(owner, node.s("name"), None) if owner is not None else None
+
+
+def _overload(op: str) -> str:
+    found = find_op(op)
+    other = overload_with_dtype(found) if found is not None else None
+    return op_id(other) if other is not None else op
+
+
+def _convert_forks(section: Section, module: Any) -> None:
+    """What is forked runs in the regions that hold where it is forked."""
+    for item in section.items:
+        for inner in item.blocks:
+            _convert_forks(inner, module)
+        if item.node.kind() != "prim::fork" or not item.scopes:
+            continue
+        forked = item.node.g("Subgraph")
+        inline_calls(forked)
+        scopes = {device: _passed_on(scope, item.node, forked) for device, scope in item.scopes.items()}
+        make_graph_explicit(forked, scopes, module, "forked", item.caller)
+        item.node.g_("Subgraph", forked)
+
+
+def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
+    """The region as the forked code sees it: what only the running script knows comes in as an input."""
+
+    def passed(value: Any, kind: Any) -> Any:
+        fork.addInput(value)
+        made = forked.addInput()
+        made.setType(kind)
+        return made
+
+    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, BOOL)
+    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, INT)
+    return replace(scope, enabled=enabled, low=low)
+
+
+_QUESTIONS = {"aten::is_autocast_enabled": "cuda", "aten::is_autocast_cpu_enabled": "cpu"}
+
+
+def _answer(graph: Any, section: Section) -> None:
+    """Code that asks whether autocast is on is told what its regions say: when the script runs, it is off."""
+    for item in section.items:
+        scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
+        if scope is not None:
+            graph.setInsertPoint(item.node)
+            known = isinstance(scope.enabled, bool)
+            item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
+        for inner in item.blocks:
+            _answer(graph, inner)
+
+
+_UNSEEN = {
+    "prim::PythonOp": (
+        "a call into Python (torch.jit.ignore), which no region of a script reaches",
+        "Call it outside of the region, or open a region inside it.",
+    ),
+    "prim::CallMethod": (
+        "a call of a method that is chosen when the script runs (an interface)",
+        "Call it outside of the region, or a module whose class is known.",
+    ),
+    "prim::CallFunction": (
+        "a call of a function that is chosen when the script runs",
+        "Call it outside of the region, or the function itself.",
+    ),
+}
+
+
+def _refuse_unseen(section: Section) -> None:
+    """ScriptError for code in a region that nobody can cast."""
+    for item in section.items:
+        kind = item.node.kind()
+        on = [s for s in item.scopes.values() if s.enabled is not False]
+        if on and kind in _UNSEEN and not _belongs_to_region(item.node):
+            found, advice = _UNSEEN[kind]
+            raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)
+        for inner in item.blocks:
+            _refuse_unseen(inner)
+
+
+def _belongs_to_region(node: Any) -> bool:
+    return bool(node.inputsSize()) and region_class(node.inputsAt(0)) is not None

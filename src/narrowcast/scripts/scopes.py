@@ -1,0 +1,485 @@
+"""Which regions each node of a TorchScript graph runs in.
+
+A region in a script is an object: made by `prim::CreateObject`, given attributes, entered and left by `prim::Enter` and
+`prim::Exit`. Instances that were made earlier, entered twice or chosen by a condition are objects like any others. What
+is the same for every object that may be entered is known; the rest is read off the object when the script runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowcast.errors import ScriptError
+from narrowcast.ledger import HidingBlock
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.scripts.callers import cross, is_caller_mark, place_in
+from narrowcast.scripts.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
+from narrowcast.torch_bridge import default_dtype
+from narrowcast.torch_surface.jit import BOOL, INT, NONE
+
+AUTOCAST = "torch.amp.autocast_mode.autocast"
+_CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
+POLICY = "narrowcast_policy"
+"""The attribute of region objects that names a policy, by digest; torch's own have none."""
+
+ANYWHERE = "any"
+"""The device type of what holds on every device: a pin."""
+
+Value = Any  # torch._C.Value
+Node = Any  # torch._C.Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """A region that is entered: what is known of it, and the script's values for what is not.
+
+    enabled: True, False, or a value of type bool. low: a dtype, or a value of type int. policy: a digest; empty for
+    torch's own. hiding: what keeps a region around it from ruling, itself or a block around it.
+    """
+
+    device_type: str
+    enabled: bool | Value
+    low: torch.dtype | Value
+    policy: str = ""
+    cached: bool = True
+    session: int = 0
+    hiding: HidingBlock | None = None
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Names of the facts that only the running script knows."""
+        found = [("enabled", not isinstance(self.enabled, bool)), ("low", not isinstance(self.low, torch.dtype))]
+        return tuple(name for name, is_open in found if is_open)
+
+
+Scopes = dict[str, Scope]  # the regions that hold, by device type
+
+
+@dataclass(slots=True)
+class Item:
+    """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks.
+
+    grad_mode: False under no_grad.
+    """
+
+    node: Node
+    scopes: Scopes
+    caller: Place = NOWHERE
+    blocks: list[Section] = field(default_factory=list)
+    grad_mode: bool = True
+    came: tuple[tuple[str, Value], ...] = ()  # where it is the result of a module's call: the arguments
+
+
+@dataclass(slots=True)
+class Section:
+    """A block, or a whole graph: its nodes in order, and the sessions whose outermost regions are entered in it."""
+
+    block: Any
+    items: list[Item]
+    sessions: list[int] = field(default_factory=list)
+
+
+class Bounds:
+    """What a scanner asks about the boundaries of modules' calls; this one knows of none (boundaries.py has them)."""
+
+    def passage(self, node: Node) -> Mapping[str, str] | None:
+        """What an alias stands for, if it is one of a boundary's."""
+        return None
+
+    def enter(self, scopes: Scopes, place: Place, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
+        """The call's frame, and the regions inside; None if nothing is said about it."""
+
+
+class Scanner:
+    """Finds the regions of a graph. Enter and exit nodes go; `as` names stand for the objects then."""
+
+    def __init__(
+        self,
+        graph: Any,
+        around: Scopes,
+        caller: Place = NOWHERE,
+        policies: Callable[[str], Policy | None] = lambda policy: None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        """policies: a policy by digest, name or path; None where it is torch's own. bounds: of modules' calls."""
+        self.bounds = bounds or Bounds()
+        self.graph = graph
+        self.policies = policies
+        self.around = around
+        self.caller = caller
+        self.sessions = max((s.session for s in around.values()), default=0)
+        self.sessions_of: dict[int, int] = {}  # of the objects that were entered
+        self.inside: list[Section] = []  # the blocks that are being read, the innermost last
+        self.homes: dict[int, list[Section]] = {}  # of each session: the blocks around all parts of it
+        self.edges: list[Node] = []
+        self.ruled: list[tuple[Node, Node, tuple[str, ...]]] = []  # first and last node of parts that regions rule
+        self.passages: list[Node] = []
+        self.grad_mode: bool | None = True  # where the walk is; None where only the running script knows
+        self.grad_modes: list[bool | None] = []  # around the no_grad blocks that are open
+        self.asked: dict[int, bool | None] = {}  # values that hold the grad mode
+        self.uncached: dict[Scope, Scope] = {}
+
+    def scan(self) -> Section:
+        """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
+        section = self._section(self.graph.block(), [self.around], self.caller)
+        for session, home in self.homes.items():
+            home[-1].sessions.append(session)
+        for node in self.edges:
+            if node.kind() == "prim::Enter" and node.outputsSize():
+                node.output().replaceAllUsesWith(node.inputsAt(0))
+        return section
+
+    def finish(self) -> None:
+        """Take the edges of regions, and the objects that nothing reads then, out of the graph."""
+        for node in self.edges:
+            node.destroy()
+        for node in self.passages:
+            _close(node)
+        remove_unused_objects(self.graph)
+
+    def _section(self, block: Any, stack: list[Scopes], caller: Place) -> Section:
+        section = Section(block, [])
+        self.inside.append(section)
+        callers, frames, entered = [caller], list[Any](), list[Node]()
+        depth = len(stack)
+        for node in list(block.nodes()):
+            kind = node.kind()
+            if kind in ("prim::Enter", "prim::Exit") and region_class(node.inputsAt(0)) is not None:
+                if kind == "prim::Enter":
+                    stack.append(self._entered(node, stack, callers[-1]))
+                    entered.append(node)
+                else:
+                    self._left(entered.pop(), node, stack)
+                self.edges.append(node)
+                continue
+            if is_caller_mark(node):
+                self._cross(node, callers, frames, stack, entered)
+                self.edges.append(node)
+                continue
+            passed = self.bounds.passage(node)
+            if passed is not None:
+                if frames and frames[-1] is not None and frames[-1].around:
+                    self.passages.append(node)
+                    section.items.append(self._passed(node, passed, frames[-1], callers[-1]))
+                else:
+                    _close(node)
+                continue
+            if _is_machinery(node):
+                continue
+            self._follow_grad_mode(node)
+            scopes = stack[-1] if self.grad_mode is not None else self._uncached(stack[-1])
+            item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False)
+            item.blocks = self._inner(node, stack[-1], callers[-1])
+            section.items.append(item)
+        if len(stack) != depth:
+            raise ScriptError(
+                asked="a region in a script", found="it is left in another block than it was entered in",
+                where=shown_at(block.returnNode()), advice="Write it as a with statement.",
+            )  # fmt: skip
+        self.inside.pop()
+        return section
+
+    def _inner(self, node: Node, scopes: Scopes, caller: Place) -> list[Section]:
+        """The blocks of a node. The grad mode after it is that at the ends of them all, or nobody knows."""
+        blocks = list(node.blocks())
+        if not blocks:
+            return []
+        if node.kind() == "prim::Loop" and any(_sets_grad_mode(block) for block in blocks):
+            self.grad_mode = None
+        before, ends, found = self.grad_mode, set(), []
+        for block in blocks:
+            self.grad_mode = before
+            found.append(self._section(block, [scopes], caller))
+            ends.add(self.grad_mode)
+        self.grad_mode = ends.pop() if len(ends) == 1 else None
+        return found
+
+    def _follow_grad_mode(self, node: Node) -> None:
+        kind = node.kind()
+        if kind == "aten::is_grad_enabled":
+            self.asked[node.output().unique()] = self.grad_mode
+        elif kind == "aten::set_grad_enabled":
+            self.grad_mode = self.asked.get(node.input().unique(), constant(node.input()))
+        elif kind == "prim::Enter" and _is_no_grad(node.inputsAt(0)):
+            self.grad_modes.append(self.grad_mode)
+            self.grad_mode = False
+        elif kind == "prim::Exit" and _is_no_grad(node.inputsAt(0)):
+            self.grad_mode = self.grad_modes.pop()
+
+    def _uncached(self, scopes: Scopes) -> Scopes:
+        """The same regions where nobody knows whether a cast carries a gradient: it is made for each use."""
+        for scope in scopes.values():
+            self.uncached.setdefault(scope, replace(scope, cached=False))
+        return {device: self.uncached[scope] for device, scope in scopes.items()}
+
+    def _left(self, first: Node, last: Node, stack: list[Scopes]) -> None:
+        """Leave what was entered last: it ruled device types that nothing around it does."""
+        inside, around = stack.pop(), stack[-1]
+        new = tuple(device for device in inside if device not in around)
+        if new:
+            self.ruled.append((first, last, new))
+
+    def _cross(
+        self, mark: Node, callers: list[Place], frames: list[Any], stack: list[Scopes], entered: list[Node]
+    ) -> None:
+        """Go over a mark: into a call, whose boundary may change the regions, or out of one."""
+        facts = cross(callers, mark)
+        if facts is None:
+            if frames.pop() is not None:
+                self._left(entered.pop(), mark, stack)
+            return
+        found = self.bounds.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
+        frames.append(None if found is None else found[0])
+        if found is not None:
+            stack.append(found[1])
+            entered.append(mark)
+
+    def _passed(self, node: Node, passed: Mapping[str, str], frame: Any, caller: Place) -> Item:
+        """What goes into a call, or comes out: the regions around it decide."""
+        item = Item(node, frame.around, caller)
+        if "argument" in passed:
+            frame.came.append((passed["argument"], node.inputsAt(0)))
+        else:
+            item.came = tuple(frame.came)
+        return item
+
+    def new_session(self) -> int:
+        """The session of a region that is entered where there is none, in the block that is being read."""
+        self.sessions += 1
+        self.homes[self.sessions] = list(self.inside)
+        return self.sessions
+
+    def _entered(self, node: Node, stack: list[Scopes], caller: Place) -> Scopes:
+        """What holds inside a region: its device's facts are the new region's, others' stay."""
+        before = stack[-1]
+        instance = node.inputsAt(0)
+        makers = _makers(instance, set())
+        device = _the_same(makers, "device")
+        if device is None:
+            found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
+            maker = instance.node()
+            asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
+            raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
+        if device not in DEVICE_TYPES:
+            raise ScriptError(
+                asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
+                where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+            )  # fmt: skip
+        key = instance.unique()
+        if before:
+            session = next(iter(before.values())).session
+        elif node.hasAttribute("name") and key in self.sessions_of:  # still the same with statement
+            session = self.sessions_of[key]
+        else:
+            self.sessions += 1
+            session = self.sessions_of[key] = self.sessions
+        if not before:
+            earlier = self.homes.get(session, self.inside)
+            self.homes[session] = [a for a, b in zip(earlier, self.inside, strict=False) if a is b]
+        policy = _the_same(makers, POLICY, missing="")
+        if policy is None:
+            raise ScriptError(
+                asked="a region in a script", found="its policy depends on a condition",
+                where=shown_at(instance.node()), advice="Open each region in a branch of its own.",
+            )  # fmt: skip
+        around, is_torchs = before.get(device), not policy
+        if is_torchs and around is not None and self._holds_inside(around):
+            policy = around.policy
+        told = _the_same(makers, "cached", missing=-1)
+        chosen = self.policies(policy)
+        caches = chosen is None or chosen.effective_cache != "off"
+        inherited = next((s.cached for s in before.values()), True) and caches
+        enabled = self._fact(node, makers, "_enabled")
+        low = self._fact(node, makers, "fast_dtype")
+        if chosen is not None and not is_torchs and _leave_low_open(makers):
+            low = number_of(default_dtype(chosen, device))
+        if isinstance(low, int):
+            if low not in _DTYPES:
+                raise ScriptError(
+                    asked=f"a region in a script with dtype number {low}", found="it is no floating format",
+                    where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
+                )  # fmt: skip
+            low = dtype_of(low)
+        cached = inherited if told in (-1, None) else bool(told)
+        hiding = self._hiding(around, device, policy, enabled, place_in(caller, instance.node()))
+        return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
+
+    def _hiding(self, around: Scope | None, device: str, policy: str, enabled: Any, place: Place) -> Any:
+        """What a region is to the one around it on its device type, if it keeps that from ruling."""
+        if around is None or around.hiding is not None or around.enabled is False:
+            return None if around is None else around.hiding
+        if enabled is False:
+            return HidingBlock("", device, place)
+        hidden = None if policy else self.policies(around.policy)
+        return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, place)
+
+    def _holds_inside(self, scope: Scope) -> bool:
+        """Whether a region's policy holds in torch's own regions inside it."""
+        policy = self.policies(scope.policy)
+        return policy is not None and policy.effective_inner == "policy"
+
+    def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
+        """A constant, or a value that is at hand where the region is entered."""
+        known = _the_same(makers, name)
+        if known is not None:
+            return known
+        if makers is not None and len(makers) == 1:
+            return makers[0][name]
+        read = self.graph.create("prim::GetAttr", [node.inputsAt(0)], 1)
+        read.s_("name", name)
+        read.output().setType(BOOL if name == "_enabled" else INT)
+        read.insertBefore(node)
+        return read.output()
+
+
+def _close(passage: Node) -> None:
+    """Take a passage out of the graph."""
+    passage.output().replaceAllUsesWith(passage.inputsAt(0))
+    passage.destroy()
+
+
+def _is_no_grad(value: Value) -> bool:
+    kind = value.type()
+    return bool(kind.kind() == "ClassType" and str(kind.qualified_name()).endswith("torch.autograd.grad_mode.no_grad"))
+
+
+def _sets_grad_mode(block: Any) -> bool:
+    return any(
+        node.kind() == "aten::set_grad_enabled" or any(_sets_grad_mode(inner) for inner in node.blocks())
+        for node in block.nodes()
+    )
+
+
+def region_class(value: Value) -> str | None:
+    """The qualified name of a region's class, if the value is a region."""
+    kind = value.type()
+    if kind.kind() != "ClassType":
+        return None
+    name = str(kind.qualified_name()).removeprefix("__torch__.")
+    return name if any(name == c or name.startswith(f"{c}_") for c in (*_CLASSES, REGION)) else None
+
+
+REGION = "narrowcast.eager.region.autocast"
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """The dtype that TorchScript writes as this number."""
+    return _DTYPES[number]
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """The number that TorchScript writes for a dtype."""
+    return _NUMBERS[dtype]
+
+
+_DEFAULT_LOW = "aten::get_autocast_dtype"
+_NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
+_DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
+
+
+_A_REGION = "a region in a script"
+_WRITTEN = 'Write it where it is used: with torch.autocast("cpu", torch.bfloat16): ...'
+_UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
+    "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
+    "aten::__getitem__": (
+        "which one of a list or dict is known only when it runs",
+        f"{_WRITTEN}, one with statement for each, chosen by an if.",
+    ),
+    "": ("its device type is not known before it runs", 'Write the device type as a constant, "cuda" for example.'),
+}
+
+
+def _makers(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
+    """The attributes of each object that a value may be; None if that cannot be told."""
+    if instance.unique() in seen:
+        return []
+    seen.add(instance.unique())
+    node = instance.node()
+    if node.kind() == "prim::CreateObject":
+        attributes: dict[str, Value] = {}
+        for use in instance.uses():
+            if use.user.kind() == "prim::SetAttr" and use.offset == 0:
+                name = use.user.s("name")
+                if name in attributes:
+                    return None
+                attributes[name] = use.user.inputsAt(1)
+        return [attributes]
+    if node.kind() == "prim::Enter":  # `as`
+        return _makers(node.inputsAt(0), seen)
+    if node.kind() == "prim::If":
+        found: list[dict[str, Value]] = []
+        position = [o.unique() for o in node.outputs()].index(instance.unique())
+        for block in node.blocks():
+            of_block = _makers(list(block.outputs())[position], seen)
+            if of_block is None:
+                return None
+            found += of_block
+        return found
+    return None
+
+
+def _the_same(makers: list[dict[str, Value]] | None, name: str, missing: Any = None) -> Any:
+    """The constant that an attribute has in every object; None if there is none."""
+    found = {constant(m[name]) if name in m else missing for m in makers or ()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _leave_low_open(makers: list[dict[str, Value]] | None) -> bool:
+    """Whether no region names its low format: each takes the policy's, or the device's."""
+    return {m["fast_dtype"].node().kind() for m in makers or ()} == {_DEFAULT_LOW}
+
+
+def constant(value: Value) -> Any:
+    """A constant's value, the device's default dtype included; None for anything else."""
+    node = value.node()
+    if node.kind() == "prim::Constant":
+        return value.toIValue()
+    if node.kind() == _DEFAULT_LOW:
+        device = constant(node.input())
+        return number_of(torch.get_autocast_dtype(device)) if isinstance(device, str) else None
+    return None
+
+
+def make_edges(graph: Any) -> None:
+    """Turn the marks of regions (source.py) into the nodes that with statements have. Other passes drop marks."""
+    for node in graph.findAllNodes("prim::SetAttr"):
+        edge = _mark_of(node)
+        if edge is None:
+            continue
+        made = graph.create("prim::Exit" if edge == EXIT_MARK else "prim::Enter", [node.inputsAt(0)], 1)
+        made.output().setType(NONE if edge == EXIT_MARK else node.inputsAt(0).type())
+        if edge == AGAIN_MARK:
+            made.s_("name", AGAIN_MARK)
+        made.insertBefore(node)
+        node.destroy()
+
+
+def _mark_of(node: Node) -> str | None:
+    """The mark, if an assignment marks the edge of a region."""
+    read = node.inputsAt(1).node()
+    if region_class(node.inputsAt(0)) is None or read.kind() != "prim::GetAttr" or read.s("name") != node.s("name"):
+        return None
+    if read.input().unique() != node.inputsAt(0).unique():
+        return None
+    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK) else None
+
+
+def _is_machinery(node: Node) -> bool:
+    """Whether a node makes a region or fills it."""
+    if node.kind() == "prim::CreateObject":
+        return region_class(node.output()) is not None
+    return node.kind() == "prim::SetAttr" and region_class(node.inputsAt(0)) is not None
+
+
+def remove_unused_objects(graph: Any) -> None:
+    """Region objects that nothing reads go, with the statements that fill them."""
+    for node in graph.findAllNodes("prim::CreateObject"):
+        users = [use.user for use in node.output().uses()]
+        if region_class(node.output()) is not None and all(user.kind() == "prim::SetAttr" for user in users):
+            for user in users:
+                user.destroy()
+            node.destroy()

@@ -1,0 +1,70 @@
+"""Which modules the calls were made in about which a policy's rules ask: a rule that names none of them says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from narrowcast.policy import Place, Policy, Rule, nearest_name
+from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.warned import warn_at
+
+if TYPE_CHECKING:
+    from narrowcast.program import Program  # graphs alone have one
+
+_MOST = 4096
+
+
+class Sightings:
+    """The places of calls that rules about modules and classes were asked about, in all regions of a policy."""
+
+    __slots__ = ("_before", "_places", "_rules", "policy")
+
+    def __init__(self, policy: Policy, rules: list[Rule]) -> None:
+        self.policy = policy.name
+        self._rules = rules  # of which nothing was said, and which matched nothing yet
+        self._places: dict[tuple[str, tuple[str, ...], str], Place] = {}
+        self._before = 0
+
+    def see(self, place: Place) -> None:
+        """A call was made there."""
+        if self._rules and len(self._places) < _MOST and (place.module_path or place.classes):
+            self._places.setdefault((place.module_path, place.classes, place.around), place)
+
+    def tell(self) -> None:
+        """RegionWarning, once, for rules that name nothing that was seen: at once where there is a name much like it,
+        else when a whole region has shown nothing new.
+        """
+        count, before = len(self._places), self._before
+        if not count or not self._rules:
+            return
+        self._before = count
+        found = {rule: text for rule in self._rules if (text := nearest_name(rule, self._places.values()))}
+        said = [rule for rule, text in found.items() if "did you mean" in text or count == before]
+        self._rules = [rule for rule in found if rule not in said]
+        for rule in said:
+            at = f" ({rule.origin})" if rule.origin is not None else ""
+            warn_at(
+                f"narrowcast: policy {self.policy}: the rule {rule}{at} matches nothing here: {found[rule]}. "
+                "narrowcast.explain lists what each rule matched",
+                find_place(with_names=False),
+            )
+
+
+def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
+    """The calls of a graph, which are decided when it is compiled, and not when it runs."""
+    for policy in policies.values():
+        sightings = sightings_of(policy)
+        if sightings is not None:
+            for step in program.steps.values():
+                if step.region is not None and policy.asks_where(step.op, step.computes):
+                    sightings.see(step.place)
+
+
+def sightings_of(policy: Policy) -> Sightings | None:
+    """Those of a resolved policy; None if no rule of the user's asks about modules."""
+    if "sightings" not in policy.memory:
+        rules = [r for r in policy.rules if not r.is_builtin and (r.module is not None or r.module_class is not None)]
+        policy.memory["sightings"] = Sightings(policy, rules) if rules else None
+    found: Sightings | None = policy.memory["sightings"]
+    return found

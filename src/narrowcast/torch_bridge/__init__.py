@@ -1,0 +1,38 @@
+"""Between torch and the pure half: dtypes and formats, overloads and op ids, schemas and facts."""
+
+from narrowcast.torch_bridge.dtypes import DTYPES, FORMATS, default_dtype, short_type, to_dtype
+from narrowcast.torch_bridge.ops import (
+    OpFacts,
+    Slot,
+    defaults_after,
+    find_op,
+    is_random,
+    op_facts,
+    op_id,
+    ops_in,
+    overload_with_dtype,
+)
+from narrowcast.torch_bridge.rules import check_ops, ops_of
+from narrowcast.torch_bridge.tensors import cast, number_as_tensor, tensors_in
+
+__all__ = [
+    "DTYPES",
+    "FORMATS",
+    "OpFacts",
+    "Slot",
+    "cast",
+    "check_ops",
+    "default_dtype",
+    "defaults_after",
+    "find_op",
+    "is_random",
+    "number_as_tensor",
+    "op_facts",
+    "op_id",
+    "ops_in",
+    "ops_of",
+    "overload_with_dtype",
+    "short_type",
+    "tensors_in",
+    "to_dtype",
+]
