@@ -2,11 +2,13 @@
 
 from narrowcast.eager.caching import cache_info, invalidate
 from narrowcast.eager.functions import custom_bwd, custom_fwd
+from narrowcast.eager.module_calls import ask_at_calls
 from narrowcast.eager.opening import changed_ops
 from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast
 from narrowcast.eager.threads import carry
+from narrowcast.regions.pinned import begin_watching
 from narrowcast.regions.ruling import active_region, native_region
 from narrowcast.sites.python_stack import find_place
 
@@ -25,3 +27,5 @@ __all__ = [
     "record",
     "unpin",
 ]
+
+begin_watching(ask_at_calls)

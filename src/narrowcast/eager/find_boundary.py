@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from narrowcast.decide import Region
 from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
-from narrowcast.eager.region import autocast
 from narrowcast.formats import bf16
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.ruling import active_region
 from narrowcast.regions.stack import OpenRegion, innermost
@@ -21,15 +21,6 @@ from narrowcast.sites.python_stack import called_modules, find_place, module_pat
 from narrowcast.torch_surface.autograd import current_graph_task
 
 ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none
-
-
-class Pinned(Protocol):
-    """What `ATTRIBUTE` holds: narrowcast.eager.pins.Pin."""
-
-    policy: Policy
-    region: autocast | None
-    boundaries: dict[Any, Boundary | None]
-    tag: str
 
 
 def ruling_region() -> OpenRegion | None:
@@ -62,7 +53,7 @@ def _carried() -> OpenRegion | None:
 
 def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
     """The boundary of a module's call; None if nothing is said about it."""
-    pin: Pinned | None = module._narrowcast_pin  # type: ignore[assignment]
+    pin: Pin | None = pin_of(module)
     ruling = ruling_region()
     if "forward" in module.__dict__:  # its arguments are its own: nothing that is known of the class holds
         return _made(module, pin, ruling, _place(module, ruling, traced))
@@ -71,7 +62,8 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
             return None
         if type(module) not in pin.boundaries:
             pin.boundaries[type(module)] = _made(module, pin, None, NOWHERE)
-        return pin.boundaries[type(module)]
+        found: Boundary | None = pin.boundaries[type(module)]
+        return found
     place = _place(module, ruling, traced)
     if ruling.prepared.sightings is not None:
         ruling.prepared.sightings.see(place)
@@ -97,7 +89,7 @@ def _place(module: Module, ruling: OpenRegion | None, traced: bool) -> Place:
     return Place(path, (), found.functions if "function" in asked else (), around=around)
 
 
-def _made(module: Module, pin: Pinned | None, ruling: OpenRegion | None, place: Place) -> Boundary | None:
+def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, place: Place) -> Boundary | None:
     policy = ruling.prepared.policy if ruling is not None else Policy("none", extends=())
     if pin is not None:
         policy = policy.with_rules(pin.policy.rules)

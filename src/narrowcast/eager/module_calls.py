@@ -7,7 +7,6 @@ module, and nothing of a module changes but one attribute of a pinned one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,8 @@ from torch.nn import Module
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import find_boundary
 from narrowcast.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
+from narrowcast.regions import pinned
+from narrowcast.regions.pinned import ATTRIBUTE
 from narrowcast.regions.stack import innermost
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dynamo import never_begin_at, never_trace, takes_what_it_finds
@@ -25,21 +26,9 @@ from narrowcast.torch_surface.modules import CALL
 from narrowcast.torch_surface.patches import note_staying, once, stay
 from narrowcast.torch_surface.probes import require
 
-ATTRIBUTE = "_narrowcast_pin"
-_changes = itertools.count(1)
-_class_pins = "0"  # text: Dynamo guards on it, and would take a number for a size that changes
-
-
-def compile_anew() -> None:
-    """Compiled code that calls modules is compiled anew at its next call: Dynamo guards on pins of modules, but not on
-    those of their classes.
-    """
-    global _class_pins
-    _class_pins = str(next(_changes))
-
 
 @once
-def watch_module_calls() -> None:
+def ask_at_calls() -> None:
     """Put our question before torch's call of modules, once."""
     require("calls of modules go through _call_impl")
     takes_what_it_finds()
@@ -55,7 +44,7 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
     def _call_impl(self: Module, *args: Any, **kwargs: Any) -> Any:
         pin: Any = self._narrowcast_pin
         if torch.compiler.is_dynamo_compiling():
-            if _class_pins and pin is None and not rules_hold():
+            if pinned.class_pins and pin is None and not rules_hold():
                 return original(self, *args, **kwargs)
             if pin is not None and pin.region is not None:
                 with pin.region.again():

@@ -18,6 +18,7 @@ from narrowcast.policy import DEVICE_TYPES, Kind, Policy
 from narrowcast.profiles.abilities import fitted
 from narrowcast.regions.identity import Carried, carried_by
 from narrowcast.regions.native_state import NativeState
+from narrowcast.regions.pinned import watch_module_calls
 from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.stack import CHECKED, Prepared
 from narrowcast.sites.sightings import sightings_of
@@ -104,8 +105,6 @@ def _make_opening(
             advice="Give the policy to narrowcast.compile, or call backward() inside a region of its own.",
         )
     if policy.has_module_rules:
-        from narrowcast.eager.module_calls import watch_module_calls  # which is made of regions
-
         watch_module_calls()
     fast = _checked_dtype(policy, device_type, dtype)
     if cache_enabled is None and policy.effective_cache == "off":

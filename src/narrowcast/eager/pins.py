@@ -2,72 +2,51 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import Module
 
-from narrowcast.eager.boundary import Boundary, Names, make_boundary, names_of
+from narrowcast.eager.boundary import Names, make_boundary, names_of
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import ANYWHERE
-from narrowcast.eager.module_calls import ATTRIBUTE, compile_anew, watch_module_calls
-from narrowcast.eager.region import autocast
 from narrowcast.eager.traced_calls import key_of, run_traced
 from narrowcast.errors import PinError
 from narrowcast.formats import Format, fp32, parse_format
 from narrowcast.policy import MODULE_CALL, NOWHERE, RESULT, Policy, Rule, did_you_mean, parse_action
+from narrowcast.regions.pinned import Pin, name_of, own_pin, pin_of, set_pin, take_pin, watch_module_calls
 from narrowcast.torch_bridge import FORMATS, to_dtype
-from narrowcast.torch_surface.dynamo import forget_compiled_code
-from narrowcast.torch_surface.patches import once
 
-T = TypeVar("T")
-_numbers = itertools.count()
+AnyFormat = torch.dtype | str | Format
 
 
-class Pin:
-    """What a module or class is pinned to: rules about its calls, as a policy, and a region around them.
-
-    Immutable except for what is remembered of decisions; copied and pickled with the module.
-    """
-
-    __slots__ = ("boundaries", "policy", "region", "tag")
-
-    def __init__(self, policy: Policy, region: autocast | None) -> None:
-        self.policy = policy
-        self.region = region
-        self.tag = f"pin {next(_numbers)}"  # no other pin's; what Dynamo guards on
-        self.boundaries: dict[Any, Boundary | None] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pin:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _rebuilt, (self.policy, self.region)
-
-    def __repr__(self) -> str:
-        parts = [str(rule) for rule in self.policy.rules] + ([repr(self.region)] if self.region is not None else [])
-        return f"Pin({'; '.join(parts)})"
+def _reduced(pin: Pin) -> Any:
+    """How a pin is pickled: a process that loads one has the code here that watches modules' calls."""
+    return _rebuilt, (pin.policy, pin.region)
 
 
-def _rebuilt(policy: Policy, region: autocast | None) -> Pin:
+def _rebuilt(policy: Policy, region: Any) -> Pin:
     watch_module_calls()
     return Pin(policy, region)
 
+
+copyreg.pickle(Pin, _reduced)
 
 _NO_TARGET: Any = object()  # None is a mistake
 
 
 def pin(
     target: Any = _NO_TARGET,
-    format: torch.dtype | str | Format | None = None,
+    format: AnyFormat | None = None,
     *,
     keep: Iterable[str] = (),
     only: Iterable[str] | None = None,
-    out: torch.dtype | str | Format | None = None,
+    out: AnyFormat | None = None,
     at_least: bool = False,
 ) -> Any:
     """Run a module, every module of a class, or a function in one format, in autocast regions and outside of them.
@@ -92,12 +71,12 @@ def pin(
         if wanted is not None:
             to_dtype(wanted)
         return functools.partial(pin, format=wanted, keep=keep, only=only, out=out, at_least=at_least)
-    names = _names_of(target)
-    rules = _rules(target, names, format, tuple(_as_names(keep)), only, out, at_least)
-    policy = Policy("pin", (tuple(rules),), extends=())
+    asked = _asked(target, format, keep, only, out, at_least)
+    policy = Policy("pin", (tuple(asked.rules()),), extends=())
     if _is_module(target):
-        return _set(target, Pin(policy, None))
-    return _pinned_function(target, names, policy)
+        set_pin(target, Pin(policy))
+        return target
+    return _pinned_function(target, asked.names, policy)
 
 
 def unpin(target: Any) -> Any:
@@ -106,69 +85,20 @@ def unpin(target: Any) -> Any:
     Raises PinError for what is not pinned.
     """
     if _is_module(target):
-        own = vars(target)
-        if own.get(ATTRIBUTE) is None:
+        if own_pin(target) is None:
+            found = "it is not pinned" if pin_of(target) is None else "its class is pinned, not it"
             raise PinError(
-                asked=f"unpin({_name(target)})", found=_inherited(target),
-                advice="Unpin what was pinned: narrowcast.pin returns it.",
-            )  # fmt: skip
-        if isinstance(target, Module):
-            del target.__dict__[ATTRIBUTE]
-        else:
-            delattr(target, ATTRIBUTE)
-            compile_anew()
+                f"unpin({name_of(target)})", found, advice="Unpin what was pinned: narrowcast.pin returns it."
+            )
+        take_pin(target)
         return target
     if not hasattr(target, "__narrowcast_pinned__"):
-        raise PinError(asked=f"unpin({_name(target)})", found="it is not pinned", advice="Give what pin returned.")
+        raise PinError(asked=f"unpin({name_of(target)})", found="it is not pinned", advice="Give what pin returned.")
     return target.__wrapped__
-
-
-def pin_to_region(target: T, region: autocast) -> T:
-    """`nc.autocast(...)(module)`: its calls run inside the region."""
-    pinned: T = _set(target, Pin(Policy("pin", extends=()), region))
-    return pinned
-
-
-def _inherited(target: Any) -> str:
-    found = getattr(target, ATTRIBUTE, None)
-    return "it is not pinned" if found is None else "its class is pinned, not it"
 
 
 def _is_module(target: Any) -> bool:
     return isinstance(target, Module) or (isinstance(target, type) and issubclass(target, Module))
-
-
-def _name(target: Any) -> str:
-    return getattr(target, "__qualname__", None) or type(target).__qualname__
-
-
-def _set(target: Any, made: Pin) -> Any:
-    if target is Module:
-        raise PinError("pinning torch.nn.Module", "that is every module there is", (), "Pin a class of your own.")
-    if inspect.isgeneratorfunction(inspect.unwrap(target.forward)):
-        raise PinError(
-            asked=f"{_name(target)} pinned to {made}", found="its forward is a generator, which runs in steps",
-            advice="Decorate its forward with @narrowcast.autocast(...), which holds in steps.",
-        )  # fmt: skip
-    watch_module_calls()
-    _forget_compiled()
-    if vars(target).get(ATTRIBUTE) is not None:
-        raise PinError(
-            asked=f"{_name(target)} pinned to {made}", found=f"it is pinned already: {vars(target)[ATTRIBUTE]}",
-            advice="narrowcast.unpin it first.",
-        )  # fmt: skip
-    if isinstance(target, Module):
-        target.__dict__[ATTRIBUTE] = made  # a script would put it among its own attributes
-    else:
-        setattr(target, ATTRIBUTE, made)
-        compile_anew()
-    return target
-
-
-@once
-def _forget_compiled() -> None:
-    """What was compiled before the first pin does not ask modules for theirs; what is compiled afterwards does."""
-    forget_compiled_code()
 
 
 # -- what a pin asks for -----------------------------------------------------------------------------------------------
@@ -187,18 +117,19 @@ def _names_of(target: Any) -> Names:
         return names_of(target.forward, True)
     if not callable(target) or inspect.isclass(target):
         raise PinError(
-            asked=f"pin({_name(target)})", found=f"it is of type {type(target).__name__}, and has no call to pin",
+            asked=f"pin({name_of(target)})", found=f"it is of type {type(target).__name__}, and has no call to pin",
             advice="Give a Module, a class of Modules, or a function.",
         )  # fmt: skip
     if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
         raise PinError(
-            asked=f"pin({_name(target)})", found="it runs in steps, and its results are not yet there when it returns",
+            asked=f"pin({name_of(target)})",
+            found="it runs in steps, and its results are not yet there when it returns",
             advice="Write @narrowcast.autocast(...), which holds in its steps, and pin what it calls.",
-        )  # fmt: skip
+        )
     return names_of(target, False)
 
 
-def _format(wanted: torch.dtype | str | Format) -> Format:
+def _format(wanted: AnyFormat) -> Format:
     if isinstance(wanted, torch.dtype):
         if wanted not in FORMATS:
             raise PinError(f"pin to {wanted}", "it is no floating format", (), "Give torch.float32, for example.")
@@ -206,54 +137,70 @@ def _format(wanted: torch.dtype | str | Format) -> Format:
     return parse_format(wanted) if isinstance(wanted, str) else wanted
 
 
-def _rules(
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `pin` was asked for, checked. only: None for all arguments."""
+
+    names: Names
+    format: Format | None
+    keep: tuple[str, ...]
+    only: tuple[str, ...] | None
+    out: str
+    at_least: bool
+
+    def rules(self) -> list[Rule]:
+        """The rules that say it: what becomes of arguments as a whole, of single ones, and of results."""
+        rules = []
+        if self.format is not None:
+            action = "full" if self.at_least else f"to({self.format})"
+            is_off_inside = self.format.bits >= fp32.bits
+            if self.only is None:
+                rules = [_rule(action), *(_rule("follow", name) for name in self.keep)]
+            elif is_off_inside:
+                rules = [_rule("follow"), *(_rule(action, name) for name in self.only if name not in self.keep)]
+            else:  # the whole rule says what holds inside, too
+                others = (n for n in sorted(self.names.known) if n not in self.only or n in self.keep)
+                rules = [_rule(action), *(_rule("follow", name) for name in others)]
+        if self.out:
+            rules.append(_rule(self.out, RESULT))
+        return rules
+
+
+def _rule(action: str, argument: str | None = None) -> Rule:
+    kept = action == "follow" and argument not in (None, RESULT)
+    return Rule(MODULE_CALL, parse_action(action), argument=argument, reason="kept by the pin" if kept else "pinned")
+
+
+def _asked(
     target: Any,
-    names: Names,
-    format: torch.dtype | str | Format | None,
-    keep: tuple[str, ...],
+    format: AnyFormat | None,
+    keep: Iterable[str],
     only: Iterable[str] | None,
-    out: torch.dtype | str | Format | None,
+    out: AnyFormat | None,
     at_least: bool,
-) -> list[Rule]:
-    """The rules that say what was asked."""
-    asked = f"pin({_name(target)}, keep={keep}, only={only})"
+) -> _Asked:
+    """What was written, or PinError for what does not exist and what does not go together."""
+    names, kept = _names_of(target), tuple(_as_names(keep))
     chosen = None if only is None else tuple(_as_names(only))
-    for name in (*keep, *(chosen or ())):
+    asked = f"pin({name_of(target)}, keep={kept}, only={only})"
+    named = (*kept, *(chosen or ()))
+    for name in named:
         if name not in names.known and not names.open:
             raise PinError(
                 asked=asked, found=f"it has no argument {name!r}{did_you_mean(name, sorted(names.known))}",
                 advice=f"Name some of: {', '.join(sorted(names.known)) or '(it takes none)'}.",
             )  # fmt: skip
-    for name in (*keep, *(chosen or ())):
         if name.partition(".")[0] == RESULT:
             raise PinError(asked, f"{name!r} means what is returned", (), "Rename the argument, or pin what it calls.")
-    rules = []
     wanted = None if format is None else _format(format)
     if at_least and wanted is not fp32:
         raise PinError(asked, f"at_least with format {wanted}", (), "Omit at_least, or give fp32.")
-    if wanted is None and (keep or chosen):
+    if wanted is None and named:
         raise PinError(asked, "no format to cast the others to", (), "Give a format.")
     if wanted is None and out is None:
         raise PinError(asked, "neither a format nor out", (), "Give one of them.")
-    if wanted is not None:
-        action = "full" if at_least else f"to({wanted})"
-        inside_is_off = wanted.bits >= fp32.bits
-        whole = "follow" if chosen is not None and inside_is_off else action
-        rules.append(Rule(MODULE_CALL, parse_action(whole), reason="pinned"))
-        if chosen is None:
-            kept: Iterable[str] = keep
-        elif inside_is_off:
-            rules += [
-                Rule(MODULE_CALL, parse_action(action), argument=n, reason="pinned") for n in chosen if n not in keep
-            ]
-            kept = ()
-        else:
-            kept = [n for n in sorted(names.known) if n not in chosen or n in keep]
-        rules += [Rule(MODULE_CALL, parse_action("follow"), argument=name, reason="kept by the pin") for name in kept]
-    if out is not None:
-        action = "follow" if isinstance(out, str) and out == "input" else f"to({_format(out)})"
-        rules.append(Rule(MODULE_CALL, parse_action(action), argument=RESULT, reason="pinned"))
-    return rules
+    action = "" if out is None else "follow" if isinstance(out, str) and out == "input" else f"to({_format(out)})"
+    return _Asked(names, wanted, kept, chosen, action, at_least)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
@@ -270,5 +217,5 @@ def _pinned_function(function: Callable[..., Any], names: Names, policy: Policy)
         return run_bounded(boundary, function, args, kwargs)
 
     pinned.__dict__.pop("__narrowcast_decorated__", None)  # what is below says so by itself
-    pinned.__narrowcast_pinned__ = Pin(policy, None)  # type: ignore[attr-defined]
+    pinned.__narrowcast_pinned__ = Pin(policy)  # type: ignore[attr-defined]
     return pinned

@@ -20,6 +20,7 @@ from narrowcast.regions.failures import note_failure
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
 from narrowcast.regions.native_state import enter_native, leave_native
+from narrowcast.regions.pinned import Pin, set_pin
 from narrowcast.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
 from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
 from narrowcast.torch_bridge import FORMATS
@@ -160,10 +161,9 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
         Of a Module, or a class of them, the calls run inside: it is pinned to the region (`nc.unpin` undoes it).
         """
-        from narrowcast.eager.pins import pin_to_region  # a pin is made of regions
-
         if isinstance(func, torch.nn.Module) or (isinstance(func, type) and issubclass(func, torch.nn.Module)):
-            return pin_to_region(func, self)
+            set_pin(func, Pin(Policy("pin", extends=()), self))
+            return func
         if not callable(func):
             raise RegionError(
                 asked=f"autocast()({type(func).__name__})",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.errors import ScriptError
 from narrowcast.formats import fp32
 from narrowcast.policy import MODULE_CALL_OP, Kind, Place, Policy
+from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.scripts.callers import mark_whole
 from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes
 from narrowcast.scripts.source import shown_at
@@ -27,13 +28,6 @@ from narrowcast.torch_surface.jit import compiled_method, find_type, method_name
 _NOTE = "narrowcast_boundary"
 Value = Any
 Node = Any
-
-
-class Pin(Protocol):
-    """What a module or function is pinned to: narrowcast.eager.pins.Pin."""
-
-    policy: Policy
-    region: Any
 
 
 # -- passages are made before calls are inlined ------------------------------------------------------------------------
@@ -57,7 +51,7 @@ class Modules:
         if module is not None:
             originals = dict(module.named_modules(remove_duplicate=False))
             for path, part in script.named_modules(remove_duplicate=False):
-                pin = getattr(originals.get(path), "_narrowcast_pin", None)
+                pin = pin_of(originals.get(path))
                 if pin is not None:
                     found.pins[find_type(part)] = pin
         return found

@@ -24,9 +24,10 @@ import torch
 from narrowcast.passes import Outcome
 from narrowcast.policy import NOWHERE, Place, Policy
 from narrowcast.regions.failures import note_failure
+from narrowcast.regions.pinned import Pin
 from narrowcast.regions.ruling import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
-from narrowcast.scripts.boundaries import Modules, Pin, bound_whole, close_passages
+from narrowcast.scripts.boundaries import Modules, bound_whole, close_passages
 from narrowcast.scripts.callers import class_name, function_name, graphs_of, mark_calls, method_name, unmark
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.scripts.read import Reading
