@@ -125,3 +125,8 @@ class GoalError(NarrowcastError, ValueError):
 
 class SurfaceError(NarrowcastError, RuntimeError):
     """This torch is not as Narrowcast takes it to be: which assumption does not hold, and for which version."""
+
+
+def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:
+    """The same error, saying where, for errors raised before the place was known."""
+    return type(error)(error.asked, error.found, error.where or (origin,), error.advice)

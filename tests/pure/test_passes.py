@@ -1,5 +1,8 @@
 """The passes on small programs: golden before and after, what they refuse, and that each is idempotent."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +18,10 @@ from narrowcast.passes import (
     run_passes,
     share_casts,
 )
-from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, parse_program, print_program, verify
+from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, print_program, verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from program_text import parse_program
 
 NATIVE = nc.Policy.native("cpu")
 SAFE = nc.Policy.safe("cpu")

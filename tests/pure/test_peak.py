@@ -1,11 +1,16 @@
 """The most bytes that a program holds at once, against programs whose memory is counted by hand."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from narrowcast.placement.memory import KeptBytes
 from narrowcast.placement.peak import peak_of
 from narrowcast.profiles.workspaces import Workspaces
-from narrowcast.program import parse_program
+
+sys.path.insert(0, str(Path(__file__).parent))
+from program_text import parse_program
 
 HEAD = "program p\nregion 0: cpu bf16 enabled cached session 0 policy native\n"
 KIB = 1024

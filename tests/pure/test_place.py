@@ -3,7 +3,9 @@
 import itertools
 import random
 import struct
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,10 @@ from narrowcast.placement.memory import KeptBytes, Smallest, place_within
 from narrowcast.placement.place import as_high, as_the_policy, place_formats
 from narrowcast.placement.prices import CastBytes, ValuePrice
 from narrowcast.placement.question import EXACT, FREE, TRIPS, find_choices
-from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, parse_program, verify
+from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from program_text import parse_program
 
 NATIVE = nc.Policy.native("cpu")
 REGION = parse_program(

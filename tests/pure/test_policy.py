@@ -174,7 +174,7 @@ def test_the_cache_setting_is_inherited_unless_given():
 
 def test_rules_may_hold_for_some_torch_versions():
     """rms_norm came with 2.12: for an older torch the rule is not there."""
-    from narrowcast.policy.policy import exists_in
+    from narrowcast.policy.versions import exists_in
 
     rule = Rule("aten.rms_norm.default", "full", torch=">=2.12")
     assert not exists_in(rule, "2.11.0+cu128")

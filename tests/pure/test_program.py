@@ -1,5 +1,8 @@
 """The program: its text form, its verifier and its edits."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +28,12 @@ from narrowcast.program import (
     Why,
     Writes,
     apply_edits,
-    parse_program,
     print_program,
     verify,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+from program_text import parse_program
 
 WHY = Why("test", "because")
 PLACE = nc.Place("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)

@@ -1,5 +1,8 @@
 """Formats, devices and regions that only the running program knows: decided as far as they are known, golden."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 import narrowcast as nc
@@ -8,7 +11,10 @@ from narrowcast.errors import NarrowcastError
 from narrowcast.formats import bf16, fp16, fp32, fp64
 from narrowcast.passes import BEFORE_AUTOGRAD, hoist_casts, run_passes
 from narrowcast.policy import Kind
-from narrowcast.program import apply_edits, parse_program, print_program, verify
+from narrowcast.program import apply_edits, print_program, verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from program_text import parse_program
 
 NATIVE = {"native": nc.Policy.native("cpu"), "cuda": nc.Policy.native("cuda")}
 CPU = Region("cpu", bf16)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.report.explain_text import explanation_text
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
@@ -117,7 +116,7 @@ def test_a_converted_model_in_a_region(model):
     """half() and a region are one too many; so explain says, without running anything."""
     found = nc.explain(model.bfloat16(), X, dtype="bf16")
     assert [a.kind for a in found.ledger.advice] == ["weights in a low format"]
-    text = explanation_text(found)
+    text = str(found)
     assert "advice: weights in a low format" in text and "keep the weights in fp32" in text
 
 
@@ -161,7 +160,7 @@ def test_explain_says_what_each_rule_matched_and_which_matched_nothing(model, fr
     found = nc.explain(model, X, policy=nc.Policy.parse(POLICY, "my.toml"), front_end=front_end)
     rows = {row.origin: (row.calls > 0, row.modules) for row in found.rule_rows()}
     assert rows == {"my.toml:5": (True, ("0",)), "my.toml:10": (False, ()), "my.toml:15": (True, ("2",))}
-    text = explanation_text(found)
+    text = str(found)
     assert "matched nothing" in text and "my.toml:10" in text
     assert io.StringIO(found.to_json()).read().count('"modules"') >= 3
 

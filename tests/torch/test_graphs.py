@@ -1,7 +1,9 @@
 """Compiled code: the formats, the bits and the gradients of eager code, whatever the model does."""
 
 import copy
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.program import ASSIGNED, parse_program, print_program, verify
+from narrowcast.program import ASSIGNED, print_program, verify
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
+from program_text import parse_program
 
 CUSTOM = nc.Policy.native().with_rules(
     nc.Rule("aten.linear", "full", module="second", reason="by place"),

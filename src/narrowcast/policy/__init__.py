@@ -4,12 +4,9 @@ from narrowcast.policy.known_ops import known_ops
 from narrowcast.policy.lacks import Lack
 from narrowcast.policy.lint import Finding, lint_policy
 from narrowcast.policy.policy import (
-    CACHES,
-    DEVICE_TYPES,
     Policy,
     RuleChange,
     as_policy,
-    check_device_type,
     known_policy,
 )
 from narrowcast.policy.rules import (
@@ -25,6 +22,7 @@ from narrowcast.policy.rules import (
     did_you_mean,
     parse_action,
 )
+from narrowcast.policy.settings import CACHES, DEVICE_TYPES, check_device_type
 from narrowcast.policy.table import Candidates, Table
 from narrowcast.policy.unmatched import nearest_name
 from narrowcast.policy.versions import in_range, installed_torch

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowcast.errors import Origin
-from narrowcast.policy.policy import DEVICE_TYPES, Policy
+from narrowcast.policy.policy import Policy
 from narrowcast.policy.rules import MODULE_CALL, Kind, Rule
+from narrowcast.policy.settings import DEVICE_TYPES
 from narrowcast.policy.table import Table
 
 

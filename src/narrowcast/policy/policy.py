@@ -10,21 +10,24 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from narrowcast.errors import NarrowcastError, Origin, PolicyError
+from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
 from narrowcast.formats import Format
-from narrowcast.policy.lacks import FULL, RAISE, UNSUPPORTED, Lack
+from narrowcast.output.files import replace_text
+from narrowcast.policy.lacks import FULL, RAISE, Lack
 from narrowcast.policy.layers import check_layer
 from narrowcast.policy.rules import Rule
+from narrowcast.policy.settings import (
+    BUILTIN,
+    INNER,
+    NOTHING,
+    SETTINGS,
+    check_builtin_name,
+    check_device_type,
+    check_settings,
+)
 from narrowcast.policy.table import Table
+from narrowcast.policy.text import parse_text, read_text
 from narrowcast.policy.versions import cited, exists_in, installed_torch
-
-DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
-BUILTIN = ("native", "safe", "ipex")
-NOTHING = "nothing"
-"""What a policy extends that has all its rules itself: ops that it does not name run as their inputs are."""
-CACHES = ("native", "off")
-LOW = ("bf16", "fp16")
-INNER = ("native", "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +83,7 @@ class Policy:
     text_layers: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.cache is not None and self.cache not in CACHES:
-            raise PolicyError(asked=f"cache {self.cache!r}", found="no such cache", advice=f"Write one of: {CACHES}.")
-        if self.unsupported is not None and self.unsupported not in UNSUPPORTED:
-            raise PolicyError(
-                asked=f"unsupported {self.unsupported!r}",
-                found="no such choice",
-                advice=f"Write one of: {UNSUPPORTED}.",
-            )
-        if self.inner is not None and self.inner not in INNER:
-            raise PolicyError(f"inner {self.inner!r}", "no such choice", advice=f"Write one of: {INNER}.")
-        for key, formats in (("low", (self.low,)), ("training", self.training)):
-            for format in formats:
-                if format is not None and format not in LOW:
-                    raise PolicyError(f"{key} {format!r}", "no low format of regions", advice=f"Write one of: {LOW}.")
+        check_settings(self.cache, self.unsupported, self.inner, self.low, self.training)
         if self.extends == (NOTHING,):
             object.__setattr__(self, "extends", ())
         for name in self.extends:
@@ -132,30 +122,25 @@ class Policy:
     @staticmethod
     def load(path: str | Path) -> Policy:
         """The policy in a TOML file, or the built-in one of that name. PolicyError names file and line of a mistake."""
-        from narrowcast.policy.text import load_policy
-
         if isinstance(path, str) and path.partition(":")[0] in BUILTIN:
             return as_policy(path)
-        return load_policy(Path(path))
+        return _load(Path(path), ())
 
     @staticmethod
     def parse(text: str, file: str = "<string>") -> Policy:
         """The policy in TOML text; `file` is the name that errors give."""
-        from narrowcast.policy.text import parse_policy
-
-        return parse_policy(text, file)
+        return _parse(text, file, Path(), ())
 
     def save(self, path: str | Path) -> None:
         """Write the policy as TOML, replacing the file at once. Comments of the text it was loaded from stay."""
-        from narrowcast.policy.text import save_policy
-
-        save_policy(self, Path(path))
+        replace_text(Path(path), self.to_toml())
 
     def to_toml(self) -> str:
         """The policy as TOML text; parsing it gives an equal policy."""
-        from narrowcast.policy.text import print_policy
+        from narrowcast.policy.written import print_text  # loads tomlkit, which nothing else needs
 
-        return print_policy(self)
+        settings = {key: getattr(self, key) for key in SETTINGS}
+        return print_text(self.name, self.layers, self.extends, self.description, settings, self.text, self.text_layers)
 
     # -- new policies from old
 
@@ -407,37 +392,38 @@ def known_policy(digest: str) -> Policy | None:
     return next((policy for policy in list(_known.values()) if policy.digest == digest), None)
 
 
-def check_device_type(device_type: str) -> None:
-    """Raise PolicyError unless there are native lists for this device type."""
-    if device_type not in DEVICE_TYPES:
+def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
+    """The policy in the file; `inside` are the files that extend one another on the way here."""
+    if path.resolve() in inside:
         raise PolicyError(
-            asked=f"the native policy of device type {device_type!r}",
-            found="no autocast lists are known for it",
-            advice=f"Write one of: {', '.join(DEVICE_TYPES)}.",
+            f"policy file {path}", "it extends itself", tuple(Origin(str(p)) for p in inside), "Break the circle."
         )
+    return _parse(read_text(path), str(path), path.parent, (*inside, path.resolve()))
 
 
-def check_builtin_name(name: str) -> None:
-    """Raise PolicyError unless `name` is native, native:DEVICE, safe or ipex."""
-    family, colon, device_type = name.partition(":")
-    if family == "native" and colon:
-        check_device_type(device_type)
-    elif name not in BUILTIN:
-        raise PolicyError(
-            asked=f"policy {name!r}",
-            found="no such built-in policy",
-            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml). "
-            "A policy may extend nothing, too, and then nothing else.",
-        )
+def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Policy:
+    """The policy in the text; the paths of files that it extends start at `folder`."""
+    said = parse_text(text, file)
+    try:
+        below = [_load(folder / name, inside) for name in said.extends if name.endswith(".toml")]
+        policy = Policy(
+            said.name, said.layers, tuple(n for n in said.extends if not n.endswith(".toml")) or (NOTHING,),
+            said.description, text=None if below else text, text_layers=len(said.layers), **said.settings,
+        )  # fmt: skip
+    except NarrowcastError as error:
+        if error.where:
+            raise
+        raise with_origin(error, Origin(file, said.line_of(error))) from None
+    for base in reversed(below):
+        policy = replace(base.merge(policy), name=policy.name, description=policy.description)
+    return policy
 
 
 @cache
 def load_builtin(name: str) -> Policy:
     """The built-in policy of that name, for the installed torch."""
-    from narrowcast.policy.text import parse_policy
-
     file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
-    policy = parse_policy(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
+    policy = Policy.parse(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
     version = installed_torch()
     layers = tuple(
         tuple(replace(rule, source=cited(rule.source, version)) for rule in layer) for layer in _existing(policy.layers)
@@ -457,7 +443,7 @@ def _resolve(policy: Policy, device_type: str) -> Policy:
     for name in policy.extends:
         base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
         below += [layer for layer in base.layers if layer not in below]
-    settings = {key: _setting(policy, key) for key in ("cache", "unsupported", "low", "training", "inner")}
+    settings = {key: _setting(policy, key) for key in SETTINGS}
     return replace(policy, layers=(*below, *_existing(policy.layers)), extends=(), text=None, text_layers=0, **settings)
 
 
@@ -466,11 +452,6 @@ def _setting(policy: Policy, key: str) -> Any:
     own = getattr(policy, key)
     chosen = (getattr(load_builtin(name), key) for name in policy.extends if name != "native")
     return own or next((found for found in chosen if found), own)
-
-
-def with_origin(error: NarrowcastError, origin: Origin) -> NarrowcastError:
-    """The same error, saying where, for errors raised before the place was known."""
-    return type(error)(error.asked, error.found, error.where or (origin,), error.advice)
 
 
 _NATIVE = Policy("native", extends=("native",))

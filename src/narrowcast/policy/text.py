@@ -1,4 +1,4 @@
-"""The TOML text form of a policy: read with file:line errors, written with comments kept.
+"""The TOML text form of a policy, read with file:line errors. Written, with comments kept, in written.py.
 
     name = "train-bf16"
     extends = "native"          # or "safe", "ipex", "native:cuda", "other-file.toml", a list of these, or "nothing"
@@ -23,18 +23,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
-from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError
-from narrowcast.output.files import replace_text
+from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError, with_origin
 from narrowcast.policy.known_ops import unknown_op
-from narrowcast.policy.policy import NOTHING, Policy, with_origin
 from narrowcast.policy.rules import Rule, did_you_mean, parse_action
+from narrowcast.policy.settings import SETTINGS
 
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
     "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str, "low": str,
@@ -48,7 +45,6 @@ _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
     "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
     "reason": str, "source": str, "override": bool, "torch": str,
 }  # fmt: skip
-_SETTINGS = ("cache", "unsupported", "low", "training", "inner")
 _TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
 _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
@@ -70,17 +66,28 @@ class _Block:
         return next((self.line + n for n, line in enumerate(self.lines) if f'"{text}"' in line), self.line)
 
 
-def load_policy(path: Path, inside: tuple[Path, ...] = ()) -> Policy:
-    """The policy in the file. PolicyError for a file that is missing or wrong, with file:line.
-
-    `inside` are the files that extend one another on the way here.
+@dataclass(frozen=True, slots=True)
+class PolicyText:
+    """What a policy's text says. layers: with rules. extends: names of built-in policies, and of files. settings: those
+    that are given.
     """
-    if path.resolve() in inside:
-        raise PolicyError(
-            f"policy file {path}", "it extends itself", tuple(Origin(str(p)) for p in inside), "Break the circle."
-        )
+
+    name: str
+    layers: tuple[tuple[Rule, ...], ...]
+    extends: tuple[str, ...]
+    description: str
+    settings: dict[str, Any]
+    head: _Block
+
+    def line_of(self, error: NarrowcastError) -> int:
+        """The line of the setting that an error is about, or of `extends`."""
+        return self.head.line_of(next((key for key in SETTINGS if error.asked.startswith(key)), "extends"))
+
+
+def read_text(path: Path) -> str:
+    """The text of a policy file. PolicyError for one that is missing or no text."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(
             asked=f"policy file {path}",
@@ -88,11 +95,10 @@ def load_policy(path: Path, inside: tuple[Path, ...] = ()) -> Policy:
             where=(Origin(str(path)),),
             advice="Give the path of a TOML policy file, or the name of a built-in one: native, safe, ipex.",
         ) from None
-    return parse_policy(text, str(path), path.parent, (*inside, path.resolve()))
 
 
-def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple[Path, ...] = ()) -> Policy:
-    """The policy in `text`; `file` names it in errors, and relative `extends` paths start at `folder`."""
+def parse_text(text: str, file: str) -> PolicyText:
+    """What the text says; `file` names it in errors. PolicyError, with file:line, for what no policy can say."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -111,92 +117,11 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
         layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file, head)))
         position += len(rows)
     extends = data.get("extends", "native")
-    names = [extends] if isinstance(extends, str) else extends
-    try:
-        below = [load_policy((folder or Path()) / n, inside) for n in names if n.endswith(".toml")]
-        policy = Policy(
-            name=data.get("name", Path(file).stem),
-            layers=tuple(layer for layer in layers if layer),
-            extends=tuple(n for n in names if not n.endswith(".toml")) or (NOTHING,),
-            description=data.get("description", ""),
-            cache=data.get("cache"),
-            unsupported=data.get("unsupported"),
-            low=data.get("low"),
-            training=tuple(data.get("training", ())),
-            inner=data.get("inner"),
-            text=None if below else text,
-            text_layers=sum(1 for layer in layers if layer),
-        )
-    except NarrowcastError as error:
-        if error.where:
-            raise
-        key = next((key for key in _SETTINGS if error.asked.startswith(key)), "extends")
-        raise with_origin(error, Origin(file, head.line_of(key))) from None
-    for base in reversed(below):
-        policy = replace(base.merge(policy), name=policy.name, description=policy.description)
-    return policy
-
-
-def print_policy(policy: Policy) -> str:
-    """TOML text that parses to an equal policy, keeping the text it was loaded from where there is one."""
-    document = tomlkit.parse(policy.text) if policy.text is not None else _header(policy)
-    done = policy.text_layers if policy.text is not None else 0
-    later = list(policy.layers[done:])
-    if policy.text is not None:
-        if document.get("name") != policy.name:
-            document["name"] = policy.name
-        for key, value in _settings(policy).items():
-            if document.get(key) != value:
-                document[key] = value
-    if later and done == 0 and "rule" not in document:
-        document["rule"] = _array_of_rules(later.pop(0))
-    if later:
-        layers = document.get("layer") or tomlkit.aot()
-        for layer in later:
-            table = tomlkit.table()
-            table["rule"] = _array_of_rules(layer)
-            layers.append(table)
-        if "layer" not in document:
-            document["layer"] = layers
-    return tomlkit.dumps(document)
-
-
-def save_policy(policy: Policy, path: Path) -> None:
-    """Replace the file with the policy's text, at once."""
-    replace_text(path, print_policy(policy))
-
-
-def _header(policy: Policy) -> tomlkit.TOMLDocument:
-    document = tomlkit.document()
-    document["name"] = policy.name
-    if policy.description:
-        document["description"] = policy.description
-    names = policy.extends or (NOTHING,)
-    document["extends"] = names[0] if len(names) == 1 else list(names)
-    document.update(_settings(policy))
-    return document
-
-
-def _settings(policy: Policy) -> dict[str, Any]:
-    """What the policy itself says in its head, as TOML has it."""
-    values = {key: getattr(policy, key) for key in _SETTINGS}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v}
-
-
-def _array_of_rules(rules: tuple[Rule, ...]) -> tomlkit.items.AoT:
-    array = tomlkit.aot()
-    for rule in rules:
-        table = tomlkit.table()
-        values = {
-            "op": rule.op, "action": str(rule.action), "module": rule.module, "class": rule.module_class,
-            "function": rule.function, "argument": rule.argument, "torch": rule.torch,
-            "override": rule.override or None, "reason": rule.reason or None, "source": rule.source or None,
-        }  # fmt: skip
-        for key, value in values.items():
-            if value is not None:
-                table[key] = value
-        array.append(table)
-    return array
+    settings = {key: tuple(data[key]) if isinstance(data[key], list) else data[key] for key in SETTINGS if key in data}
+    return PolicyText(
+        data.get("name", Path(file).stem), tuple(layer for layer in layers if layer),
+        (extends,) if isinstance(extends, str) else tuple(extends), data.get("description", ""), settings, head,
+    )  # fmt: skip
 
 
 def _blocks(text: str) -> tuple[_Block, dict[str, list[_Block]]]:

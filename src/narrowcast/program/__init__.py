@@ -35,7 +35,7 @@ from narrowcast.program.model import (
     Value,
     element_bytes,
 )
-from narrowcast.program.text import parse_program, print_program
+from narrowcast.program.text import print_program
 from narrowcast.program.verify import ASSIGNED, READ, verify
 
 __all__ = [
@@ -72,7 +72,6 @@ __all__ = [
     "Writes",
     "apply_edits",
     "element_bytes",
-    "parse_program",
     "print_program",
     "reaching",
     "verify",

@@ -197,8 +197,3 @@ class Program:
     def casts(self) -> list[Step]:
         """All casts in order."""
         return [step for step in self.steps.values() if step.is_cast]
-
-    def __str__(self) -> str:
-        from narrowcast.program.text import print_program
-
-        return print_program(self)

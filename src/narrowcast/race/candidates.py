@@ -42,7 +42,7 @@ from narrowcast.profiles.prices import TimePrices, costs_time
 from narrowcast.profiles.profile import Profile
 from narrowcast.profiles.signature import known_shape
 from narrowcast.profiles.workspaces import Workspaces
-from narrowcast.program import Edit, Program, Step, Value, element_bytes
+from narrowcast.program import Edit, Program, Step, Value, element_bytes, print_program
 from narrowcast.torch_surface.dispatch import OpOverload
 
 PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
@@ -111,7 +111,7 @@ def make_candidates(
         for name, choose in _ways(goal).items():
             maker = _Maker(reading, goal, model, fused and is_compiled, weights, measures and not found, choose)
             made = maker.candidate(name, is_compiled)
-            found.setdefault((str(made.outcome.program), is_compiled), made)
+            found.setdefault((print_program(made.outcome.program), is_compiled), made)
     return list(found.values())
 
 

@@ -26,7 +26,7 @@ from narrowcast.policy import NOWHERE, Place
 from narrowcast.policy.lacks import ONE_FORMAT
 from narrowcast.profiles.device import device_now
 from narrowcast.profiles.known import foreign_profile, keep, known_profile
-from narrowcast.program import Program, Writes
+from narrowcast.program import Program, Writes, print_program
 from narrowcast.race.candidates import PLACED, Candidate, make_candidates, remembered_candidate
 from narrowcast.race.choosing import Choosing, Side, time_sides
 from narrowcast.race.remembered import Choice, choice_key, load_choice, save_choice
@@ -93,7 +93,7 @@ def place_graph(
     is_here = profile.device == device_now(device_type)
     uncompiled = uncompiled and len(reading.modules) == 1 and goal.races
     key = choice_key(
-        profile.device, str(reading.program), *reading.policies, ", ".join(map(_input_text, values)), backend,
+        profile.device, print_program(reading.program), *reading.policies, ", ".join(map(_input_text, values)), backend,
         goal.kind, goal.weights, str(torch.is_grad_enabled()),
     )  # fmt: skip
     earlier = load_choice(key) if goal.races else None

@@ -1,9 +1,9 @@
 """Reports: ledgers and explanations as text and JSON."""
 
+from narrowcast.report.explain_text import Explanation
 from narrowcast.report.explanation import (
     Attempt,
     Comparison,
-    Explanation,
     Failure,
     ModuleRow,
     NotFinite,

@@ -11,7 +11,7 @@ from rich.markup import escape
 from narrowcast.ledger import Cast
 from narrowcast.ledger.text import advice_parts, argument_text, cast_table, how_text, line_text, refusals, totals_line
 from narrowcast.output.console import as_text, in_bytes, short_file, table
-from narrowcast.report.explanation import Comparison, Explanation, RepeatRow
+from narrowcast.report.explanation import Comparison, Explained, RepeatRow
 from narrowcast.report.graph_text import graph_parts
 from narrowcast.report.placement_text import placement_parts
 
@@ -19,12 +19,16 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at th
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
 
 
-def explanation_text(explanation: Explanation) -> str:
-    """The whole report as plain text."""
-    return as_text(explanation_parts(explanation))
+class Explanation(Explained):
+    """What `explain` returns: the run as data, with its questions; printed, the whole report."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return as_text(explanation_parts(self))
 
 
-def explanation_parts(explanation: Explanation, every_cast: bool = False) -> list[RenderableType]:
+def explanation_parts(explanation: Explained, every_cast: bool = False) -> list[RenderableType]:
     """The report, part by part: what was run, ops, modules, costs, refusals, comparison."""
     parts: list[RenderableType] = [_heading(explanation), *advice_parts(explanation.ledger), _ops(explanation)]
     if explanation.rules:
@@ -43,7 +47,7 @@ def explanation_parts(explanation: Explanation, every_cast: bool = False) -> lis
     return parts
 
 
-def _heading(explanation: Explanation) -> str:
+def _heading(explanation: Explained) -> str:
     text = (
         f"[bold]{escape(explanation.subject)}[/bold] under policy [bold]{escape(explanation.policy)}[/bold] "
         f"({explanation.digest[:8]})\n  {explanation.device_type}, low format {explanation.low}; "
@@ -54,7 +58,7 @@ def _heading(explanation: Explanation) -> str:
     return f"{text}\n  {escape(explanation.note)}\n" if explanation.note else f"{text}\n"
 
 
-def _ran(explanation: Explanation) -> str:
+def _ran(explanation: Explained) -> str:
     if explanation.front_end == "eager":
         return f"ran on {explanation.ran_on}"
     captured = sum(graph.after is not None for graph in explanation.graphs)
@@ -65,7 +69,7 @@ def _formats(names: str) -> str:
     return ",".join(f"[{_STYLES[n]}]{n}[/]" if n in _STYLES else n for n in names.split(",")) if names else "-"
 
 
-def _ops(explanation: Explanation) -> RenderableType:
+def _ops(explanation: Explained) -> RenderableType:
     made = table(
         "each op: in which format it computes, and why", "op", ">calls", "came", "computes", "gave", ">bytes", "why"
     )
@@ -90,7 +94,7 @@ def _ops(explanation: Explanation) -> RenderableType:
     return made
 
 
-def _own_rules(explanation: Explanation) -> RenderableType:
+def _own_rules(explanation: Explained) -> RenderableType:
     """What each rule of the policy matched. One that matched nothing is probably a mistake."""
     made = table("the policy's rules: what each matched", "rule", "written at", ">calls", "in modules")
     for row in explanation.rule_rows():
@@ -106,7 +110,7 @@ def _short_origin(origin: str) -> str:
     return f"{short_file(file)}{colon}{line}" if file else origin
 
 
-def _casts_by_module(explanation: Explanation) -> RenderableType:
+def _casts_by_module(explanation: Explained) -> RenderableType:
     """Every cast. Modules that differ by a number only (the layers of a stack), and cast alike, share a line."""
     totals = explanation.ledger.totals()
     made = table(
@@ -137,7 +141,7 @@ def _casts_by_module(explanation: Explanation) -> RenderableType:
     return made
 
 
-def _rules(explanation: Explanation) -> RenderableType:
+def _rules(explanation: Explained) -> RenderableType:
     """Why: the rules that asked for casts, with their reasons and sources."""
     made = table("why: the rules that asked for these casts", "rule", ">casts", "reason", "source")
     counts: dict[tuple[str, str, str], int] = {}
@@ -149,13 +153,13 @@ def _rules(explanation: Explanation) -> RenderableType:
     return made
 
 
-def _files(explanation: Explanation) -> str:
+def _files(explanation: Explained) -> str:
     """Where the files are that the tables name shortly."""
     files = dict.fromkeys(c.file for c in explanation.ledger.casts if c.file)
     return "\n".join(["[bold]files[/bold]", *(f"  {escape(file)}" for file in files), ""])
 
 
-def _repeats(explanation: Explanation) -> RenderableType:
+def _repeats(explanation: Explained) -> RenderableType:
     rows = explanation.repeats()
     if not rows:
         return "[bold]redundant casts[/bold]\n  none: no tensor is cast twice to the same format\n"

@@ -168,7 +168,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explained:
     """A run of a model under a policy, explained.
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
@@ -271,11 +271,6 @@ class Explanation:
         data["failure"] = asdict(self.failure) if self.failure else None
         data["ledger"] = json.loads(self.ledger.to_json())
         return json.dumps(data, indent=indent)
-
-    def __str__(self) -> str:
-        from narrowcast.report.explain_text import explanation_text
-
-        return explanation_text(self)
 
 
 def _kinds(casts: Iterable[Cast]) -> str:

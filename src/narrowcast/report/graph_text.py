@@ -6,11 +6,12 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.output.console import short_file, table
-from narrowcast.report.explanation import Explanation
+from narrowcast.program import Program, print_program
+from narrowcast.report.explanation import Explained
 from narrowcast.report.graphs import CompiledGraph, GraphRow
 
 
-def graph_parts(explanation: Explanation) -> list[RenderableType]:
+def graph_parts(explanation: Explained) -> list[RenderableType]:
     """Tables about the graphs; what is a fault comes first."""
     rows = explanation.graph_rows()
     captured = [row for row in rows if row.calls]
@@ -20,16 +21,16 @@ def graph_parts(explanation: Explanation) -> list[RenderableType]:
     return [*parts, *_breaks(rows)]
 
 
-def program_parts(explanation: Explanation) -> list[RenderableType]:
+def program_parts(explanation: Explained) -> list[RenderableType]:
     """The programs of every graph before and after the passes, in their text form."""
     parts: list[RenderableType] = []
     for graph in explanation.graphs:
         for title, program in _programs(graph):
-            parts += [f"[bold]graph {graph.number}: {title}[/bold]", escape(str(program))]
+            parts += [f"[bold]graph {graph.number}: {title}[/bold]", escape(print_program(program))]
     return parts
 
 
-def _programs(graph: CompiledGraph) -> list[tuple[str, object]]:
+def _programs(graph: CompiledGraph) -> list[tuple[str, Program]]:
     named = [
         ("as captured", graph.before),
         ("with explicit casts", graph.after),
@@ -39,7 +40,7 @@ def _programs(graph: CompiledGraph) -> list[tuple[str, object]]:
     return [(title, program) for title, program in named if program is not None]
 
 
-def _differences(explanation: Explanation) -> list[RenderableType]:
+def _differences(explanation: Explained) -> list[RenderableType]:
     if not explanation.differences:
         return []
     made = table("BUG: eager and the graph decide differently; please report this", "op", "module", "computes in",

@@ -1,0 +1,57 @@
+"""What the head of a policy may say besides its rules: what it extends, and its settings."""
+
+from __future__ import annotations
+
+from narrowcast.errors import PolicyError
+from narrowcast.policy.lacks import UNSUPPORTED
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
+BUILTIN = ("native", "safe", "ipex")
+NOTHING = "nothing"
+"""What a policy extends that has all its rules itself: ops that it does not name run as their inputs are."""
+SETTINGS = ("cache", "unsupported", "low", "training", "inner")
+CACHES = ("native", "off")
+LOW = ("bf16", "fp16")
+INNER = ("native", "policy")
+
+
+def check_settings(
+    cache: str | None, unsupported: str | None, inner: str | None, low: str | None, training: tuple[str, ...]
+) -> None:
+    """PolicyError for a value that a setting cannot have."""
+    for key, value, known in (
+        ("cache", cache, CACHES),
+        ("unsupported", unsupported, UNSUPPORTED),
+        ("inner", inner, INNER),
+    ):
+        if value is not None and value not in known:
+            found = "no such cache" if key == "cache" else "no such choice"
+            raise PolicyError(f"{key} {value!r}", found, advice=f"Write one of: {known}.")
+    for key, formats in (("low", (low,)), ("training", training)):
+        for format in formats:
+            if format is not None and format not in LOW:
+                raise PolicyError(f"{key} {format!r}", "no low format of regions", advice=f"Write one of: {LOW}.")
+
+
+def check_device_type(device_type: str) -> None:
+    """Raise PolicyError unless there are native lists for this device type."""
+    if device_type not in DEVICE_TYPES:
+        raise PolicyError(
+            asked=f"the native policy of device type {device_type!r}",
+            found="no autocast lists are known for it",
+            advice=f"Write one of: {', '.join(DEVICE_TYPES)}.",
+        )
+
+
+def check_builtin_name(name: str) -> None:
+    """Raise PolicyError unless `name` is native, native:DEVICE, safe or ipex."""
+    family, colon, device_type = name.partition(":")
+    if family == "native" and colon:
+        check_device_type(device_type)
+    elif name not in BUILTIN:
+        raise PolicyError(
+            asked=f"policy {name!r}",
+            found="no such built-in policy",
+            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml). "
+            "A policy may extend nothing, too, and then nothing else.",
+        )
