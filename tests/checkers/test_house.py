@@ -6,8 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import grimp
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -142,3 +145,26 @@ def test_lines_of_the_documents_are_short():
     files += (ROOT / "docs/decisions").glob("*.md")
     lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     assert not [(name, line) for name, line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def _circles(imports):
+    graph = networkx.DiGraph(imports)
+    return [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
+
+
+def test_no_files_import_one_another_in_a_circle():
+    """Imports inside functions and for types counted; one that is made is caught."""
+    found = grimp.build_graph("narrowcast", cache_dir=None)
+    imports = [(a, b) for a in found.modules for b in found.find_modules_directly_imported_by(a)]
+    assert len(imports) > 1000 and _circles(imports) == []
+    assert _circles([*imports, ("narrowcast.errors", "narrowcast.decide")]) != []
+
+
+def test_the_layout_in_contributing_is_the_one_that_is_enforced():
+    """Room by room, from top to bottom: what import-linter enforces is what the picture shows."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (c["layers"] for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    enforced = [name for layer in layers for name in layer.split(" | ")]
+    picture = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("```\ncli")[2].partition("```")[0]
+    shown = ["cli", *(line.split()[0] for line in picture.splitlines()[1:] if not line.startswith("-"))]
+    assert shown == enforced and shown[::-1] != enforced

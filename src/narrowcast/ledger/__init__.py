@@ -1,8 +1,8 @@
 """The ledger: cast records, refusals, tallies of calls, and their JSON form."""
 
 from narrowcast.ledger.blocks import TO_RULE_INSIDE, HidingBlock
-from narrowcast.ledger.ledger import SCHEMA, CastChange, Ledger, Totals
-from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally
+from narrowcast.ledger.ledger import SCHEMA, CastChange, Ledger
+from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 
 __all__ = [
     "SCHEMA",

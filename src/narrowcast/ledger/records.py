@@ -145,3 +145,27 @@ class Tally:
 
     calls: int = 0
     moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over a ledger. `copied` casts moved bytes; `cached`, `shared` and `inside` ones did not."""
+
+    casts: int
+    copied: int
+    cached: int
+    inside: int
+    forward: int
+    backward: int
+    repeated: int
+    refusals: int
+    calls: int
+    cast_bytes: int
+    op_bytes: int
+    shared: int = 0
+
+    @property
+    def share_of_casts(self) -> float:
+        """Bytes moved by casts, as a part of all bytes moved (0 to 1)."""
+        moved = self.cast_bytes + self.op_bytes
+        return self.cast_bytes / moved if moved else 0.0

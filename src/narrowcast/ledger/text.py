@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Protocol
 
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.ledger.records import Cast, Tally
+from narrowcast.ledger.records import Advice, Cast, Refusal, Tally, Totals
 from narrowcast.output.console import as_text, in_bytes, short_file, table
-
-if TYPE_CHECKING:
-    from narrowcast.ledger.ledger import Ledger
 
 LINES = 1000
 """A ledger with more casts than these is printed by kind."""
 ROWS = 12
 
 
-def ledger_text(ledger: Ledger) -> str:
+class Recorded(Protocol):
+    """What is shown of a ledger."""
+
+    casts: list[Cast]
+    refusals: list[Refusal]
+    advice: dict[Advice, int]
+    notes: list[str]
+
+    @property
+    def cast_count(self) -> int:
+        """How many casts there were, listed or only counted."""
+
+    def kinds(self) -> Iterator[tuple[Cast, Tally]]:
+        """Alike casts, with how many there were."""
+
+    def totals(self) -> Totals:
+        """Sums over all."""
+
+
+def ledger_text(ledger: Recorded) -> str:
     """All casts and refusals as plain text; of many casts each kind, those that move most."""
     count = ledger.cast_count
     if count <= LINES:
@@ -37,7 +54,7 @@ def ledger_text(ledger: Ledger) -> str:
     )
 
 
-def totals_line(ledger: Ledger) -> str:
+def totals_line(ledger: Recorded) -> str:
     """One paragraph of sums."""
     t = ledger.totals()
     return (
@@ -51,7 +68,7 @@ def totals_line(ledger: Ledger) -> str:
 Kind = tuple[str, str, str, str, str, str]
 
 
-def cast_kinds(ledger: Ledger) -> list[tuple[Kind, Tally]]:
+def cast_kinds(ledger: Recorded) -> list[tuple[Kind, Tally]]:
     """Casts that make the same line, how many there are, and the bytes that they move: most bytes first."""
     found: dict[Kind, Tally] = {}
     for cast, times in ledger.kinds():
@@ -71,7 +88,7 @@ def kind_table(title: str, kinds: list[tuple[Kind, Tally]], most: int) -> Render
     return made
 
 
-def ledger_html(ledger: Ledger) -> str:
+def ledger_html(ledger: Recorded) -> str:
     """A small table for notebooks: the sums, and the kinds of casts that move most."""
     kinds = cast_kinds(ledger)
     head = "".join(f"<th>{name}</th>" for name in ("module", "op, argument", "line", "cast", "times", "bytes"))
@@ -120,7 +137,7 @@ def how_text(cast: Cast) -> str:
     return how if cast.direction == "forward" else f"{how}, backward"
 
 
-def refusals(ledger: Ledger) -> list[RenderableType]:
+def refusals(ledger: Recorded) -> list[RenderableType]:
     """A table of refused calls, if there are any."""
     if not ledger.refusals:
         return []
@@ -132,7 +149,7 @@ def refusals(ledger: Ledger) -> list[RenderableType]:
     return [made]
 
 
-def advice_parts(ledger: Ledger) -> list[RenderableType]:
+def advice_parts(ledger: Recorded) -> list[RenderableType]:
     """Each piece of advice with its line, if there is any."""
     parts: list[RenderableType] = []
     for found, times in ledger.advice.items():
