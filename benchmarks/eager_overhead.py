@@ -52,7 +52,7 @@ def best_decision_us() -> float:
     """Microseconds of `decide`, which no plan is remembered for: the best of several runs."""
     policy = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="encoder.layer.3.*"))
     arguments = tuple(nc.Argument(name, nc.formats.fp32) for name in ("input", "weight", "bias"))
-    call = nc.Call("aten.linear.default", arguments, nc.Place("encoder.layer.4"))
+    call = nc.Call("aten.linear.default", arguments, nc.Site("encoder.layer.4"))
     region, best = nc.Region("cpu", nc.formats.bf16), float("inf")
     for _ in range(20):
         start = time.perf_counter()

@@ -278,7 +278,7 @@ def told(graph: object) -> dict[str, object]:
                  "measured_ms": c.measured_ns / 1e6 if c.measured_ns else None}
         for c in graph.candidates
     }  # fmt: skip
-    return {"place": Path(str(graph.place)).name, "chosen": graph.chosen, "candidates": candidates,
+    return {"place": Path(str(graph.site)).name, "chosen": graph.chosen, "candidates": candidates,
             "fallback": graph.fallback}  # fmt: skip
 
 

@@ -86,8 +86,8 @@ def main() -> None:
         casts = nc.explain(plain, torch.ones(1, 4, 8), front_end="script", dtype="bf16").ledger.casts
     print(f"  {len(casts)} casts, the first of them:")
     for cast in casts[:4]:
-        place = f"{cast.module_path}, {Path(cast.file).name}:{cast.line}"
-        print(f"    {cast.op} {cast.argument}: {cast.src} -> {cast.dst} in {place}, {cast.reason}")
+        site = f"{cast.module_path}, {Path(cast.file).name}:{cast.line}"
+        print(f"    {cast.op} {cast.argument}: {cast.src} -> {cast.dst} in {site}, {cast.reason}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.formats import Format, is_exact, widest
 from narrowcast.goals import Goal, fast, memory
 from narrowcast.ledger import Cast, Ledger, Refusal
-from narrowcast.policy import Action, Place, Policy, Rule, installed_torch, lint_policy
+from narrowcast.policy import Action, Policy, Rule, Site, installed_torch, lint_policy
 
 if TYPE_CHECKING:
     from narrowcast.api.compile import compile
@@ -59,12 +59,12 @@ __all__ = [
     "Format",
     "Goal",
     "Ledger",
-    "Place",
     "Plan",
     "Policy",
     "Refusal",
     "Region",
     "Rule",
+    "Site",
     "Subject",
     "__version__",
     "autocast",

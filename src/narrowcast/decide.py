@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.formats import Format, fp32, fp64, widest
-from narrowcast.policy import NOWHERE, Kind, Lack, Place, Policy, Rule
+from narrowcast.policy import NOWHERE, Kind, Lack, Policy, Rule, Site
 
 Lacking = Mapping[Format | None, Lack]
 
@@ -43,7 +43,7 @@ class Call:
 
     op: str
     arguments: tuple[Argument, ...]
-    place: Place = NOWHERE
+    site: Site = NOWHERE
     given: frozenset[str] = frozenset()
     computes: bool = True
     direction: str = "forward"
@@ -143,7 +143,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     candidates = table.candidates(call.op, call.computes, call.direction)
     rule = None
     for r in candidates.whole:
-        if r.is_unconditional or r.matches_place(call.place):
+        if r.is_unconditional or r.matches_site(call.site):
             rule = r
             break
     eligible = [
@@ -303,7 +303,7 @@ def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) ->
     """The format of the op that the call is made of; None if no rule is about that one."""
     inside = next((lack.inside for lack in lacking.values()), "")
     rules = policy.table.candidates(inside, True).whole if inside else ()
-    action = next((rule.action for rule in rules if rule.matches_place(call.place)), None)
+    action = next((rule.action for rule in rules if rule.matches_site(call.site)), None)
     return None if action is None else {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: action.format}.get(action.kind)
 
 
@@ -314,7 +314,7 @@ def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rul
     found = []
     for name in names:
         for r in rules:
-            if r.argument == name and r.matches_place(call.place):
+            if r.argument == name and r.matches_site(call.site):
                 found.append((name, r))
                 break
     return tuple(found)

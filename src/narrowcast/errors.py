@@ -17,8 +17,8 @@ class Origin:
     note: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}  {self.note}" if self.note else place
+        site = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{site}  {self.note}" if self.note else site
 
 
 class NarrowcastError(Exception):
@@ -38,7 +38,7 @@ class NarrowcastError(Exception):
     def render(self) -> str:
         """The message as text: asked, found, one indented line per place, advice."""
         lines = [f"{self.asked}: {self.found}" if self.found else self.asked]
-        lines += [f"  {place}" for place in self.where]
+        lines += [f"  {site}" for site in self.where]
         if self.advice:
             lines.append(f"  {self.advice}")
         return "\n".join(lines)

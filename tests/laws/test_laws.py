@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from narrowcast.decide import Argument, Call, Region, decide
 from narrowcast.formats import FORMATS, bf16, can_fold, fp16, fp32, fp64, is_exact, widest
-from narrowcast.policy import Place, Policy, Rule
+from narrowcast.policy import Policy, Rule, Site
 
 promotable = st.sampled_from([bf16, fp16, fp32, fp64])
 any_format = st.sampled_from([*FORMATS.values()])
@@ -40,7 +40,7 @@ calls = st.builds(
         ["aten.gelu.default", "aten.relu.default", "aten.linear.default", "aten.cat.default", "lib.op.default"]
     ),
     st.lists(arguments, max_size=5).map(tuple),
-    st.builds(Place, paths),
+    st.builds(Site, paths),
     st.sampled_from([frozenset(), frozenset(["dtype"])]),
     st.booleans(),
 )

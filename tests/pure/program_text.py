@@ -9,7 +9,7 @@ from typing import Any
 from narrowcast.decide import Region
 from narrowcast.errors import Origin, ProgramError
 from narrowcast.formats import parse_format
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 from narrowcast.program import Block, OpenedRegion, Operand, Program, Step, Value
 
 _VALUE = re.compile(r"%(\d+): (\w+)(\[[^\]]*\])?((?: (?!grad\b|weight\b|=)[\w:]+)?)( grad)?( weight)?")
@@ -34,20 +34,20 @@ class _Parser:
         self.lines = text.split("\n")
         self.file = file
         self.at = 0
-        self.places = {
-            int(line[6 : line.index(":")]): self._place(n, line)
+        self.sites = {
+            int(line[5 : line.index(":")]): self._site(n, line)
             for n, line in enumerate(self.lines)
-            if line.startswith("place ")
+            if line.startswith("site ")
         }
 
-    def _place(self, n: int, line: str) -> Place:
+    def _site(self, n: int, line: str) -> Site:
         try:
             found: dict[str, Any] = json.loads(line.partition(": ")[2])
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-            return Place(**fields)
+            return Site(**fields)
         except (ValueError, TypeError, AttributeError):
             self.at = n
-            raise self._error("a place as JSON") from None
+            raise self._error("a site as JSON") from None
 
     def run(self) -> Program:
         name = self._expect("program ")
@@ -62,10 +62,10 @@ class _Parser:
             regions.append(OpenedRegion(facts, "" if policy == "-" else policy, int(session), is_open))
             self.at += 1
         body = self._block()
-        while self.at < len(self.lines) and (not self.lines[self.at] or self.lines[self.at].startswith("place ")):
+        while self.at < len(self.lines) and (not self.lines[self.at] or self.lines[self.at].startswith("site ")):
             self.at += 1
         if self.at < len(self.lines):
-            raise self._error("the end, or a place")
+            raise self._error("the end, or a site")
         return Program(name, body, tuple(regions))
 
     def _expect(self, start: str) -> str:
@@ -121,10 +121,10 @@ class _Parser:
         found = _STEP.match(line, made.end()) if made else None
         if made is None or found is None:
             raise self._error("a step")
-        op, operands, constants, given, computes, direction, nograd, aliases, effects, within, place = found.groups()
+        op, operands, constants, given, computes, direction, nograd, aliases, effects, within, site = found.groups()
         regions = [int(n) for n in within.split(",")] if within else []
-        if place is not None and int(place) not in self.places:
-            raise self._error(f"place {place}, which the text lacks,")
+        if site is not None and int(site) not in self.sites:
+            raise self._error(f"site {site}, which the text lacks,")
         return Step(
             _value(made),
             op,
@@ -138,7 +138,7 @@ class _Parser:
             tuple(int(n) for n in aliases.split(",")) if aliases else (),
             tuple(effects.split(",")) if effects else (),
             (),
-            self.places[int(place)] if place is not None else NOWHERE,
+            self.sites[int(site)] if site is not None else NOWHERE,
             tuple(regions[1:]),
         )
 

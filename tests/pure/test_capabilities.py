@@ -23,10 +23,10 @@ NO_MM = Lack(MM, bf16, "cpu (toy) has no bf16 mm")
 CPU = Region("cpu", bf16)
 
 
-def product(*formats, place=None):
+def product(*formats, site=None):
     names = ("self", "mat2")
     arguments = tuple(Argument(name, format) for name, format in zip(names, formats, strict=True))
-    return Call(MM, arguments, *([place] if place else []))
+    return Call(MM, arguments, *([site] if site else []))
 
 
 def lacking(policy=None, *lacks):

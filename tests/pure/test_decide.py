@@ -6,7 +6,7 @@ import pytest
 
 from narrowcast.decide import Argument, Call, Region, decide
 from narrowcast.formats import bf16, e4m3fn, fp16, fp32, fp64
-from narrowcast.policy import Place, Policy, Rule
+from narrowcast.policy import Policy, Rule, Site
 
 CPU = Region("cpu", bf16)
 
@@ -152,8 +152,8 @@ def test_one_argument_may_have_its_own_rule():
 def test_a_place_rule_holds_at_its_place_only():
     """And what it covers elsewhere falls to the next rule."""
     layered = Policy("p", ((Rule("aten.op", "lower"), Rule("aten.op", "full", module="enc.3.*")),))
-    inside = decide(call("aten.op.default", bf16, place=Place("enc.3.mlp")), layered, CPU)
-    outside = decide(call("aten.op.default", bf16, place=Place("enc.4.mlp")), layered, CPU)
+    inside = decide(call("aten.op.default", bf16, site=Site("enc.3.mlp")), layered, CPU)
+    outside = decide(call("aten.op.default", bf16, site=Site("enc.4.mlp")), layered, CPU)
     assert inside.formats == (fp32,) and outside.formats == (None,)
 
 
@@ -174,7 +174,7 @@ def test_a_decision_is_a_few_function_calls():
     """A bound on the code, whatever the machine; benchmarks/eager_overhead.py has the time (under ten microseconds)."""
     layered = Policy.native().with_rules(Rule("aten.linear", "full", module="encoder.layer.3.*"))
     linear = Call(
-        "aten.linear.default", tuple(Argument(n, fp32) for n in ("input", "weight", "bias")), Place("encoder.layer.4")
+        "aten.linear.default", tuple(Argument(n, fp32) for n in ("input", "weight", "bias")), Site("encoder.layer.4")
     )
     decide(linear, layered, CPU)
     calls = 0

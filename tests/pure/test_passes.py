@@ -101,7 +101,7 @@ def test_assign_says_where_a_call_is_refused():
     policy = nc.Policy("p").with_rules(nc.Rule("aten.mm", "refuse", reason="not here"))
     program = parse(
         "block main(%0: fp32[4] cpu) {\n  %1: fp32[4] cpu = aten.mm.default(self=%0) computes in 0 at 0: a, m.py:7\n"
-        '  return %1\n}\nplace 0: {"file": "m.py", "line": 7, "module_path": "a"}'
+        '  return %1\n}\nsite 0: {"file": "m.py", "line": 7, "module_path": "a"}'
     )
     with pytest.raises(RefusedError, match="not here") as caught:
         assign_casts(program, {"native": policy})

@@ -5,14 +5,14 @@ import pickle
 import pytest
 
 from narrowcast.errors import FormatError, Origin, PolicyConflictError, PolicyError
-from narrowcast.policy import DEVICE_TYPES, Action, Kind, Place, Policy, Rule, as_policy, parse_action
+from narrowcast.policy import DEVICE_TYPES, Action, Kind, Policy, Rule, Site, as_policy, parse_action
 
 
 def whole(policy, op, **facts):
     """The action that a policy takes for an op at a place."""
-    place = Place(**facts)
+    site = Site(**facts)
     for rule in policy.table.candidates(op, True).whole:
-        if rule.matches_place(place):
+        if rule.matches_site(site):
             return str(rule.action)
     return None
 
@@ -64,20 +64,20 @@ def test_a_module_glob_holds_inside_the_modules_it_names():
     """`encoder.layer.3` covers what is inside; `encoder.layer.3.*` starts below it."""
     inside = Rule("aten.gelu", "full", module="encoder.layer.3")
     below = Rule("aten.gelu", "full", module="encoder.layer.3.*")
-    assert inside.matches_place(Place("encoder.layer.3"))
-    assert inside.matches_place(Place("encoder.layer.3.mlp.act"))
-    assert not inside.matches_place(Place("encoder.layer.31"))
-    assert below.matches_place(Place("encoder.layer.3.mlp"))
-    assert not below.matches_place(Place("encoder.layer.3"))
+    assert inside.matches_site(Site("encoder.layer.3"))
+    assert inside.matches_site(Site("encoder.layer.3.mlp.act"))
+    assert not inside.matches_site(Site("encoder.layer.31"))
+    assert below.matches_site(Site("encoder.layer.3.mlp"))
+    assert not below.matches_site(Site("encoder.layer.3"))
 
 
 def test_classes_and_functions_match_by_any_tail_of_their_name():
     """A short name is enough, a qualified one is possible."""
-    place = Place(classes=("torch.nn.modules.linear.Linear",), functions=("models.bert.attend",))
-    assert Rule("aten.mm", "full", module_class="Linear").matches_place(place)
-    assert Rule("aten.mm", "full", module_class="torch.nn.*").matches_place(place)
-    assert Rule("aten.mm", "full", function="bert.attend").matches_place(place)
-    assert not Rule("aten.mm", "full", module_class="Linea").matches_place(place)
+    site = Site(classes=("torch.nn.modules.linear.Linear",), functions=("models.bert.attend",))
+    assert Rule("aten.mm", "full", module_class="Linear").matches_site(site)
+    assert Rule("aten.mm", "full", module_class="torch.nn.*").matches_site(site)
+    assert Rule("aten.mm", "full", function="bert.attend").matches_site(site)
+    assert not Rule("aten.mm", "full", module_class="Linea").matches_site(site)
 
 
 def test_equal_rows_that_disagree_are_an_error_that_names_both_lines():

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program
 
 WHY = Why("test", "because")
-PLACE = nc.Place("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)
+SITE = nc.Site("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)
 LINEAR = """\
 program forward
 region 0: cpu bf16 enabled cached session 0 policy native:5d41402a
@@ -52,7 +52,7 @@ nograd ~0,1 effects random,order in 0 at 0: encoder.0, model.py:12
   %7: none = aten.noted.default()
   return %4, %3
 }
-place 0: {"classes": ["nn.Linear"], "file": "/home/me/model.py", "functions": ["model.f"], "line": 12, \
+site 0: {"classes": ["nn.Linear"], "file": "/home/me/model.py", "functions": ["model.f"], "line": 12, \
 "module_path": "encoder.0"}
 """
 
@@ -82,7 +82,7 @@ def test_text_is_stable_and_says_everything():
     assert parse_program(print_program(parsed)) == parsed
     step = parsed.steps[3]
     assert step.operands[1] == Operand("weight", 0, written=True)
-    assert (step.place, step.given, step.aliases) == (PLACE, frozenset(["dtype"]), (0, 1))
+    assert (step.site, step.given, step.aliases) == (SITE, frozenset(["dtype"]), (0, 1))
     assert parsed.regions[1] == OpenedRegion(nc.Region("cuda", fp16, False, False), "", 2)
     assert parsed.values[2].shape == ("s0", 4)
     assert parsed.steps[4].blocks[0].steps[0].is_cast
@@ -91,8 +91,8 @@ def test_text_is_stable_and_says_everything():
 NAMES = st.text("abcdefghij_.", min_size=1, max_size=8).map(lambda t: f"x{t}")
 TYPES = st.sampled_from(["fp32", "bf16", "fp16", "fp64", "i64", "bool"])
 SHAPES = st.one_of(st.none(), st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["s0", "Max(1, s1)"])), max_size=3))
-PLACES = st.builds(
-    nc.Place, st.text(max_size=5), st.tuples(NAMES), st.tuples(NAMES), st.text(max_size=9), st.integers(0, 99)
+SITES = st.builds(
+    nc.Site, st.text(max_size=5), st.tuples(NAMES), st.tuples(NAMES), st.text(max_size=9), st.integers(0, 99)
 )
 
 
@@ -126,7 +126,7 @@ def programs(draw):
                 draw(st.booleans()), draw(st.one_of(st.none(), st.just(0))), draw(st.booleans()),
                 draw(st.sampled_from(["forward", "backward", "dgrad", "wgrad"])),
                 tuple(range(draw(st.integers(0, len(operands))))), tuple(draw(st.lists(NAMES, max_size=2))), (),
-                draw(st.one_of(st.just(nc.Place()), PLACES)),
+                draw(st.one_of(st.just(nc.Site()), SITES)),
             )
         )  # fmt: skip
     region = OpenedRegion(nc.Region("cpu", bf16), "abc")
@@ -144,7 +144,7 @@ def test_what_is_printed_is_parsed_back(made):
 @pytest.mark.parametrize(
     "line, broken",
     [(0, "programme x"), (1, "region 0: cpu"), (3, "block main("), (4, "  %3: fp32 = "),
-     (4, "  %3: fp32 = f() at 9: x, y"), (12, "place 0: {nonsense"), (11, "} }")],
+     (4, "  %3: fp32 = f() at 9: x, y"), (12, "site 0: {nonsense"), (11, "} }")],
 )  # fmt: skip
 def test_text_that_does_not_parse_names_its_line(line, broken):
     """With the file, and what stands there."""

@@ -106,7 +106,7 @@ def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
 
     found = nc.explain(Recurrent(), torch.randn(2, 3, 8), policy="safe", front_end="compile")
     (row,) = found.graph_rows()
-    assert "LSTM" in row.fallback and row.place.startswith(f"{__file__}:") and row.calls == 0
+    assert "LSTM" in row.fallback and row.site.startswith(f"{__file__}:") and row.calls == 0
     assert found.differences == ()
     text = str(found)
     assert "0 graphs" in text and "runs as eager would run it" in text

@@ -407,8 +407,8 @@ def test_a_method_of_an_interface():
     """In a region, a caller's too, nobody can see what it calls: an error with the line. Outside it is called."""
     with pytest.raises(ScriptError, match="interface") as caught:
         nc.script(cases.CallsAnInterface())
-    (place,) = caught.value.where
-    assert "self.part.forward(z, x)" in place.note and place.file.endswith("jit_cases.py")
+    (site,) = caught.value.where
+    assert "self.part.forward(z, x)" in site.note and site.file.endswith("jit_cases.py")
     model, arguments = cases.CallsAnInterfaceOutside(), tensors("fp32 fp32")
     scripted = nc.script(model)
     assert_same(model, scripted, *arguments)

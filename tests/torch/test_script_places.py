@@ -98,11 +98,11 @@ def test_places_are_the_users():
     """A submodule's call in the library has the line that calls it."""
     program = nc.script(Model(), dtype="bf16")._narrowcast_methods["forward"].explained(0, {}).before
     lines = Path(__file__).read_text().splitlines()
-    places = {step.op: step.place for step in program.steps.values() if step.computes}
-    assert places["aten.linear.default"].file == __file__
-    assert "self.head(x)" in lines[places["aten.linear.default"].line - 1]
-    assert "F.gelu" in lines[places["aten.gelu.default"].line - 1]
-    assert places["aten.gelu.default"].module_path == "blocks.b"
+    sites = {step.op: step.site for step in program.steps.values() if step.computes}
+    assert sites["aten.linear.default"].file == __file__
+    assert "self.head(x)" in lines[sites["aten.linear.default"].line - 1]
+    assert "F.gelu" in lines[sites["aten.gelu.default"].line - 1]
+    assert sites["aten.gelu.default"].module_path == "blocks.b"
 
 
 def test_nothing_is_left_of_the_marks(tmp_path):

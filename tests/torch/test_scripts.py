@@ -294,9 +294,9 @@ def test_what_cannot_be_cast_is_an_error_with_line_and_column(target, says, line
     """What, where with a caret, and what to write instead."""
     with pytest.raises(ScriptError, match=says) as caught:
         nc.script(target)
-    (place,) = caught.value.where
-    assert place.file == __file__ and place.line and "column" in place.note and "^" in place.note
-    assert line in place.note and caught.value.advice
+    (site,) = caught.value.where
+    assert site.file == __file__ and site.line and "column" in site.note and "^" in site.note
+    assert line in site.note and caught.value.advice
 
 
 @pytest.mark.parametrize("target", [3, torch.mm, scripts.Block, "model"])

@@ -96,7 +96,7 @@ def _graph(graph: object) -> dict[str, object]:
     found = {c.name: {"predicted_ms": c.predicted_ns / 1e6, "raced_ms": c.measured_ns and c.measured_ns / 1e6}
              for c in graph.candidates}  # fmt: skip
     return {
-        "place": Path(str(graph.place)).name,
+        "place": Path(str(graph.site)).name,
         "chosen": graph.chosen,
         "fallback": graph.fallback,
         "candidates": found,

@@ -32,7 +32,7 @@ from narrowcast.graphs.backward import (
 )
 from narrowcast.graphs.capture import detached
 from narrowcast.graphs.check import check_formats
-from narrowcast.graphs.compiled import first_place, note_reading, report_graph
+from narrowcast.graphs.compiled import first_site, note_reading, report_graph
 from narrowcast.graphs.elsewhere import find_elsewhere
 from narrowcast.graphs.explicit import Explicit, make_explicit
 from narrowcast.graphs.joint import edit_joint
@@ -77,7 +77,7 @@ class GraphBackend:
         """What torch.compile asks of a backend: the graph, compiled."""
         if not (any_autocast() or _has_regions(graph)) and self.rules is None:
             return self._without_regions(graph, inputs)
-        report = report_graph(first_place(graph))
+        report = report_graph(first_site(graph))
         _note_break(report, graph)
         start = time.perf_counter()
         placed: Placed | None = None
@@ -191,7 +191,7 @@ class GraphBackend:
             raise error
         report.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         warnings.warn(
-            f"narrowcast: a graph at {report.place} could not be given explicit casts and is compiled as eager "
+            f"narrowcast: a graph at {report.site} could not be given explicit casts and is compiled as eager "
             f"autocast would run it ({report.fallback})",
             stacklevel=2,
         )

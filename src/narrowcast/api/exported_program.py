@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from narrowcast.errors import CaptureError
 from narrowcast.goals import CAST, FOLDED, Goal
 from narrowcast.graphs.check import check_formats
-from narrowcast.graphs.compiled import first_place, note_reading, report_graph
+from narrowcast.graphs.compiled import first_site, note_reading, report_graph
 from narrowcast.graphs.explicit import Explicit, make_explicit, refuse_scripts
 from narrowcast.graphs.folding import fold_weights
 from narrowcast.race.candidates import Candidate
@@ -61,7 +61,7 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     with _fake_mode(graph):
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
-    report = report_graph(first_place(graph))
+    report = report_graph(first_site(graph))
     note_reading(report, explicit.reading)
     report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
     return finish_program(program, explicit.graph, fold), explicit
@@ -119,7 +119,7 @@ def placed_program(
     pricing = replace(goal, weights=FOLDED if fold else CAST)
     with mode, torch.no_grad():
         placed = place_graph(graph, inputs, pricing, fused, f"export, fused {fused}", positions, rests=False)
-    report = report_graph(first_place(graph))
+    report = report_graph(first_site(graph))
     note_reading(report, placed.explicit.reading)
     made = {c.name: finish_program(program, c.graph, fold) for c in placed.left}
 

@@ -10,7 +10,7 @@ from narrowcast.eager.region import autocast
 from narrowcast.eager.threads import carry
 from narrowcast.regions.pinned import begin_watching
 from narrowcast.regions.ruling import active_region, native_region
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 
 __all__ = [
     "active_region",
@@ -20,7 +20,7 @@ __all__ = [
     "changed_ops",
     "custom_bwd",
     "custom_fwd",
-    "find_place",
+    "find_site",
     "invalidate",
     "native_region",
     "pin",

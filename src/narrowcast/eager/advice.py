@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowcast.formats import fp32
 from narrowcast.ledger import Advice, HidingBlock, Ledger
 from narrowcast.ops import named
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Kind, Place, Policy, nearest_name
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, nearest_name
 from narrowcast.regions.hidden import hidden_policy
 from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.regions.watchers import told_of_regions
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, OpFacts
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dispatch import op_name, overload_name
@@ -39,18 +39,18 @@ class Adviser:
         self._tasks: set[int] = set()
         self._stepping = False
         self._converted: dict[torch.dtype, Advice] = {}
-        self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Place]] = {}
+        self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Site]] = {}
         self._on_at_start = bool(ruled_device_types())
         self._open: list[_Open] = []
         self._regions: dict[int, _Seen] = {}
         self._conversions = 0
         self._policies: dict[str, Policy] = {}  # of our regions, by digest
-        self._places: dict[Place, None] = {}  # of calls that were decided
+        self._sites: dict[Site, None] = {}  # of calls that were decided
         self._hidden: dict[HidingBlock, int] = {}  # how many calls ran in it
 
-    def add(self, kind: str, what: str, todo: str, place: Place) -> Advice:
+    def add(self, kind: str, what: str, todo: str, site: Site) -> Advice:
         """Note one piece of advice, once per line."""
-        found = Advice(kind, what, todo, place.module_path, place.file, place.line)
+        found = Advice(kind, what, todo, site.module_path, site.file, site.line)
         self.ledger.advice[found] = self.ledger.advice.get(found, 0) + 1
         return found
 
@@ -77,12 +77,12 @@ class Adviser:
             return
         seen = self._regions.get(id(region))
         if seen is None:
-            seen = self._regions[id(region)] = _Seen(region, find_place(with_names=False))
+            seen = self._regions[id(region)] = _Seen(region, find_site(with_names=False))
         if not isinstance(region, torch.autocast):
             self._policies[region.policy.digest] = region.policy
         around = self._open[-1] if self._open else None
         kept = around is not None and around.hiding is not None
-        self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.place)))
+        self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
     def left(self, region: Any, raised: bool) -> None:
         """It is left."""
@@ -99,13 +99,13 @@ class Adviser:
         if opened.hiding is not None:
             self._hidden[opened.hiding] = self._hidden.get(opened.hiding, 0) + calls - opened.calls
 
-    def _block(self, region: Any, place: Place) -> HidingBlock | None:
+    def _block(self, region: Any, site: Site) -> HidingBlock | None:
         """What a region, just entered, is to those around it."""
         if is_enabled(region):
             policy = hidden_policy(region.device) if isinstance(region, torch.autocast) else ""
-            return HidingBlock(policy, region.device, place) if policy else None
+            return HidingBlock(policy, region.device, site) if policy else None
         around = any(is_enabled(o.seen.region) and o.seen.region.device == region.device for o in self._open)
-        return HidingBlock("", region.device, place) if around or self._on_at_start else None
+        return HidingBlock("", region.device, site) if around or self._on_at_start else None
 
     def _counts(self) -> tuple[int, int]:
         return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
@@ -127,21 +127,21 @@ class Adviser:
                     "be cast",
                     "Is it for the device that the tensors are on? Are they in a low format already? Then leave it "
                     "away.",
-                    seen.place,
+                    seen.site,
                 )
 
     def _judge_rules(self, policy: Policy) -> None:
         """The user's rules that matched nothing in the whole recording."""
         for rule in policy.rules:
-            if rule.is_builtin or rule.label in self.ledger.matches or not self._places:
+            if rule.is_builtin or rule.label in self.ledger.matches or not self._sites:
                 continue
-            found = nearest_name(rule, self._places) or f"no call of {rule.op} ran where it holds"
-            place = Place(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
+            found = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
+            site = Site(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
             self.add(
                 "rule without effect",
                 f"policy {policy.name}: the rule {rule} matches nothing: {found}",
                 "Correct the name, or delete the rule, unless other inputs, or another part of the model, need it.",
-                place,
+                site,
             )
 
     @property
@@ -164,7 +164,7 @@ class Adviser:
                 "optimizer step in a region",
                 f"{type(optimizer).__name__}.step() runs with autocasting on",
                 "Close the region after the loss: weights are updated in their own format, and cast anew after that.",
-                find_place(with_names=False),
+                find_site(with_names=False),
             )
 
     def backward(self) -> None:
@@ -174,9 +174,9 @@ class Adviser:
             return
         self._tasks.add(task)
         if self._is_on:
-            here = find_place(with_names=False)
+            here = find_site(with_names=False)
             if not here.file:  # autograd's own thread: the one that waits has the line
-                here = find_place(with_names=False, frame=sys._current_frames().get(self._thread))
+                here = find_site(with_names=False, frame=sys._current_frames().get(self._thread))
             self.add(
                 "backward in a region",
                 "backward() runs with autocasting on: its ops are cast as if they were the forward's",
@@ -184,10 +184,10 @@ class Adviser:
                 here,
             )
 
-    def decided(self, facts: OpFacts, place: Place, tensors: list[torch.Tensor]) -> None:
+    def decided(self, facts: OpFacts, site: Site, tensors: list[torch.Tensor]) -> None:
         """A call in a region reads these tensors."""
-        if len(self._places) < _MOST_PLACES:
-            self._places[place] = None
+        if len(self._sites) < _MOST_SITES:
+            self._sites[site] = None
         for tensor in tensors:
             if tensor.dtype in _LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 known = self._converted.get(tensor.dtype)
@@ -199,24 +199,24 @@ class Adviser:
                     f"{facts.id} reads a weight that is {FORMATS[tensor.dtype]} already: the model was converted "
                     "(half(), bfloat16(), to(dtype)) and runs in a region, too",
                     "Do one of both: keep the weights in fp32 in a region, or convert the model and open none.",
-                    place,
+                    site,
                 )
                 return
 
-    def gave(self, facts: OpFacts, results: list[torch.Tensor], place: Place) -> None:
+    def gave(self, facts: OpFacts, results: list[torch.Tensor], site: Site) -> None:
         """A call in a region gave these."""
         for tensor in results:
             if tensor.dtype in _LOW:
-                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, place)
+                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, site)
 
     def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """An op outside of regions, or a view, gave what is still in the low format of a region's result."""
         found = next((f for t in arguments if (f := self._of_region(t)) is not None), None)
         if found is not None:
-            _, op, place = found
+            _, op, site = found
             for tensor in results:
                 if tensor.dtype in _LOW and self._of_region(tensor) is None:
-                    self._low_results[id(tensor)] = (weakref.ref(tensor), op, place)
+                    self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
 
     def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
         """An op that writes runs in a region: autocast passes it by."""
@@ -234,7 +234,7 @@ class Adviser:
                 "skipped by autocast",
                 f"{facts.id} writes to its argument, and autocast passes such forms by: it runs in {formats}",
                 f"Write the form that returns a new tensor (aten.{base}), which is cast ({kind.value}).",
-                find_place(with_names=False),
+                find_site(with_names=False),
             )
 
     def outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
@@ -247,21 +247,21 @@ class Adviser:
         precise = _listed(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
         if not (meets or precise):
             return
-        dtype, op, place = low
-        where = f"{place.file}:{place.line}"
+        dtype, op, site = low
+        where = f"{site.file}:{site.line}"
         self.add(
             "left the region in a low format",
             f"{facts.id} outside of the region reads the {FORMATS[dtype]} result of {op} ({where})"
             + (f" beside {fp32}" if meets else ", which a region would compute in fp32"),
             "Cast the result where the region ends, x.float(), or move this op into the region.",
-            find_place(with_names=False),
+            find_site(with_names=False),
         )
 
     def let_go(self, ids: set[int]) -> None:
         """Keep no references to tensors of these ids."""
         self._low_results = {key: found for key, found in self._low_results.items() if key not in ids}
 
-    def _of_region(self, tensor: torch.Tensor) -> tuple[torch.dtype, str, Place] | None:
+    def _of_region(self, tensor: torch.Tensor) -> tuple[torch.dtype, str, Site] | None:
         found = self._low_results.get(id(tensor))
         if found is None or found[0]() is not tensor:
             return None
@@ -273,7 +273,7 @@ class _Seen:
     """A region of the recording: where it was first entered, and what happened in it."""
 
     region: Any
-    place: Place
+    site: Site
     calls: int = 0
     casts: int = 0
     raised: bool = False
@@ -292,7 +292,7 @@ class _Open:
     hiding: HidingBlock | None = None
 
 
-_MOST_PLACES = 4096
+_MOST_SITES = 4096
 _FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
 
 

@@ -19,7 +19,7 @@ import torch
 from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
 from narrowcast.errors import Origin, RefusedError, RegionError
 from narrowcast.formats import Format
-from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Site
 from narrowcast.torch_bridge import DTYPES, cast
 from narrowcast.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten
 
@@ -74,7 +74,7 @@ class Boundary:
     names: Names
     policy: Policy
     region: Region
-    place: Place
+    site: Site
     plan: Plan
     entries: dict[str, Entry] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class Boundary:
         """What happens to the argument of that name."""
         found = self.entries.get(name)
         if found is None:
-            plan = _decide(self.policy, self.region, self.place, name)
+            plan = _decide(self.policy, self.region, self.site, name)
             rules = {n: r for n, r in plan.argument_rules if not r.is_about_result}  # an argument may be named so, too
             rule = rules.get(name, plan.rule)
             (dst,) = plan.formats
@@ -120,7 +120,7 @@ class Boundary:
 
     def note(self, name: str) -> str:
         """The rule about an argument or `result`, as JSON: what the ledger of a graph says of its cast."""
-        plan = _decide(self.policy, self.region, self.place, name)
+        plan = _decide(self.policy, self.region, self.site, name)
         rule = plan.rule_about(name)
         facts = {"argument": name, "policy": self.policy.name}
         if rule is not None:
@@ -133,40 +133,40 @@ class Boundary:
         if self.plan.refused is None:
             return
         rule = self.plan.rule
-        where = [Origin(self.place.file, self.place.line, f"in module {self.place.module_path}")]
+        where = [Origin(self.site.file, self.site.line, f"in module {self.site.module_path}")]
         if rule is not None and rule.origin is not None:
             where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
         raise RefusedError(
-            asked=f"the call of {self.place.classes[0] if self.place.classes else 'a module'}",
+            asked=f"the call of {self.site.classes[0] if self.site.classes else 'a module'}",
             found=self.plan.refused,
             where=tuple(o for o in where if o.file),
             advice="Do not call it here, or change the rule.",
         )
 
 
-def boundary_of(names: Names, policy: Policy, region: Region, place: Place) -> Boundary | None:
+def boundary_of(names: Names, policy: Policy, region: Region, site: Site) -> Boundary | None:
     """The boundary that a policy gives a module's call at a place; None if it says nothing about it."""
-    made = make_boundary(names, policy, region, place)
+    made = make_boundary(names, policy, region, site)
     plan = made.plan
-    if plan.rule is None and not plan.results and not any(_names_one(policy, region, place, n) for n in names.known):
+    if plan.rule is None and not plan.results and not any(_names_one(policy, region, site, n) for n in names.known):
         return None
     return made
 
 
-def make_boundary(names: Names, policy: Policy, region: Region, place: Place) -> Boundary:
+def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> Boundary:
     """The boundary that a policy gives a call, if only one that does nothing."""
-    return Boundary(names, policy, region, place, _decide(policy, region, place, ""))
+    return Boundary(names, policy, region, site, _decide(policy, region, site, ""))
 
 
-def _decide(policy: Policy, region: Region, place: Place, name: str) -> Plan:
+def _decide(policy: Policy, region: Region, site: Site, name: str) -> Plan:
     if name.partition(".")[0] == RESULT:  # an argument of that name has none of its own: it means what is returned
         name = ""
     argument = Argument(name, None, region.device_type, unknown=True)
-    return decide(Call(MODULE_CALL_OP, (argument,), place), policy, region)
+    return decide(Call(MODULE_CALL_OP, (argument,), site), policy, region)
 
 
-def _names_one(policy: Policy, region: Region, place: Place, name: str) -> bool:
-    return any(name == found for found, _ in _decide(policy, region, place, name).argument_rules)
+def _names_one(policy: Policy, region: Region, site: Site, name: str) -> bool:
+    return any(name == found for found, _ in _decide(policy, region, site, name).argument_rules)
 
 
 # -- casts -------------------------------------------------------------------------------------------------------------

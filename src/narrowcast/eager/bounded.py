@@ -16,10 +16,10 @@ from narrowcast.decide import Argument, Call, decide
 from narrowcast.eager.boundary import Boundary, Entry, cast_parts, cast_tree, first_floating
 from narrowcast.eager.region import autocast
 from narrowcast.eager.watch import DecidedCall, watchers
-from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Place, Policy
+from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
 from narrowcast.regions.marks import BOUNDARY as NOTE
 from narrowcast.regions.ruling import region_on, ruled_device_types
-from narrowcast.sites.python_stack import called_modules, find_place, module_path
+from narrowcast.sites.python_stack import called_modules, find_site, module_path
 from narrowcast.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, tensors_in
 from narrowcast.torch_surface.dynamo import never_begin_at, never_trace
 from narrowcast.torch_surface.jit import tracing_state
@@ -163,14 +163,14 @@ def _tell(
     """Recordings hear of the call as of an op's: first of its arguments, and at the end of its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
     arguments = tuple(Argument(s.name, FORMATS.get(t.dtype), boundary.region.device_type) for s, t in named)
-    plan = decide(Call(MODULE_CALL_OP, arguments, boundary.place), boundary.policy, boundary.region)
+    plan = decide(Call(MODULE_CALL_OP, arguments, boundary.site), boundary.policy, boundary.region)
     if not named:
         results = boundary.plan.results
         plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(came)) for r in results))  # type: ignore[arg-type]
-    here = find_place()
+    here = find_site()
     path = module_path([module, *called_modules()]) if module is not None else here.module_path
-    place = Place(path, boundary.place.classes, here.functions, here.file, here.line)
-    call = DecidedCall(_FACTS, plan, place, tensors, boundary.policy, False)
+    site = Site(path, boundary.site.classes, here.functions, here.file, here.line)
+    call = DecidedCall(_FACTS, plan, site, tensors, boundary.policy, False)
     for watcher in watchers():
         watcher.begin(call)
 

@@ -11,13 +11,13 @@ from torch.nn import Module
 from narrowcast.decide import Region
 from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
 from narrowcast.formats import bf16
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.ruling import active_region
 from narrowcast.regions.stack import OpenRegion, innermost
-from narrowcast.sites.graph_nodes import traced_place
-from narrowcast.sites.python_stack import called_modules, find_place, module_path, path_around
+from narrowcast.sites.graph_nodes import traced_site
+from narrowcast.sites.python_stack import called_modules, find_site, module_path, path_around
 from narrowcast.torch_surface.autograd import current_graph_task
 
 ANYWHERE = Region("cpu", bf16)  # pins name their formats: they hold in any region, and in none
@@ -56,7 +56,7 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
     pin: Pin | None = pin_of(module)
     ruling = ruling_region()
     if "forward" in module.__dict__:  # its arguments are its own: nothing that is known of the class holds
-        return _made(module, pin, ruling, _place(module, ruling, traced))
+        return _made(module, pin, ruling, _site(module, ruling, traced))
     if ruling is None:
         if pin is None or not pin.policy.has_module_rules:
             return None
@@ -64,38 +64,38 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
             pin.boundaries[type(module)] = _made(module, pin, None, NOWHERE)
         found: Boundary | None = pin.boundaries[type(module)]
         return found
-    place = _place(module, ruling, traced)
+    site = _site(module, ruling, traced)
     if ruling.prepared.sightings is not None:
-        ruling.prepared.sightings.see(place)
-    key = (type(module), pin.tag if pin is not None else None, place.module_path, place.functions, place.around)
+        ruling.prepared.sightings.see(site)
+    key = (type(module), pin.tag if pin is not None else None, site.module_path, site.functions, site.around)
     made: dict[Any, Boundary | None] = ruling.prepared.boundaries
     if key not in made:
-        made[key] = _made(module, pin, ruling, place)
+        made[key] = _made(module, pin, ruling, site)
     return made[key]
 
 
-def _place(module: Module, ruling: OpenRegion | None, traced: bool) -> Place:
+def _site(module: Module, ruling: OpenRegion | None, traced: bool) -> Site:
     """As much of the place as the policy's rules ask for."""
     asked = ruling.prepared.policy.asked_of_modules if ruling is not None else frozenset()
     if not asked:
         return NOWHERE
     if traced:
-        found = traced_place() or NOWHERE
+        found = traced_site() or NOWHERE
     else:
         called = [module, *called_modules()]
-        functions = find_place().functions if "function" in asked else ()
-        found = Place(module_path(called), (), functions, around=path_around(called) if "module" in asked else "")
+        functions = find_site().functions if "function" in asked else ()
+        found = Site(module_path(called), (), functions, around=path_around(called) if "module" in asked else "")
     path, around = (found.module_path, found.around) if "module" in asked else ("", "")
-    return Place(path, (), found.functions if "function" in asked else (), around=around)
+    return Site(path, (), found.functions if "function" in asked else (), around=around)
 
 
-def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, place: Place) -> Boundary | None:
+def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, site: Site) -> Boundary | None:
     policy = ruling.prepared.policy if ruling is not None else Policy("none", extends=())
     if pin is not None:
         policy = policy.with_rules(pin.policy.rules)
     facts = ANYWHERE if ruling is None else ruling.prepared.facts
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return boundary_of(_names(module), policy, facts, replace(place, classes=(name,)))
+    return boundary_of(_names(module), policy, facts, replace(site, classes=(name,)))
 
 
 def _names(module: Module) -> Names:

@@ -16,13 +16,13 @@ from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.results import cast_results
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
 from narrowcast.errors import Origin, RefusedError, RegionError
-from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.regions.hidden import tell_hidden
 from narrowcast.regions.ruling import active_region, native_region
 from narrowcast.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
 from narrowcast.regions.training import watch_gradients
-from narrowcast.sites.graph_nodes import current_place, traced_place
-from narrowcast.sites.python_stack import find_place, in_generated_code
+from narrowcast.sites.graph_nodes import current_site, traced_site
+from narrowcast.sites.python_stack import find_site, in_generated_code
 from narrowcast.torch_bridge import (
     DTYPES,
     FORMATS,
@@ -70,7 +70,7 @@ class Kernel:
             return self._run_watched(watching, region, keyset, args, kwargs)
         if region is None or self.facts.id not in region.prepared.changed:
             if region is None and innermost() is not None:
-                tell_hidden(self.facts.id, self.device_type, lambda: _noted_place() or find_place())
+                tell_hidden(self.facts.id, self.device_type, lambda: _noted_site() or find_site())
             if self._native is None:
                 return self._pass_on(keyset, args, kwargs)
             region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
@@ -86,7 +86,7 @@ class Kernel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         region: OpenRegion,
-        place: Place = NOWHERE,
+        site: Site = NOWHERE,
     ) -> Decided:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
         is_here = self._is_here
@@ -98,41 +98,39 @@ class Kernel:
         decided = region.prepared.plans.get(key)
         if decided is not None:
             return decided
-        depends_on_place = region.prepared.policy.asks_where(self.facts.id, self.facts.computes)
-        if depends_on_place and place is NOWHERE:
-            place = self._place()
-        if depends_on_place and region.prepared.sightings is not None:
-            region.prepared.sightings.see(place)
+        depends_on_site = region.prepared.policy.asks_where(self.facts.id, self.facts.computes)
+        if depends_on_site and site is NOWHERE:
+            site = self._site()
+        if depends_on_site and region.prepared.sightings is not None:
+            region.prepared.sightings.see(site)
         slots = slots_of(self.facts, args, kwargs)
-        plan = decide(self._facts_of(slots, tensors, given, place), region.prepared.policy, region.prepared.facts)
+        plan = decide(self._facts_of(slots, tensors, given, site), region.prepared.policy, region.prepared.facts)
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
-        if not depends_on_place and _ELSEWHERE not in came:
+        if not depends_on_site and _ELSEWHERE not in came:
             region.prepared.plans[key] = decided
         return decided
 
-    def _place(self) -> Place:
-        place = _noted_place()
-        if place is not None:
-            return place
+    def _site(self) -> Site:
+        site = _noted_site()
+        if site is not None:
+            return site
         if tracing_compiled_code() or in_generated_code():
             raise RegionError(
                 asked=f"a rule about {self.facts.id} that names a module, class or function, inside torch.compile",
                 found="this backend runs its graphs without saying where their calls are made",
                 advice="Compile with nc.compile, leave the region outside, or write rules about ops alone.",
             )
-        return find_place()
+        return find_site()
 
-    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, place: Place) -> Call:
+    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site) -> Call:
         arguments = tuple(
             Argument(slot.name, None, "", slot.written)
             if t is None
             else Argument(slot.name, FORMATS.get(t.dtype), t.device.type, slot.written)
             for slot, t in zip(slots, tensors, strict=True)
         )
-        return Call(
-            self.facts.id, arguments, place, frozenset(["dtype"]) if given else frozenset(), self.facts.computes
-        )
+        return Call(self.facts.id, arguments, site, frozenset(["dtype"]) if given else frozenset(), self.facts.computes)
 
     def _run_watched(
         self,
@@ -147,8 +145,8 @@ class Kernel:
         if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)
         tensors = gather(self.facts, args, kwargs)
-        place = _noted_place() or find_place(region.prepared.policy.table.asks_for_names)
-        decided = self._decide(tensors, args, kwargs, region, NOWHERE if tracing_compiled_code() else place)
+        site = _noted_site() or find_site(region.prepared.policy.table.asks_for_names)
+        decided = self._decide(tensors, args, kwargs, region, NOWHERE if tracing_compiled_code() else site)
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
         if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
@@ -156,7 +154,7 @@ class Kernel:
         if not watching:
             return self.run(decided, region, keyset, args, kwargs)
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
-        call = DecidedCall(self.facts, decided.plan, place, pairs, policy, region.prepared.facts.cache, args, kwargs)
+        call = DecidedCall(self.facts, decided.plan, site, pairs, policy, region.prepared.facts.cache, args, kwargs)
         for watcher in watching:
             watcher.begin(call)
         try:
@@ -235,9 +233,9 @@ never_trace(Kernel.__call__)  # called from eager code between compiled graphs
 Tensors = list[torch.Tensor | None]
 
 
-def _noted_place() -> Place | None:
+def _noted_site() -> Site | None:
     """The place that a graph notes for the call that is traced, or run, now; None where the Python stack must tell."""
-    return traced_place() if tracing_compiled_code() else current_place()
+    return traced_site() if tracing_compiled_code() else current_site()
 
 
 def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
@@ -347,8 +345,8 @@ def _watch_gradients(decided: Decided, region: OpenRegion, tensors: Tensors) -> 
 
 
 def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:
-    place = find_place()
-    where = [Origin(place.file, place.line, f"in module {place.module_path}" if place.module_path else "")]
+    site = find_site()
+    where = [Origin(site.file, site.line, f"in module {site.module_path}" if site.module_path else "")]
     if plan.rule is not None and plan.rule.origin is not None:
         where.append(Origin(plan.rule.origin.file, plan.rule.origin.line, f"the rule: {plan.rule}"))
     return RefusedError(

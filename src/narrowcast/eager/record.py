@@ -27,9 +27,9 @@ from narrowcast.eager.watch import (
 from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, planned_names
 from narrowcast.formats import Format
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
-from narrowcast.policy import MODULE_CALL_OP, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of
@@ -108,9 +108,9 @@ class Recorder(DispatchMode):
                 self.adviser.backward()
             for rule in plan.rules:
                 label = self._labels.get(id(rule)) or self._labels.setdefault(id(rule), rule.label)
-                self.ledger.count_match(label, call.place.module_path)
+                self.ledger.count_match(label, call.site.module_path)
             self._note_slow(plan, tensors)
-            self.adviser.decided(call.facts, call.place, [t for _, t in tensors if t is not None])
+            self.adviser.decided(call.facts, call.site, [t for _, t in tensors if t is not None])
         state.calls.append(Watched(call, came, [f is None for f in plan.formats], widens, again))
 
     def _note_slow(self, plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> None:
@@ -131,7 +131,7 @@ class Recorder(DispatchMode):
         if call.again:
             return
         if call.decided.facts.id != MODULE_CALL_OP:
-            self.adviser.gave(call.decided.facts, tensors_in(result), call.decided.place)
+            self.adviser.gave(call.decided.facts, tensors_in(result), call.decided.site)
         elif not call.decided.tensors:
             return  # the casts of its results: it is counted already
         for position, dst in enumerate(plan.formats):
@@ -147,7 +147,7 @@ class Recorder(DispatchMode):
             computes = planned_names(plan, call.decided.tensors)
         self._count(
             call.decided.facts.id,
-            call.decided.place,
+            call.decided.site,
             call.came,
             computes,
             result,
@@ -171,13 +171,13 @@ class Recorder(DispatchMode):
         """The call raised."""
         call = self._state.calls.pop()
         if call.decided.plan.refused is not None:
-            place = call.decided.place
+            site = call.decided.site
             self.ledger.refusals.append(
                 Refusal(
                     call.decided.facts.id,
-                    place.module_path,
-                    place.file,
-                    place.line,
+                    site.module_path,
+                    site.file,
+                    site.line,
                     call.decided.policy.name,
                     call.decided.plan.refused,
                 )
@@ -219,13 +219,13 @@ class Recorder(DispatchMode):
             calls[-1].op_bytes += moved
         else:
             came = format_names([t.dtype for t in arguments])
-            place = find_place(with_names=False)
+            site = find_site(with_names=False)
             if on and current_autograd_node() is None:
                 if func is TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
                     self.adviser.converted()
                 elif facts.computes:
-                    self.adviser.gave(facts, results, place)
-            self._count(facts.id, place, came, came, result, None, None, moved)
+                    self.adviser.gave(facts, results, site)
+            self._count(facts.id, site, came, came, result, None, None, moved)
         return result
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
@@ -338,7 +338,7 @@ class Recorder(DispatchMode):
         cast = Cast.of(
             call.decided.facts.id,
             argument,
-            call.decided.place,
+            call.decided.site,
             rule,
             src=src,
             dst=dst,
@@ -362,7 +362,7 @@ class Recorder(DispatchMode):
     def _count(
         self,
         op: str,
-        place: Place,
+        site: Site,
         came: str,
         computes: str,
         result: Any,
@@ -374,9 +374,9 @@ class Recorder(DispatchMode):
         rule = deciding_rule(plan)
         kind = CallKind(
             op=op,
-            module_path=place.module_path,
-            file=place.file,
-            line=place.line,
+            module_path=site.module_path,
+            file=site.file,
+            line=site.line,
             came=came,
             computes=computes,
             result=format_names([t.dtype for t in tensors_in(result)]),

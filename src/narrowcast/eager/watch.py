@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.decide import Plan
-from narrowcast.policy import DEVICE_TYPES, Place, Policy
+from narrowcast.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.torch_bridge import OpFacts, Slot
 from narrowcast.torch_surface.dispatch import OpOverload
 
@@ -23,7 +23,7 @@ class DecidedCall:
 
     facts: OpFacts
     plan: Plan
-    place: Place
+    site: Site
     tensors: list[tuple[Slot, torch.Tensor | None]]
     policy: Policy
     caches: bool

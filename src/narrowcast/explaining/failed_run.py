@@ -18,10 +18,10 @@ from narrowcast.eager import autocast
 from narrowcast.eager.watch import present_device_types
 from narrowcast.eager.words import format_names
 from narrowcast.explaining.isolation import isolated
-from narrowcast.policy import Place, Policy
+from narrowcast.policy import Policy, Site
 from narrowcast.policy.lacks import FULL
 from narrowcast.report import Attempt, Failure
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import find_op, op_id, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
@@ -37,11 +37,11 @@ def failure_of(run: Run, region: autocast, error: Exception, fake: bool) -> Fail
     if _raised(run, None, fake):
         return None
     seen = _watched(run, region, first_line(error), fake)
-    place = seen.place or find_place(frame=_innermost(error))
+    site = seen.site or find_site(frame=_innermost(error))
     attempts = tuple(
         Attempt(policy.name, _raised(run, policy_region, fake)) for policy, policy_region in _others(region)
     )
-    where = (place.module_path, place.file, place.line)
+    where = (site.module_path, site.file, site.line)
     return Failure(seen.op, seen.formats, *where, first_line(error), region.policy.name, attempts)
 
 
@@ -101,12 +101,12 @@ class _Seen:
 
     def __init__(self) -> None:
         self.op, self.formats = "", ""
-        self.place: Place | None = None
+        self.site: Site | None = None
 
     def note(self, op: str, arguments: list[torch.Tensor]) -> None:
         """A call raised; calls around it raise after it."""
-        if self.place is None:
-            self.op, self.formats, self.place = op, format_names([t.dtype for t in arguments]), find_place()
+        if self.site is None:
+            self.op, self.formats, self.site = op, format_names([t.dtype for t in arguments]), find_site()
 
 
 class _Functions(TorchFunctionMode):

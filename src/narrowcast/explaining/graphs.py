@@ -16,7 +16,7 @@ from narrowcast.explaining.isolation import isolated
 from narrowcast.goals import MEMORY, Goal
 from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.output.console import in_bytes
-from narrowcast.policy import Place
+from narrowcast.policy import Site
 from narrowcast.profiles.held import held_at_most
 from narrowcast.race.eager_ops import eager_note, is_raced, run_watched
 from narrowcast.report import CompiledGraph
@@ -71,7 +71,7 @@ def graphs_of(
     known = {graph.broken_at for graph in graphs}
     alone = dict.fromkeys(row for row in left if f"{row[0]}:{row[1]}" not in known)
     graphs += [
-        CompiledGraph(len(graphs) + n, Place(file=file, line=line), fallback=reason)
+        CompiledGraph(len(graphs) + n, Site(file=file, line=line), fallback=reason)
         for n, (file, line, reason) in enumerate(alone)
     ]
     return tuple(graphs), " ".join(filter(None, (note, held)))

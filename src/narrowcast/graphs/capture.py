@@ -23,9 +23,9 @@ from torch.fx.experimental.proxy_tensor import (
 
 from narrowcast.errors import CaptureError
 from narrowcast.graphs.composites import decompositions
-from narrowcast.policy import Place
+from narrowcast.policy import Site
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
-from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_place, placed_at
+from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
 from narrowcast.torch_surface.dispatch import (
     HigherOrderOperator,
@@ -158,11 +158,11 @@ class _Runner(torch.fx.Interpreter):
             return self._copy(n)
         if n.op != "call_function":
             return super().run_node(n)
-        with placed_at(self.place_of(n)):
+        with at_site(self.site_of(n)):
             return super().run_node(n)
 
-    def place_of(self, node: torch.fx.Node) -> Place:
-        return node_place(node.meta, self.outside)
+    def site_of(self, node: torch.fx.Node) -> Site:
+        return node_site(node.meta, self.outside)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in INFERENCE_MODE:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError, Origin
 from narrowcast.graphs.capture import detached
-from narrowcast.sites.graph_nodes import node_place
+from narrowcast.sites.graph_nodes import node_site
 from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
 from narrowcast.torch_surface.dispatch import HigherOrderOperator, OpOverload, enable_python_dispatcher
 from narrowcast.torch_surface.fx import same_random_numbers
@@ -59,10 +59,10 @@ class _Checker(torch.fx.Interpreter):
 
 
 def _difference(node: Node, found: str) -> CaptureError:
-    place = node_place(node.meta)
+    site = node_site(node.meta)
     return CaptureError(
         asked=f"{node.target} with explicit casts",
         found=found,
-        where=(Origin(place.file, place.line),) if place.file else (),
+        where=(Origin(site.file, site.line),) if site.file else (),
         advice="The graph runs as eager would run it instead. Please report this with the model.",
     )

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from torch.fx import GraphModule
 
 from narrowcast.graphs.read import Reading
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 from narrowcast.report import CompiledGraph
-from narrowcast.sites.graph_nodes import node_place
+from narrowcast.sites.graph_nodes import node_site
 
 
 class _Watching(threading.local):
@@ -33,9 +33,9 @@ def watch_graphs() -> Iterator[list[CompiledGraph]]:
         _watching.lists.remove(found)
 
 
-def report_graph(place: Place) -> CompiledGraph:
+def report_graph(site: Site) -> CompiledGraph:
     """A new graph, told to those who watch; the caller fills it in."""
-    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, place)
+    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, site)
     for found in _watching.lists:
         found.append(made)
     return made
@@ -47,9 +47,9 @@ def note_reading(report: CompiledGraph, reading: Reading) -> None:
     report.hidden = reading.hidden
 
 
-def first_place(graph: GraphModule) -> Place:
+def first_site(graph: GraphModule) -> Site:
     """The place of the first call of a graph that has one."""
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):
-            return node_place(node.meta)
+            return node_site(node.meta)
     return NOWHERE

@@ -13,10 +13,10 @@ import torch
 
 from narrowcast.decide import Argument, Call, decide
 from narrowcast.graphs.fused import INSIDE
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 from narrowcast.regions.ruling import region_on
 from narrowcast.regions.stack import OpenRegion
-from narrowcast.sites.graph_nodes import traced_place
+from narrowcast.sites.graph_nodes import traced_site
 from narrowcast.torch_bridge import FORMATS, find_op, op_facts, tensors_in
 from narrowcast.torch_surface import dispatch as surface
 from narrowcast.torch_surface.dispatch import OpOverload, all_op_names, can_decompose, has_kernel
@@ -45,10 +45,10 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
                 continue
             found = region.prepared.for_graphs.policy.table.candidates(facts.id, facts.computes)
             depends = region.prepared.for_graphs.policy.asks_where(facts.id, facts.computes)
-            place = (traced_place() or NOWHERE) if depends else NOWHERE
-            if _is_repaired(facts.id, region, place, tensors_in(args, kwargs)):
+            site = (traced_site() or NOWHERE) if depends else NOWHERE
+            if _is_repaired(facts.id, region, site, tensors_in(args, kwargs)):
                 return NotImplemented
-            if any(rule.matches_place(place) for rule in (*found.whole, *found.per_argument)):
+            if any(rule.matches_site(site) for rule in (*found.whole, *found.per_argument)):
                 return NotImplemented
             return inside(*args, **kwargs)
         return NotImplemented
@@ -56,13 +56,13 @@ def _decomposed_if_undecided(op: OpOverload) -> Callable[..., Any]:
     return run
 
 
-def _is_repaired(op: str, region: OpenRegion, place: Place, tensors: list[torch.Tensor]) -> bool:
+def _is_repaired(op: str, region: OpenRegion, site: Site, tensors: list[torch.Tensor]) -> bool:
     """Whether the device lacks what is inside the op, so that it runs as a whole, in fp32."""
     prepared = region.prepared.for_graphs
     if op not in prepared.policy.lacking:
         return False
     arguments = tuple(Argument("", FORMATS.get(t.dtype), t.device.type) for t in tensors)
-    return decide(Call(op, arguments, place), prepared.policy, prepared.facts).rule is not None
+    return decide(Call(op, arguments, site), prepared.policy, prepared.facts).rule is not None
 
 
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:

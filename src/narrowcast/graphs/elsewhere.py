@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from narrowcast.graphs.explicit import Explicit
 from narrowcast.regions.ruling import region_on, ruled_device_types
 from narrowcast.regions.stack import innermost, stack
-from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_place, placed_at
+from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.sites.python_stack import called_modules, module_path
 from narrowcast.torch_surface.state import autocast_nesting
 
@@ -50,11 +50,11 @@ class Elsewhere(torch.fx.Interpreter):
     def run(self, *args: Any, **_: Any) -> Any:
         """The graph's results, computed call by call at the places where this call makes them."""
         self.outside = Outside.now()
-        if not self.warned and self.compiled_for is not None and self.outside.place.module_path != self.compiled_for:
+        if not self.warned and self.compiled_for is not None and self.outside.site.module_path != self.compiled_for:
             self.warned = True
             warnings.warn(
                 f"narrowcast: a graph compiled for module {self.compiled_for or '(root)'!r} is called in "
-                f"{self.outside.place.module_path!r}, for which the policy's rules may differ: it runs uncompiled. "
+                f"{self.outside.site.module_path!r}, for which the policy's rules may differ: it runs uncompiled. "
                 "A graph break between the modules is the cause (narrowcast.explain lists them).",
                 stacklevel=3,
             )
@@ -62,7 +62,7 @@ class Elsewhere(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """One call, at its place."""
-        with placed_at(node_place(n.meta, self.outside)):
+        with at_site(node_site(n.meta, self.outside)):
             return super().run_node(n)
 
 

@@ -26,23 +26,23 @@ def replace_operands(node: Node, new: list[Node]) -> None:
     """Let the node read these nodes, in the order of `operands_of`."""
     following = iter(new)
     args, kwargs = list(node.args), dict(node.kwargs)
-    for place, value in _places(node):
+    for site, value in _sites(node):
         made: Any = map_arg(value, lambda _: next(following))
-        if isinstance(place, int):
-            args[place] = made
+        if isinstance(site, int):
+            args[site] = made
         else:
-            kwargs[place] = made
+            kwargs[site] = made
     node.args, node.kwargs = tuple(args), kwargs
 
 
 def _arguments(node: Node) -> Iterator[tuple[str, Any]]:
     op = node.target
     names = [a.name for a in schema_of(op).arguments] if isinstance(op, OpOverload) else []
-    for place, value in _places(node):
-        yield (names[place] if isinstance(place, int) else place), value
+    for site, value in _sites(node):
+        yield (names[site] if isinstance(site, int) else site), value
 
 
-def _places(node: Node) -> Iterator[tuple[int | str, Any]]:
+def _sites(node: Node) -> Iterator[tuple[int | str, Any]]:
     """Positional arguments, then those given by name, in the order of the schema."""
     yield from enumerate(node.args)
     op = node.target

@@ -42,7 +42,7 @@ def _may_be_fused(attention: torch.nn.MultiheadAttention) -> bool:
 
 def _takes_weights(program: Program, name: str) -> bool:
     """Whether the unfused path was captured there, of one fp32 tensor, in a region of the cpu."""
-    steps = [step for step in program.steps.values() if step.place.module_path == (name or "(root)")]
+    steps = [step for step in program.steps.values() if step.site.module_path == (name or "(root)")]
     turned = {step.operands[0].value for step in steps if step.op == "aten.transpose.int" and _is_input(step, steps)}
     if len(turned) != 1:  # query, key and value are not the same, or it is fused here, too
         return False

@@ -13,12 +13,12 @@ from torch.fx import GraphModule, Node
 from narrowcast.decide import Region
 from narrowcast.graphs.operands import operands_of
 from narrowcast.ledger import HidingBlock
-from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
 from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
 from narrowcast.regions.ruling import region_on
 from narrowcast.regions.stack import Prepared
-from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_place
+from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_site
 from narrowcast.torch_bridge import FORMATS, is_random, op_facts, short_type
 from narrowcast.torch_bridge.memory import alias_names
 from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
@@ -117,7 +117,7 @@ class _Reader:
         self.modules: list[GraphModule] = []
         self.roots: dict[int, int] = {}
         self.taken: set[int] = set()  # memory that an in-place op made part of autograd
-        self.places: dict[tuple[Any, ...], Place] = {}
+        self.sites: dict[tuple[Any, ...], Site] = {}
         self.hidden: dict[HidingBlock, int] = {}
         self.open = [Level({device: self._region(prepared) for device, prepared in ambient.regions.items()})]
 
@@ -145,7 +145,7 @@ class _Reader:
         hiding = around.hiding
         if hiding is None:  # Dynamo does not say where a region is opened
             first = next((n for n in _from(node) if n.meta.get("stack_trace")), node)
-            hiding = _hiding(around.regions.get(device), prepared, self._place(first))
+            hiding = _hiding(around.regions.get(device), prepared, self._site(first))
         self.open.append(Level({**around.regions, device: self._region(prepared)}, hiding))
 
     def _region_of(self, op: str, devices: list[str]) -> int | None:
@@ -249,7 +249,7 @@ class _Reader:
                 self.boundaries[value.id] = note
             return Step(
                 value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
-                None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._place(node),
+                None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._site(node),
             )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
         hiding = self.open[-1].hiding
         if hiding is not None and facts.computes:
@@ -269,7 +269,7 @@ class _Reader:
             shared,
             ("random",) if is_random(op) else (),
             (),
-            self._place(node),
+            self._site(node),
         )
 
     # -- gradients that in-place ops bring to what shares memory with their target
@@ -310,7 +310,7 @@ class _Reader:
         return Step(
             self._value(node, gradient), name, operands, constants,
             grad_mode=self.grad_mode, direction=self.joint.get(node, "forward"), aliases=tuple(range(len(operands))),
-            effects=() if pure else ("order",), blocks=blocks, place=self._place(node),
+            effects=() if pure else ("order",), blocks=blocks, site=self._site(node),
         )  # fmt: skip
 
     def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
@@ -334,15 +334,15 @@ class _Reader:
         self.grad_mode = grad_before
         return tuple(blocks)
 
-    def _place(self, node: Node) -> Place:
+    def _site(self, node: Node) -> Site:
         trace, stack = node.meta.get("stack_trace"), node.meta.get("nn_module_stack")
         if not trace and not stack and self.outside is NO_OUTSIDE:
             return NOWHERE
         key = (trace, tuple(stack) if stack else ())
-        place = self.places.get(key)
-        if place is None:
-            place = self.places[key] = node_place(node.meta, self.outside)
-        return place
+        site = self.sites.get(key)
+        if site is None:
+            site = self.sites[key] = node_site(node.meta, self.outside)
+        return site
 
 
 def _from(node: Node) -> Iterator[Node]:
@@ -352,15 +352,15 @@ def _from(node: Node) -> Iterator[Node]:
         node = node.next
 
 
-def _hiding(around: Open | None, prepared: Prepared, place: Place) -> HidingBlock | None:
+def _hiding(around: Open | None, prepared: Prepared, site: Site) -> HidingBlock | None:
     """What a region is to the one around it on its device type, if it keeps that from ruling."""
     if around is None or not around.prepared.facts.enabled:
         return None
     policy = around.prepared.policy.name
     if not prepared.facts.enabled:
-        return HidingBlock("", prepared.facts.device_type, place)
+        return HidingBlock("", prepared.facts.device_type, site)
     hides = around.prepared.differs and prepared.policy is Policy.native(prepared.facts.device_type)
-    return HidingBlock(policy, prepared.facts.device_type, place) if hides else None
+    return HidingBlock(policy, prepared.facts.device_type, site) if hides else None
 
 
 def _with_gradients(block: Block, taken: set[int]) -> Block:

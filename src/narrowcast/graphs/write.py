@@ -68,8 +68,8 @@ def _insert(graph: Graph, step: Step, nodes: dict[int, Node], cursor: Node | Non
     """A new cast behind the cursor."""
     source = nodes[step.operands[0].value]
     dtype = DTYPES[parse_format(step.value.type)]
-    place = graph.inserting_after(cursor) if cursor is not None else graph.inserting_before(next(iter(graph.nodes)))
-    with place:
+    site = graph.inserting_after(cursor) if cursor is not None else graph.inserting_before(next(iter(graph.nodes)))
+    with site:
         if lowered:
             node = graph.call_function(CASTS[1], (source, dtype))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowcast.ledger.records import Advice
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 
 TO_RULE_INSIDE = (
     'Give the region inner="policy" (in a policy file: inner = "policy") to have the policy hold in such blocks, too'
@@ -24,11 +24,11 @@ class HidingBlock:
 
     policy: str
     device_type: str
-    place: Place = NOWHERE
+    site: Site = NOWHERE
 
     def advice(self, calls: int) -> Advice:
         """What is to be said if this many calls ran in it."""
-        where = f"{self.place.file}:{self.place.line}"
+        where = f"{self.site.file}:{self.site.line}"
         if self.policy:
             what = (
                 f"torch.autocast on {self.device_type}, at {where} inside your region, hides policy "
@@ -38,4 +38,4 @@ class HidingBlock:
         else:
             what = f"the block at {where} switches autocasting on {self.device_type} off for {calls} calls"
             kind, todo = "switched off", f"Nothing, if it is meant: no policy reaches these calls. {_TO_DECIDE}"
-        return Advice(kind, what, todo, self.place.module_path, self.place.file, self.place.line)
+        return Advice(kind, what, todo, self.site.module_path, self.site.file, self.site.line)

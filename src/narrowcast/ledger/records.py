@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.policy import Place, Rule
+from narrowcast.policy import Rule, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Cast:
     repeated: bool = False
 
     @staticmethod
-    def of(op: str, argument: str, place: Place, asked_by: Rule | None, /, **facts: Any) -> Cast:
+    def of(op: str, argument: str, site: Site, asked_by: Rule | None, /, **facts: Any) -> Cast:
         """A cast that a rule asked for at a place. facts: all other fields, and what replaces the rule's words."""
         words = {"action": "", "rule": "", "reason": "", "source": ""}
         if asked_by is not None:
             text, reason = str(asked_by), asked_by.reason
             words = {"action": str(asked_by.action), "rule": text, "reason": reason or text, "source": asked_by.source}
-        return Cast(op, argument, place.module_path, place.file, place.line, **{**words, **facts})
+        return Cast(op, argument, site.module_path, site.file, site.line, **{**words, **facts})
 
     @property
-    def place(self) -> str:
+    def site(self) -> str:
         """`file:line`, or ? if no line of the user's was on the stack."""
         return f"{self.file}:{self.line}" if self.file else "?"
 

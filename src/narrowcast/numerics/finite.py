@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.report import NotFinite
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, op_id, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
 
@@ -53,8 +53,8 @@ class _Finite(DispatchMode):
         result = func(*args, **kwargs)
         results = tensors_in(result)
         is_finite = all(_is_finite(t) for t in results)
-        place = find_place(with_names=False)
-        call = (op_id(func), place.module_path, place.file, place.line)
+        site = find_site(with_names=False)
+        call = (op_id(func), site.module_path, site.file, site.line)
         key = (*call, self._calls[call])
         self._calls[call] += 1
         self.finite[key] = is_finite

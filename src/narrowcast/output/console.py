@@ -61,5 +61,5 @@ def in_bytes(count: float) -> str:
 
 
 def short_file(file: str) -> str:
-    """The name of the file; the JSON and `Cast.place` have the whole path."""
+    """The name of the file; the JSON and `Cast.site` have the whole path."""
     return Path(file).name if file else "?"

@@ -72,7 +72,7 @@ def call_of(program: Program, step: Step, number: int | None = None) -> Call:
         Argument(o.name, v.format, v.device or here, o.written, v.type == TENSOR)
         for o, v in zip(step.operands, values, strict=True)
     )
-    return Call(step.op, arguments, step.place, step.given, step.computes, step.direction)
+    return Call(step.op, arguments, step.site, step.given, step.computes, step.direction)
 
 
 def _decided(
@@ -215,7 +215,7 @@ def _cast_results(program: Program, step: Step, plan: Plan, wanted: Result, why:
 
 
 def _where(step: Step, rule: Rule | None) -> tuple[Origin, ...]:
-    where = [Origin(step.place.file, step.place.line, f"in module {step.place.module_path}")] if step.place.file else []
+    where = [Origin(step.site.file, step.site.line, f"in module {step.site.module_path}")] if step.site.file else []
     if rule is not None and rule.origin is not None:
         where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
     return tuple(where)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from narrowcast.placement.memory import KeptBytes
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 from narrowcast.program import Block, Program, Step, Value, Writes
 
 Bytes = Callable[[Value], float]
@@ -30,7 +30,7 @@ class Peak:
     workspace: float = 0.0
     kept: float = 0.0
     op: str = ""
-    place: Place = NOWHERE
+    site: Site = NOWHERE
     in_backward: bool = False
 
 
@@ -165,4 +165,4 @@ class _Lives:
         total = held + beside + self.inside[position]
         if total <= highest.bytes:
             return highest
-        return Peak(total, beside, kept, step.op, step.place, in_backward)
+        return Peak(total, beside, kept, step.op, step.site, in_backward)

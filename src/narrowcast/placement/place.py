@@ -22,7 +22,7 @@ from narrowcast.formats import Format
 from narrowcast.placement import Energy, Optimum, minimise
 from narrowcast.placement.prices import CastBytes, Prices
 from narrowcast.placement.question import EXACT, FREE, Question, Read, find_choices
-from narrowcast.policy import Place
+from narrowcast.policy import Site
 from narrowcast.program import CastReturn, Edit, Follow, InsertCast, Program, Reread, Why
 from narrowcast.program.collector import collector_paused
 
@@ -41,7 +41,7 @@ class PlacedCall:
 
     step: int
     op: str
-    place: Place
+    site: Site
     shape: tuple[int | str, ...] | None
     formats: tuple[Format, ...]
     costs: tuple[float, ...]
@@ -169,7 +169,7 @@ def _calls(question: Question, optimum: Optimum, prices: Prices) -> tuple[Placed
                 operands = [question.program.values[o.value] for o in step.operands]
                 costs = tuple(prices.call(step, operands, f) for f in formats)
                 chosen = optimum.chosen[number]
-                found.append(PlacedCall(step.id, step.op, step.place, step.value.shape, formats, costs, chosen))
+                found.append(PlacedCall(step.id, step.op, step.site, step.value.shape, formats, costs, chosen))
     return tuple(sorted(found, key=lambda call: call.step))
 
 

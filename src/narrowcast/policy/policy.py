@@ -228,7 +228,7 @@ class Policy:
         """Whether what becomes of a call of this op depends on the place of the call. Of a resolved policy."""
         inside = [lack.inside for lack in self.lacking.get(op, {}).values() if lack.inside]
         asked = [(op, takes_patterns), *((name, True) for name in inside)]
-        return any(self.table.candidates(*each).depends_on_place for each in asked)
+        return any(self.table.candidates(*each).depends_on_site for each in asked)
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -84,7 +84,7 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Site:
     """Where in the program a call is made.
 
     `module_path` is the dotted path as in `model.named_modules()` (empty at the root); `classes` are the qualified
@@ -111,7 +111,7 @@ class Place:
         return f"{self.file}:{self.line}" if self.file else "?"
 
 
-NOWHERE = Place()
+NOWHERE = Site()
 
 MODULE_CALL = "module.call"
 """The op of rules about the calls of modules themselves: `argument` then names one of `forward`'s, or `result`."""
@@ -278,18 +278,18 @@ class Rule:
         """Whether the rule is about calls of this direction (`forward`, `backward`, `dgrad` or `wgrad`)."""
         return self.direction == direction or (self.direction == "backward" and direction != "forward")
 
-    def matches_place(self, place: Place) -> bool:
+    def matches_site(self, site: Site) -> bool:
         """Whether the call's place satisfies the module, class and function conditions."""
         if self.op == MODULE_CALL:  # the module itself, not what is inside
             return (
-                (self.module is None or any(fnmatchcase(path, self.module) for path in place.paths))
-                and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes[:1]))
-                and (self.function is None or any(_matches_name(self.function, f) for f in place.functions))
+                (self.module is None or any(fnmatchcase(path, self.module) for path in site.paths))
+                and (self.module_class is None or any(_matches_name(self.module_class, c) for c in site.classes[:1]))
+                and (self.function is None or any(_matches_name(self.function, f) for f in site.functions))
             )
         return (
-            (self.module is None or any(_matches_path(self.module, path) for path in place.paths))
-            and (self.module_class is None or any(_matches_name(self.module_class, c) for c in place.classes))
-            and (self.function is None or any(_matches_name(self.function, f) for f in place.functions))
+            (self.module is None or any(_matches_path(self.module, path) for path in site.paths))
+            and (self.module_class is None or any(_matches_name(self.module_class, c) for c in site.classes))
+            and (self.function is None or any(_matches_name(self.function, f) for f in site.functions))
         )
 
     def __str__(self) -> str:

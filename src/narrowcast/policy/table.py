@@ -17,7 +17,7 @@ class Candidates:
 
     whole: tuple[Rule, ...]
     per_argument: tuple[Rule, ...]
-    depends_on_place: bool
+    depends_on_site: bool
 
 
 class Table:

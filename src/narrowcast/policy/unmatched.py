@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from narrowcast.policy.rules import MODULE_CALL, Place, Rule, did_you_mean
+from narrowcast.policy.rules import MODULE_CALL, Rule, Site, did_you_mean
 
 
-def nearest_name(rule: Rule, places: Iterable[Place]) -> str:
+def nearest_name(rule: Rule, sites: Iterable[Site]) -> str:
     """` module "encoder.layers.*": did you mean 'encoder.layer.*'?`; empty if a module, or class, fits the rule's."""
-    places = list(places)
-    if rule.module is not None and not any(_fits(Rule(rule.op, rule.action, module=rule.module), p) for p in places):
-        names = sorted({name for p in places for path in p.paths for name in _patterns(path)} - {""})
+    sites = list(sites)
+    if rule.module is not None and not any(_fits(Rule(rule.op, rule.action, module=rule.module), p) for p in sites):
+        names = sorted({name for p in sites for path in p.paths for name in _patterns(path)} - {""})
         return f'module "{rule.module}" names none of the modules{did_you_mean(rule.module, names)}'
     if rule.module_class is not None and not any(
-        _fits(Rule(rule.op, rule.action, module_class=rule.module_class), p) for p in places
+        _fits(Rule(rule.op, rule.action, module_class=rule.module_class), p) for p in sites
     ):
-        names = sorted({tail for p in places for name in p.classes for tail in (name, name.rpartition(".")[2])})
+        names = sorted({tail for p in sites for name in p.classes for tail in (name, name.rpartition(".")[2])})
         near = did_you_mean(rule.module_class, names)
         return f'class "{rule.module_class}" names none of the modules\' classes{near}'
     return ""
 
 
-def _fits(rule: Rule, place: Place) -> bool:
+def _fits(rule: Rule, site: Site) -> bool:
     """Whether a module on the way to the place is one that the rule is about."""
     if rule.op != MODULE_CALL or rule.module is None:
-        return rule.matches_place(place)
+        return rule.matches_site(site)
     inside = Rule("aten.*", rule.action, module=rule.module)  # a call inside a module tells that the module is there
-    return inside.matches_place(place)
+    return inside.matches_site(site)
 
 
 def _patterns(path: str) -> list[str]:

@@ -352,5 +352,5 @@ class _Editor:
         """A new step in the region, and at the place, of one that is there."""
         return Step(
             value, op, operands,
-            region=step.region, grad_mode=step.grad_mode, direction=step.direction, place=step.place,
+            region=step.region, grad_mode=step.grad_mode, direction=step.direction, site=step.site,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from narrowcast.decide import Region
 from narrowcast.formats import FORMATS, Format
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 
 CAST = "cast"
 BACK = "cast.back"
@@ -112,7 +112,7 @@ class Step:
     aliases: tuple[int, ...] = ()
     effects: tuple[str, ...] = ()
     blocks: tuple[Block, ...] = ()
-    place: Place = NOWHERE
+    site: Site = NOWHERE
     others: tuple[int, ...] = ()
 
     @property

@@ -8,11 +8,11 @@ block main(%0: fp32[8, 4] cpu grad weight, %1: fp32[2, 4] cpu) {
   %3: bf16[2, 8] cpu grad = aten.linear.default(input=%2, weight=%4) in 0 at 0: encoder.0, model.py:12
   return %3
 }
-place 0: {"file": "/home/me/model.py", "line": 12, "module_path": "encoder.0"}
+site 0: {"file": "/home/me/model.py", "line": 12, "module_path": "encoder.0"}
 ```
 
 `!` behind an operand: it is written to. `~1` : the result may share the memory of operand 1. What stands after the
-number of a place is there for the reader.
+number of a site is there for the reader.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import json
 from dataclasses import asdict
 from pathlib import PurePath
 
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 from narrowcast.program.model import Block, Program, Step, Value
 
 
 def print_program(program: Program) -> str:
     """The program as text."""
-    places: dict[Place, int] = {}
+    sites: dict[Site, int] = {}
     lines = [f"program {program.name}"]
     for n, region in enumerate(program.regions):
         r = region.facts
@@ -36,17 +36,17 @@ def print_program(program: Program) -> str:
             f"region {n}: {r.device_type} {r.low} {state} session {region.session} policy {region.policy or '-'}"
             + (f" open {','.join(region.open)}" if region.open else "")
         )
-    _print_block(program.body, "", places, lines)
-    lines += [f"place {n}: {_print_place(place)}" for place, n in places.items()]
+    _print_block(program.body, "", sites, lines)
+    lines += [f"site {n}: {_print_site(site)}" for site, n in sites.items()]
     return "\n".join(lines) + "\n"
 
 
-def _print_block(block: Block, margin: str, places: dict[Place, int], lines: list[str]) -> None:
+def _print_block(block: Block, margin: str, sites: dict[Site, int], lines: list[str]) -> None:
     lines.append(f"{margin}block {block.name}({', '.join(_print_value(v) for v in block.parameters)}) {{")
     for step in block.steps:
-        lines.append(f"{margin}  {_print_step(step, places)}")
+        lines.append(f"{margin}  {_print_step(step, sites)}")
         for inner in step.blocks:
-            _print_block(inner, margin + "    ", places, lines)
+            _print_block(inner, margin + "    ", sites, lines)
     lines.append(f"{margin}  return {', '.join(f'%{v}' for v in block.returns)}".rstrip())
     lines.append(f"{margin}}}")
 
@@ -60,7 +60,7 @@ def _print_value(value: Value) -> str:
     return text + " grad" * value.gradient + " weight" * value.weight
 
 
-def _print_step(step: Step, places: dict[Place, int]) -> str:
+def _print_step(step: Step, sites: dict[Site, int]) -> str:
     operands = ", ".join(f"{o.name}=%{o.value}{'!' if o.written else ''}" for o in step.operands)
     text = f"{_print_value(step.value)} = {step.op}({operands})"
     if step.constants:
@@ -79,14 +79,14 @@ def _print_step(step: Step, places: dict[Place, int]) -> str:
         text += f" effects {','.join(step.effects)}"
     if step.region is not None:
         text += f" in {','.join(map(str, (step.region, *step.others)))}"
-    if step.place != NOWHERE:
-        number = places.setdefault(step.place, len(places))
-        line = f"{PurePath(step.place.file).name}:{step.place.line}"
-        note = step.place.module_path or "(root)"
-        note += f", {line}" if step.place.file else ""
+    if step.site != NOWHERE:
+        number = sites.setdefault(step.site, len(sites))
+        line = f"{PurePath(step.site.file).name}:{step.site.line}"
+        note = step.site.module_path or "(root)"
+        note += f", {line}" if step.site.file else ""
         text += f" at {number}: {''.join(c if c.isprintable() else '?' for c in note)}"
     return text
 
 
-def _print_place(place: Place) -> str:
-    return json.dumps({k: v for k, v in asdict(place).items() if v}, sort_keys=True)
+def _print_site(site: Site) -> str:
+    return json.dumps({k: v for k, v in asdict(site).items() if v}, sort_keys=True)

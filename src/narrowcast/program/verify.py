@@ -66,5 +66,5 @@ def _cast(program: Program, step: Step) -> None:
 
 
 def _wrong(step: Step, found: str) -> ProgramError:
-    where = (Origin(step.place.file, step.place.line),) if step.place.file else ()
+    where = (Origin(step.site.file, step.site.line),) if step.site.file else ()
     return ProgramError(f"%{step.id} = {step.op}", found, where, "This is a fault of the pass that ran last.")

@@ -22,7 +22,7 @@ from narrowcast.graphs.resting import Resting, with_stand_ins
 from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.passes.assign import assign_casts
-from narrowcast.policy import NOWHERE, Place
+from narrowcast.policy import NOWHERE, Site
 from narrowcast.policy.lacks import ONE_FORMAT
 from narrowcast.profiles.device import device_now
 from narrowcast.profiles.known import foreign_profile, keep, known_profile
@@ -129,14 +129,14 @@ def _tell_aligned(reading: Reading, goal: Goal) -> None:
     for edit in assign_casts(program, reading.policies):
         rule = edit.why.rule
         step = program.steps[edit.step]
-        if rule is None or rule.source != ONE_FORMAT or (step.op, step.place) in told:
+        if rule is None or rule.source != ONE_FORMAT or (step.op, step.site) in told:
             continue
-        told.add((step.op, step.place))
+        told.add((step.op, step.site))
         warn_at(
             f"narrowcast: {step.op.removesuffix('.default')} raises under autocast, because its tensors come in "
-            f"several formats{_at(step.place)}; goal={goal.kind!r} runs it in the one of the tensor that it writes to, "
+            f"several formats{_at(step.site)}; goal={goal.kind!r} runs it in the one of the tensor that it writes to, "
             'or in the widest. policy="safe" does so without a goal',
-            step.place,
+            step.site,
         )
 
 
@@ -147,7 +147,7 @@ def _tell_too_slow(candidates: Sequence[Candidate], taken: Candidate, reading: R
     if taken.peak is None or _held(least) >= 0.99 * _held(taken):
         return
     times = least.predicted_ns / max(min(c.predicted_ns for c in compiled), 1.0)
-    first = next((step.place for step in reading.program.steps.values() if step.place.file), NOWHERE)
+    first = next((step.site for step in reading.program.steps.values() if step.site.file), NOWHERE)
     warn_at(
         f"narrowcast: goal={goal.kind!r}: the formats that hold fewest bytes at once ({in_bytes(_held(least))}) "
         f"are predicted to take {times:.1f} times the fastest ones' time. Taken are formats that hold "
@@ -161,9 +161,9 @@ def _held(candidate: Candidate) -> float:
     return candidate.peak.bytes if candidate.peak is not None else math.inf
 
 
-def _at(place: Place) -> str:
-    where = f" in {place.module_path}" if place.module_path else ""
-    return f"{where}, {place.file}:{place.line}" if place.file else where
+def _at(site: Site) -> str:
+    where = f" in {site.module_path}" if site.module_path else ""
+    return f"{where}, {site.file}:{site.line}" if site.file else where
 
 
 def _is_right(candidate: Candidate, values: Sequence[Any]) -> bool:
@@ -193,7 +193,7 @@ def compile_placed(
     with long_work("compiling", len(left)) as step:
         for candidate in left:
             step(f"compiling {candidate.name}", done=False)
-            own = reports[candidate.name] = CompiledGraph(report.number, report.place)
+            own = reports[candidate.name] = CompiledGraph(report.number, report.site)
             explicit = Explicit(candidate.graph, placed.explicit.reading, candidate.outcome, 0.0)
             compiled: Compiled = candidate.graph.forward
             try:

@@ -13,7 +13,7 @@ from narrowcast.errors import NarrowcastError
 from narrowcast.policy.capabilities import RAISES, device_label, short_name
 from narrowcast.profiles.abilities import capabilities
 from narrowcast.profiles.device import device_now
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 
 _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
@@ -60,9 +60,9 @@ def _where(error: BaseException) -> str:
     traced = _FROM_TRACE.findall(str(error))
     if traced:  # the stack is the compiler's; it says itself where
         return ", {}:{}".format(*traced[-1])
-    place = find_place(frame=_innermost(error.__traceback__))
-    module = f" in {place.module_path}" if place.module_path and "<" not in place.module_path else ""
-    return f"{module}, {place.file}:{place.line}" if place.file else module
+    site = find_site(frame=_innermost(error.__traceback__))
+    module = f" in {site.module_path}" if site.module_path and "<" not in site.module_path else ""
+    return f"{module}, {site.file}:{site.line}" if site.file else module
 
 
 def _has_note(error: BaseException) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from narrowcast.ledger import TO_RULE_INSIDE
-from narrowcast.policy import Place
+from narrowcast.policy import Site
 from narrowcast.regions.ruling import shadowed_region
 from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.autograd import current_graph_task
 
 
-def tell_hidden(op: str, device_type: str, find_place: Callable[[], Place]) -> None:
+def tell_hidden(op: str, device_type: str, find_site: Callable[[], Site]) -> None:
     """RegionWarning, once each time that a region is entered, if the region's policy changes this op, and is hidden."""
     region = shadowed_region(device_type)
     if region is None or region.has_told or op not in region.prepared.changed or current_graph_task() != -1:
@@ -20,7 +20,7 @@ def tell_hidden(op: str, device_type: str, find_place: Callable[[], Place]) -> N
     warn_at(
         f"narrowcast: a torch.autocast block inside your region hides policy {region.prepared.policy.name}: {op} runs "
         f"as torch decides. {TO_RULE_INSIDE}; narrowcast.record says where the block is opened",
-        find_place(),
+        find_site(),
     )
 
 

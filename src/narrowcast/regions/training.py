@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from narrowcast.regions.stack import OpenRegion
-from narrowcast.sites.python_stack import find_place
+from narrowcast.sites.python_stack import find_site
 from narrowcast.sites.warned import warn_at
 
 
@@ -21,5 +21,5 @@ def watch_gradients(region: OpenRegion, tensors: Iterable[torch.Tensor | None]) 
         f"narrowcast: gradients are recorded in a region in {low}, and the policy {policy.name} is for training in "
         f"{' or '.join(policy.training)} alone. Train with dtype={policy.training[0]!r}, or run inference under "
         "torch.no_grad()",
-        find_place(with_names=False),
+        find_site(with_names=False),
     )

@@ -122,7 +122,7 @@ def _casts_by_module(explanation: Explained) -> RenderableType:
     groups: dict[tuple[str, ...], list[Cast]] = {}
     for c in explanation.ledger.casts:
         pattern = _NUMBER.sub("*", c.module_path)
-        group = (pattern, c.op, c.argument, c.place, c.src, c.dst, how_text(c), c.action)
+        group = (pattern, c.op, c.argument, c.site, c.src, c.dst, how_text(c), c.action)
         groups.setdefault(group, []).append(c)
     by_module: dict[str, list[list[Cast]]] = {}
     for (pattern, *_), casts in groups.items():
@@ -170,10 +170,10 @@ def _repeats(explanation: Explained) -> RenderableType:
     )  # fmt: skip
     groups: dict[tuple[str, ...], list[RepeatRow]] = {}
     for row in rows:
-        key = (row.op, row.argument, _NUMBER.sub("*", row.module_path), row.place, row.src, row.dst)
+        key = (row.op, row.argument, _NUMBER.sub("*", row.module_path), row.site, row.src, row.dst)
         groups.setdefault(key, []).append(row)
-    for (op, argument, pattern, place, src, dst), alike in groups.items():
-        file, _, line = place.rpartition(":")
+    for (op, argument, pattern, site, src, dst), alike in groups.items():
+        file, _, line = site.rpartition(":")
         made.add_row(
             op.removesuffix(".default"), argument,
             escape((pattern if len(alike) > 1 else alike[0].module_path) or "(root)"),

@@ -56,7 +56,7 @@ class RepeatRow:
     """A tensor that was cast to the same format more than once: `times` casts, `wasted_bytes` of them for nothing."""
 
     module_path: str
-    place: str
+    site: str
     op: str
     argument: str
     src: str
@@ -94,7 +94,7 @@ class NotFinite:
     @property
     def text(self) -> str:
         """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
-        where = _place_text(self.module_path, self.file, self.line)
+        where = _site_text(self.module_path, self.file, self.line)
         return f"{self.value} in the {self.format} result of {self.op.removesuffix('.default')}{where}"
 
 
@@ -131,14 +131,14 @@ class Failure:
         tried = f"tried: {'; '.join((*runs, *fails))}" if self.attempts else "no other policy was tried"
         call = self.op.removesuffix(".default") or "the model's own code"
         got = f" got {' and '.join(self.formats.split(','))}" if self.formats else " raised"
-        where = _place_text(self.module_path, self.file, self.line)
+        where = _site_text(self.module_path, self.file, self.line)
         return (
             f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}. "
             f"It says: {self.error.rstrip('.')}."
         )
 
 
-def _place_text(module_path: str, file: str, line: int) -> str:
+def _site_text(module_path: str, file: str, line: int) -> str:
     return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
 
 
@@ -247,12 +247,12 @@ class Explained:
         groups: dict[tuple[str, ...], list[Cast]] = {}
         for cast in self.ledger.casts:
             if cast.repeated and cast.how == "copied":
-                key = (cast.module_path, cast.place, cast.op, cast.argument, cast.src, cast.dst)
+                key = (cast.module_path, cast.site, cast.op, cast.argument, cast.src, cast.dst)
                 groups.setdefault(key, []).append(cast)
         rows = []
-        for (module_path, place, op, argument, src, dst), casts in groups.items():
+        for (module_path, site, op, argument, src, dst), casts in groups.items():
             wasted = sum(c.moved_bytes for c in casts)
-            rows.append(RepeatRow(module_path, place, op, argument, src, dst, len(casts) + 1, wasted))
+            rows.append(RepeatRow(module_path, site, op, argument, src, dst, len(casts) + 1, wasted))
         return sorted(rows, key=lambda row: -row.wasted_bytes)
 
     def to_json(self, indent: int | None = 1) -> str:

@@ -55,7 +55,7 @@ def _graphs(rows: list[GraphRow]) -> RenderableType:
                  ">casts in eager", ">shared", ">folded", ">dropped", ">casts left")  # fmt: skip
     for row in rows:
         made.add_row(
-            str(row.number), escape(_short(row.place)), str(row.calls), str(row.assigned), str(row.shared),
+            str(row.number), escape(_short(row.site)), str(row.calls), str(row.assigned), str(row.shared),
             str(row.folded), str(row.dropped), str(row.casts),
         )  # fmt: skip
     return made
@@ -73,7 +73,7 @@ def _joint(rows: list[GraphRow]) -> RenderableType:
 def _breaks(rows: list[GraphRow]) -> list[RenderableType]:
     """Graph breaks and fallbacks, each with its place and reason."""
     found = [(row, "ends", row.broken_at, row.broken_by) for row in rows if row.broken_by]
-    found += [(row, "runs as eager would run it", row.place, row.fallback) for row in rows if row.fallback]
+    found += [(row, "runs as eager would run it", row.site, row.fallback) for row in rows if row.fallback]
     if not found:
         return []
     made = table("what is not captured: it runs as eager code, in the same region", "graph", "", "where", "why")
@@ -82,6 +82,6 @@ def _breaks(rows: list[GraphRow]) -> list[RenderableType]:
     return [made]
 
 
-def _short(place: str) -> str:
-    file, _, line = place.rpartition(":")
-    return f"{short_file(file)}:{line}" if file else place
+def _short(site: str) -> str:
+    file, _, line = site.rpartition(":")
+    return f"{short_file(file)}:{line}" if file else site

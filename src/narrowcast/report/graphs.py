@@ -15,7 +15,7 @@ from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
 from narrowcast.passes import call_of
 from narrowcast.placement.peak import Peak
 from narrowcast.placement.place import Placement
-from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Place, Policy, Rule
+from narrowcast.policy import MODULE_CALL_OP, NOWHERE, RESULT, Policy, Rule, Site
 from narrowcast.program import Program, Step, Value
 
 
@@ -37,7 +37,7 @@ class CompiledGraph:
     """
 
     number: int
-    place: Place = NOWHERE
+    site: Site = NOWHERE
     before: Program | None = None
     after: Program | None = None
     joint_before: Program | None = None
@@ -88,7 +88,7 @@ class GraphRow:
     """
 
     number: int
-    place: str
+    site: str
     calls: int
     assigned: int
     shared: int
@@ -120,7 +120,7 @@ def graph_row(graph: CompiledGraph) -> GraphRow:
     calls = len(graph.before.steps) if graph.before else 0
     return GraphRow(
         number=graph.number,
-        place=str(graph.place),
+        site=str(graph.site),
         calls=calls,
         assigned=kinds["insert", "assign"],
         shared=kinds["share", "share"],
@@ -143,7 +143,7 @@ def placement_data(graph: CompiledGraph) -> dict[str, object]:
         return {}
     calls = [
         {
-            "op": call.op, "module": call.place.module_path, "file": call.place.file, "line": call.place.line,
+            "op": call.op, "module": call.site.module_path, "file": call.site.file, "line": call.site.line,
             "shape": call.shape, "costs_ns": dict(zip((f.name for f in call.formats), call.costs, strict=True)),
             "policy": call.formats[0].name, "chosen": call.chosen.name, "saved_ns": call.saved,
         }
@@ -217,7 +217,7 @@ class _Walker:
     def _call(self, known: Step, step: Step) -> None:
         plan, policy = self._plan(known)
         for decided in plan.rules:
-            self.ledger.count_match(decided.label, known.place.module_path)
+            self.ledger.count_match(decided.label, known.site.module_path)
         read = [self.after.values[o.value] for o in step.operands]
         came = [self.before.values[o.value] for o in known.operands]
         result = self.elements.get(step.id, step.value)
@@ -225,7 +225,7 @@ class _Walker:
         rule = plan.rule
         action, reason = self._why(step, rule)
         kind = CallKind(
-            known.op, step.place.module_path, step.place.file, step.place.line, _formats(came), computes,
+            known.op, step.site.module_path, step.site.file, step.site.line, _formats(came), computes,
             _formats([result]), action or "unlisted", reason or "runs as its inputs are", policy,
         )  # fmt: skip
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
@@ -252,7 +252,7 @@ class _Walker:
         source = self.after.values[cast.operands[0].value]
         self.ledger.add(
             Cast.of(
-                made.op, RESULT, made.place, plan.rule_about(RESULT), src=source.type, dst=cast.value.type,
+                made.op, RESULT, made.site, plan.rule_about(RESULT), src=source.type, dst=cast.value.type,
                 elements=source.elements, moved_bytes=source.bytes + cast.value.bytes, how="copied",
                 direction="forward", kind="activation", policy=policy,
             )
@@ -261,11 +261,11 @@ class _Walker:
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
         """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
         source = self.after.values[step.operands[0].value]
-        self.ledger.count_match(facts.get("label", ""), step.place.module_path)
+        self.ledger.count_match(facts.get("label", ""), step.site.module_path)
         words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
         self.ledger.add(
             Cast.of(
-                MODULE_CALL_OP, facts["argument"], step.place, None, src=source.type, dst=step.value.type,
+                MODULE_CALL_OP, facts["argument"], step.site, None, src=source.type, dst=step.value.type,
                 elements=source.elements, moved_bytes=source.bytes + step.value.bytes, how="copied",
                 direction="forward", kind=self._kind(source), **words,
             )
@@ -291,7 +291,7 @@ class _Walker:
         action, reason = self._why(step, rule)
         self.ledger.add(
             Cast.of(
-                step.op, argument, step.place, rule, src=source.type, dst=cast.value.type, elements=source.elements,
+                step.op, argument, step.site, rule, src=source.type, dst=cast.value.type, elements=source.elements,
                 moved_bytes=0 if shared else source.bytes + cast.value.bytes, how="shared" if shared else "copied",
                 direction="forward", kind=self._kind(source), policy=policy, repeated=repeated, action=action,
                 reason=reason,

@@ -78,7 +78,7 @@ def _held(graph: CompiledGraph) -> list[str]:
         return []
     backward = "the backward of " if peak.in_backward else ""
     where = f", reached in {backward}{peak.op.removeprefix('aten.')}" if peak.op else ""
-    line = f", {short_file(peak.place.file)}:{peak.place.line}" if peak.op and peak.place.file else ""
+    line = f", {short_file(peak.site.file)}:{peak.site.line}" if peak.op and peak.site.file else ""
     parts = [f"{in_bytes(peak.kept)} kept for the backward"] if peak.kept else []
     parts += [f"{in_bytes(peak.workspace)} of its kernel's own"] if peak.workspace else []
     of_these = f" (of these {', '.join(parts)})" if parts else ""
@@ -116,7 +116,7 @@ def _calls(placement: Placement, every: bool) -> RenderableType:
     made = table(title, "op", "module", "line", "shape", "may be", ">us in each", "chosen", ">saved us")
     for call in shown:
         made.add_row(
-            call.op.removeprefix("aten."), escape(call.place.module_path or "(root)"), _line(call),
+            call.op.removeprefix("aten."), escape(call.site.module_path or "(root)"), _line(call),
             "x".join(map(str, call.shape)) if call.shape is not None else "", " ".join(f.name for f in call.formats),
             " ".join(f"{cost / 1e3:.1f}" for cost in call.costs), call.chosen.name, f"{call.saved / 1e3:.1f}",
         )  # fmt: skip
@@ -124,7 +124,7 @@ def _calls(placement: Placement, every: bool) -> RenderableType:
 
 
 def _line(call: PlacedCall) -> str:
-    return f"{short_file(call.place.file)}:{call.place.line}" if call.place.file else ""
+    return f"{short_file(call.site.file)}:{call.site.line}" if call.site.file else ""
 
 
 def _ms(ns: float) -> str:

@@ -17,7 +17,7 @@ import torch
 from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.errors import ScriptError
 from narrowcast.formats import fp32
-from narrowcast.policy import MODULE_CALL_OP, Kind, Place, Policy
+from narrowcast.policy import MODULE_CALL_OP, Kind, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.scripts.callers import mark_whole
 from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes
@@ -216,7 +216,7 @@ class ModuleBounds(Bounds):
         """What an alias stands for."""
         return passage(node)
 
-    def enter(self, scopes: Scopes, place: Place, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
+    def enter(self, scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
         """The frame of a call in these regions, and the regions inside; None if nothing is said about it."""
         pin = _in_use.get(facts.get("pin", 0))
         before = scopes
@@ -226,20 +226,20 @@ class ModuleBounds(Bounds):
         around = {d: s for d, s in around.items() if self.policy_of(s).has_module_rules}
         if pin is not None and pin.policy.has_module_rules:
             around = self._with_pin(around, pin)
-        around = {d: s for d, s in around.items() if self._has_rules(s, place)}
-        plans = {device: self._plan(scope, place) for device, scope in around.items()}
+        around = {d: s for d, s in around.items() if self._has_rules(s, site)}
+        plans = {device: self._plan(scope, site) for device, scope in around.items()}
         if not around:
             return None if scopes is before else (Frame({}), scopes)
         for name in facts.get("containers", ()):
-            if any(self._plan(scope, place, name).formats != (None,) for scope in around.values()):
+            if any(self._plan(scope, site, name).formats != (None,) for scope in around.values()):
                 raise ScriptError(
-                    asked=f"argument {name!r} of {place.module_path or 'a call'} in another format",
+                    asked=f"argument {name!r} of {site.module_path or 'a call'} in another format",
                     found="it is a container, or may be None, and a script takes it apart only when it runs",
                     where=shown_at(mark), advice=f'Keep it (keep=("{name}",), or a rule: action = "follow").',
                 )  # fmt: skip
         if facts["call"] == "container" and any(p.results for p in plans.values()):
             raise ScriptError(
-                asked=f"the results of {place.module_path or 'the module'} in another format",
+                asked=f"the results of {site.module_path or 'the module'} in another format",
                 found="they are in a container that a script takes apart only when it runs",
                 where=shown_at(mark), advice="Return a tensor or a tuple of tensors.",
             )  # fmt: skip
@@ -262,16 +262,16 @@ class ModuleBounds(Bounds):
             found[device] = replace(scope, policy=both.digest)
         return found
 
-    def _has_rules(self, scope: Scope, place: Place) -> bool:
+    def _has_rules(self, scope: Scope, site: Site) -> bool:
         rules = self.policy_of(scope).rules
-        return any(rule.is_module_call and rule.matches_place(place) for rule in rules)
+        return any(rule.is_module_call and rule.matches_site(site) for rule in rules)
 
-    def _plan(self, scope: Scope, place: Place, name: str = "") -> Plan:
+    def _plan(self, scope: Scope, site: Site, name: str = "") -> Plan:
         """What a region says about a module's call as a whole, or about one argument."""
         low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
         argument = Argument(name, None, scope.device_type, unknown=True)
         region = Region(scope.device_type, FORMATS[low])
-        return decide(Call(MODULE_CALL_OP, (argument,), place), self.policy_of(scope), region)
+        return decide(Call(MODULE_CALL_OP, (argument,), site), self.policy_of(scope), region)
 
     def _inside(self, scopes: Scopes, plans: Mapping[str, Plan], scanner: Scanner) -> Scopes:
         inside = dict(scopes)

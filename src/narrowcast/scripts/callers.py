@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from narrowcast.policy import NOWHERE, Place
-from narrowcast.scripts.source import place_of
+from narrowcast.policy import NOWHERE, Site
+from narrowcast.scripts.source import site_of
 from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
 
@@ -33,7 +33,7 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
         facts: dict[str, Any] = {}
         if call.kind() == "prim::CallMethod":
             facts = _facts_of_method(call)
-        file, line = place_of(call)
+        file, line = site_of(call)
         if _is_users(file):
             facts |= {"file": file, "line": line}
         first = last = call
@@ -88,7 +88,7 @@ def is_caller_mark(node: Any) -> bool:
     return bool(node.kind() == _MARK and node.hasAttribute("name") and node.s("name").startswith(_PREFIX))
 
 
-def cross(callers: list[Place], mark: Any) -> dict[str, Any] | None:
+def cross(callers: list[Site], mark: Any) -> dict[str, Any] | None:
     """Go over a mark: the innermost caller comes last. Returns what an entry says of the call; None for an exit."""
     text = mark.s("name")
     if text == _EXIT:
@@ -96,7 +96,7 @@ def cross(callers: list[Place], mark: Any) -> dict[str, Any] | None:
         return None
     facts, outer = json.loads(text.removeprefix(_PREFIX)), callers[-1]
     callers.append(
-        Place(
+        Site(
             f"{outer.module_path}.{facts.get('path', '')}".strip("."),
             (*([facts["class"]] if "class" in facts else []), *outer.classes),
             (*([facts["function"]] if "function" in facts else []), *outer.functions),
@@ -108,15 +108,15 @@ def cross(callers: list[Place], mark: Any) -> dict[str, Any] | None:
     return dict(facts)
 
 
-def place_in(caller: Place, node: Any) -> Place:
+def site_in(caller: Site, node: Any) -> Site:
     """Where a node stands: its own line, or if that is a library's, that of the user's call."""
-    file, line = place_of(node)
+    file, line = site_of(node)
     path = caller.module_path or _path_in_hierarchy(node)
     if caller.file and not _is_users(file):
         file, line = caller.file, caller.line
     if not (path or file or caller.functions or caller.classes or caller.around):
         return NOWHERE
-    return Place(path, caller.classes, caller.functions, file, line, caller.around)
+    return Site(path, caller.classes, caller.functions, file, line, caller.around)
 
 
 def path_of(node: Any) -> tuple[str, ...] | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from narrowcast.scripts.scopes import constant, region_class, remove_unused_objects
-from narrowcast.scripts.source import place_of
+from narrowcast.scripts.source import site_of
 from narrowcast.torch_surface.jit import (
     NONE,
     compiled_method,
@@ -124,7 +124,7 @@ def cast_for_all(script: Any) -> set[str]:
 
 def is_mark(region: Any) -> bool:
     """Whether a region in a script says that what is in it is cast already."""
-    return place_of(region.node())[0].replace("\\", "/").endswith("narrowcast/scripts/cast_already.py")
+    return site_of(region.node())[0].replace("\\", "/").endswith("narrowcast/scripts/cast_already.py")
 
 
 def _region_that_is_off(device_type: str):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from narrowcast.errors import ScriptWarning
 from narrowcast.ops import named
 from narrowcast.policy import Policy
 from narrowcast.scripts import cells, products
-from narrowcast.scripts.callers import place_in
+from narrowcast.scripts.callers import site_in
 from narrowcast.scripts.calls import CALLING, STANDING_FOR_ONE, decided_as_itself, facts_of
 from narrowcast.scripts.runtime import graph_of
 from narrowcast.scripts.scopes import Scope, Section
@@ -78,9 +78,9 @@ def tell_closed(section: Section) -> None:
         name = kind.replace("::", ".")
         closed = name.removeprefix("aten.") in named("inside.closed")
         if on and closed and decided_as_itself(overload.replace("::", ".")):
-            place = place_in(item.caller, item.node)
+            site = site_in(item.caller, item.node)
             warnings.warn(
-                f"narrowcast: {name} ({place}) calls ops inside that eager code casts in this region; "
+                f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
                 "in a script it runs as its inputs are. Write what it does, or give it a rule of its own",
                 ScriptWarning,
                 stacklevel=2,

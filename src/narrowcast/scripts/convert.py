@@ -10,7 +10,7 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
-from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.profiles.abilities import fitted
 from narrowcast.scripts.boundaries import ModuleBounds
 from narrowcast.scripts.callers import path_of
@@ -101,7 +101,7 @@ def _find_read(node: Any, up: int) -> Any:
 
 
 def make_graph_explicit(
-    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Place = NOWHERE, marked: bool = True
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True
 ) -> tuple[Reading, Outcome]:
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 

@@ -16,7 +16,7 @@ from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
 from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value, reaching
 from narrowcast.scripts.boundaries import passage
-from narrowcast.scripts.callers import place_in
+from narrowcast.scripts.callers import site_in
 from narrowcast.scripts.calls import (
     CALLING,
     Source,
@@ -312,7 +312,7 @@ class Reader:
         names = [schema_of(facts.op).arguments[s.position].name for s in found]
         operands = tuple(Operand(n, i, n in written) for n, i in zip(names, numbers, strict=True))
         given = frozenset(["dtype"]) if dtype_argument(node, facts) is not None else frozenset()
-        place = place_in(item.caller, node)
+        site = site_in(item.caller, node)
         passed = passage(node)
         if passed is not None:
             names = [name for name, _ in item.came] + [passed.get("argument", "")]
@@ -320,12 +320,12 @@ class Reader:
             what = "argument" if "argument" in passed else f"result {passed['result']}"
             return Step(
                 Value(-1, OTHER), MODULE_CALL_OP, operands, what, computes=True,
-                region=regions[0] if regions else None, grad_mode=item.grad_mode, place=place, others=regions[1:],
+                region=regions[0] if regions else None, grad_mode=item.grad_mode, site=site, others=regions[1:],
             )  # fmt: skip
         return Step(
             Value(-1, OTHER), decided_as(node, facts), operands, COMPOSITE if facts.id in CALLING else "", given,
             facts.computes, regions[0] if regions else None, item.grad_mode,
-            effects=("random",) if is_random(facts.op) else (), place=place, others=regions[1:],
+            effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:],
         )  # fmt: skip
 
     def _id(self, value: Any) -> int:
@@ -407,9 +407,9 @@ class Reader:
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
         name = node.kind().replace("::", ".")
         pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
-        place = place_in(item.caller, node)
+        site = site_in(item.caller, node)
         effects = () if pure else ("order",)
-        return Step(Value(-1, OTHER), name, operands, grad_mode=item.grad_mode, effects=effects, place=place)
+        return Step(Value(-1, OTHER), name, operands, grad_mode=item.grad_mode, effects=effects, site=site)
 
 
 def _written_in(blocks: tuple[Block, ...], passed_on: list[tuple[int, int]]) -> set[int]:

@@ -15,8 +15,8 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.ledger import HidingBlock
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Place, Policy
-from narrowcast.scripts.callers import cross, is_caller_mark, place_in
+from narrowcast.policy import DEVICE_TYPES, NOWHERE, Policy, Site
+from narrowcast.scripts.callers import cross, is_caller_mark, site_in
 from narrowcast.scripts.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
 from narrowcast.torch_bridge import default_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, NONE
@@ -68,7 +68,7 @@ class Item:
 
     node: Node
     scopes: Scopes
-    caller: Place = NOWHERE
+    caller: Site = NOWHERE
     blocks: list[Section] = field(default_factory=list)
     grad_mode: bool = True
     came: tuple[tuple[str, Value], ...] = ()  # where it is the result of a module's call: the arguments
@@ -90,7 +90,7 @@ class Bounds:
         """What an alias stands for, if it is one of a boundary's."""
         return None
 
-    def enter(self, scopes: Scopes, place: Place, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
+    def enter(self, scopes: Scopes, site: Site, facts: Mapping[str, Any], scanner: Scanner, mark: Node) -> Any:
         """The call's frame, and the regions inside; None if nothing is said about it."""
 
 
@@ -101,7 +101,7 @@ class Scanner:
         self,
         graph: Any,
         around: Scopes,
-        caller: Place = NOWHERE,
+        caller: Site = NOWHERE,
         policies: Callable[[str], Policy | None] = lambda policy: None,
         bounds: Bounds | None = None,
     ) -> None:
@@ -141,7 +141,7 @@ class Scanner:
             _close(node)
         remove_unused_objects(self.graph)
 
-    def _section(self, block: Any, stack: list[Scopes], caller: Place) -> Section:
+    def _section(self, block: Any, stack: list[Scopes], caller: Site) -> Section:
         section = Section(block, [])
         self.inside.append(section)
         callers, frames, entered = [caller], list[Any](), list[Node]()
@@ -183,7 +183,7 @@ class Scanner:
         self.inside.pop()
         return section
 
-    def _inner(self, node: Node, scopes: Scopes, caller: Place) -> list[Section]:
+    def _inner(self, node: Node, scopes: Scopes, caller: Site) -> list[Section]:
         """The blocks of a node. The grad mode after it is that at the ends of them all, or nobody knows."""
         blocks = list(node.blocks())
         if not blocks:
@@ -224,7 +224,7 @@ class Scanner:
             self.ruled.append((first, last, new))
 
     def _cross(
-        self, mark: Node, callers: list[Place], frames: list[Any], stack: list[Scopes], entered: list[Node]
+        self, mark: Node, callers: list[Site], frames: list[Any], stack: list[Scopes], entered: list[Node]
     ) -> None:
         """Go over a mark: into a call, whose boundary may change the regions, or out of one."""
         facts = cross(callers, mark)
@@ -238,7 +238,7 @@ class Scanner:
             stack.append(found[1])
             entered.append(mark)
 
-    def _passed(self, node: Node, passed: Mapping[str, str], frame: Any, caller: Place) -> Item:
+    def _passed(self, node: Node, passed: Mapping[str, str], frame: Any, caller: Site) -> Item:
         """What goes into a call, or comes out: the regions around it decide."""
         item = Item(node, frame.around, caller)
         if "argument" in passed:
@@ -253,7 +253,7 @@ class Scanner:
         self.homes[self.sessions] = list(self.inside)
         return self.sessions
 
-    def _entered(self, node: Node, stack: list[Scopes], caller: Place) -> Scopes:
+    def _entered(self, node: Node, stack: list[Scopes], caller: Site) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
         before = stack[-1]
         instance = node.inputsAt(0)
@@ -305,17 +305,17 @@ class Scanner:
                 )  # fmt: skip
             low = dtype_of(low)
         cached = inherited if told in (-1, None) else bool(told)
-        hiding = self._hiding(around, device, policy, enabled, place_in(caller, instance.node()))
+        hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
         return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
 
-    def _hiding(self, around: Scope | None, device: str, policy: str, enabled: Any, place: Place) -> Any:
+    def _hiding(self, around: Scope | None, device: str, policy: str, enabled: Any, site: Site) -> Any:
         """What a region is to the one around it on its device type, if it keeps that from ruling."""
         if around is None or around.hiding is not None or around.enabled is False:
             return None if around is None else around.hiding
         if enabled is False:
-            return HidingBlock("", device, place)
+            return HidingBlock("", device, site)
         hidden = None if policy else self.policies(around.policy)
-        return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, place)
+        return None if hidden is None or hidden.is_native else HidingBlock(hidden.name, device, site)
 
     def _holds_inside(self, scope: Scope) -> bool:
         """Whether a region's policy holds in torch's own regions inside it."""

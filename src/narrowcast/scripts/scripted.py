@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from narrowcast.passes import Outcome
-from narrowcast.policy import NOWHERE, Place, Policy
+from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.regions.failures import note_failure
 from narrowcast.regions.pinned import Pin
 from narrowcast.regions.ruling import region_on, ruled_device_types
@@ -32,7 +32,7 @@ from narrowcast.scripts.callers import class_name, function_name, graphs_of, mar
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.scripts.read import Reading
 from narrowcast.scripts.scopes import Scope, Scopes
-from narrowcast.sites.python_stack import called_modules, find_place, module_path, path_around
+from narrowcast.sites.python_stack import called_modules, find_site, module_path, path_around
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.jit import (
@@ -60,7 +60,7 @@ class Method:
     raw: Any
     around: Scopes
     module: Any = None
-    caller: Place = NOWHERE
+    caller: Site = NOWHERE
     fixed: bool = False
     called: bool = False
     asked: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Method:
     lock: Any = field(default_factory=threading.Lock)
 
     def make_explicit(
-        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Place | None = None
+        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None
     ) -> tuple[Reading, Outcome]:
         """Convert a graph of the method, in place, with its own regions and those around its call.
 
@@ -80,7 +80,7 @@ class Method:
     def convert_own(self, graph: Any) -> None:
         """Convert the graph that others get, in place, with the method's own regions."""
         reading, _ = self.make_explicit(graph, {}, marked=True)
-        self.asked = frozenset().union(*(_asked_of_places(policy) for policy in reading.policies.values()))
+        self.asked = frozenset().union(*(_asked_of_sites(policy) for policy in reading.policies.values()))
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it, in whatever region we are."""
@@ -104,23 +104,23 @@ class Method:
         with autocast_off(), _as_written():
             return variant(*self._bound(args, kwargs))
 
-    def _variant(self, scopes: Scopes, caller: Place) -> Any:
+    def _variant(self, scopes: Scopes, caller: Site) -> Any:
         graph = self.raw.copy()
         self.make_explicit(graph, scopes, caller=caller)
         return function_from_graph(self.name, graph)
 
-    def _called_from(self, asked: frozenset[str]) -> Place:
+    def _called_from(self, asked: frozenset[str]) -> Site:
         """What is around everything in the method where it is called now, as far as rules ask for that."""
         if not asked or self.around:
             return self.caller
-        here, modules = find_place(), called_modules()
+        here, modules = find_site(), called_modules()
         path, around, classes = here.module_path, here.around, here.classes
         if modules and isinstance(modules[0], torch.jit.ScriptModule):  # the call of this script
             classes = classes[1:]
         elif isinstance(self.module, torch.nn.Module):
             path = module_path([self.module, *modules])
             around = around if modules else path_around([self.module])
-        return Place(
+        return Site(
             path if "module" in asked else "",
             (*self.caller.classes, *(classes if "module_class" in asked else ())),
             (*self.caller.functions, *(here.functions if "function" in asked else ())),
@@ -155,7 +155,7 @@ class Method:
         start = time.perf_counter()
         reading, outcome = self.make_explicit(graph, {} if self.fixed else scopes)
         seconds = time.perf_counter() - start
-        first = next((step.place for step in reading.program.steps.values() if step.place.file), NOWHERE)
+        first = next((step.site for step in reading.program.steps.values() if step.site.file), NOWHERE)
         return CompiledGraph(
             number, first, reading.program, outcome.program, edits=outcome.edits, policies=reading.policies,
             hidden=reading.hidden, seconds=seconds,
@@ -182,7 +182,7 @@ def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
             facts, policy = region.prepared.facts, region.prepared.policy
             found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
             key.append((facts, policy.digest))
-            asked |= _asked_of_places(policy)
+            asked |= _asked_of_sites(policy)
     return tuple(key), found, asked
 
 
@@ -194,7 +194,7 @@ def scopes_here() -> Scopes:
 _asked: dict[str, frozenset[str]] = {}  # by the digests of policies
 
 
-def _asked_of_places(policy: Policy) -> frozenset[str]:
+def _asked_of_sites(policy: Policy) -> frozenset[str]:
     """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`."""
     if policy.digest not in _asked:
         names = ("module", "module_class", "function")
@@ -258,7 +258,7 @@ def explicit_function(
         bound_whole(graph, [a.name for a in function.schema.arguments], pin, is_method=False)
     inline_calls(graph)
     name = function_name(written) if written is not None else ""
-    caller = Place(functions=(name,)) if name else NOWHERE
+    caller = Site(functions=(name,)) if name else NOWHERE
     method = Method(function.name, function.schema, graph.copy(), around, caller=caller)
     method.convert_own(graph)
     return with_method(function, method)
@@ -311,11 +311,11 @@ def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
     return with_methods(module, copies)
 
 
-def caller_of(module: Any, method: str) -> Place:
+def caller_of(module: Any, method: str) -> Site:
     """What is around everything in a method: the module's class, and the method itself."""
     kind = class_name(module_type(module))
     name = method_name(kind, method)
-    return Place(classes=(kind,), functions=(name,) if name else ())
+    return Site(classes=(kind,), functions=(name,) if name else ())
 
 
 def methods_of(script: Any) -> dict[str, Method]:

@@ -339,12 +339,12 @@ def _without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.s
     return [], body
 
 
-def _at(node: Any, place: Any) -> Any:
+def _at(node: Any, site: Any) -> Any:
     """A new node with the position of another in the source."""
-    ast.copy_location(node, place)
+    ast.copy_location(node, site)
     for child in ast.walk(node):
         if not hasattr(child, "lineno"):
-            ast.copy_location(child, place)
+            ast.copy_location(child, site)
     return node
 
 
@@ -387,7 +387,7 @@ def _shown_in_trace(lines: list[str]) -> tuple[Origin, ...]:
     return (Origin(inner[1], int(inner[2])),) if inner else ()
 
 
-def place_of(node: Any) -> tuple[str, int]:
+def site_of(node: Any) -> tuple[str, int]:
     """The file and line of a node; ("", 0) if they are not known."""
     found = shown_at(node)
     return (found[0].file, found[0].line) if found else ("", 0)

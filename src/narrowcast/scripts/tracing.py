@@ -13,7 +13,7 @@ from typing import Any
 from narrowcast.errors import ScriptWarning
 from narrowcast.policy import NOWHERE
 from narrowcast.regions.watchers import told_of_regions
-from narrowcast.scripts.callers import graphs_of, mark_calls, place_in, unmark
+from narrowcast.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.scripts.composites import casts_inside
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit, policy_of
@@ -173,7 +173,7 @@ def _tell_inside(graph: Any) -> None:
         elif marks and marks[-1] and casts_inside(node, ()):
             name = node.kind().replace("::", ".")
             warnings.warn(
-                f"narrowcast: {name} ({place_in(NOWHERE, node)}) stands in a region inside the traced code, "
+                f"narrowcast: {name} ({site_in(NOWHERE, node)}) stands in a region inside the traced code, "
                 "and torch does not record what it casts there: the trace runs it as its inputs are. Open "
                 "the region around nc.trace, or use nc.script",
                 ScriptWarning,

@@ -1,4 +1,4 @@
-"""Where a call of a graph is made: what Dynamo and torch.export noted beside each node, as a Place.
+"""Where a call of a graph is made: what Dynamo and torch.export noted beside each node, as a Site.
 
 The modules that were called before the compiled frame are on the Python stack; those inside it are in the node's
 `nn_module_stack`. Together they give the path that eager code has.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import Module
 
-from narrowcast.policy import NOWHERE, Place
-from narrowcast.sites.python_stack import called_modules, find_place, is_user_file, module_path, name_in
+from narrowcast.policy import NOWHERE, Site
+from narrowcast.sites.python_stack import called_modules, find_site, is_user_file, module_path, name_in
 from narrowcast.torch_surface.dynamo import dynamo_frames
 
 
@@ -30,12 +30,12 @@ class Outside:
     """Where a graph is called: the modules around it, innermost first, and the line that calls it."""
 
     modules: tuple[Module, ...] = ()
-    place: Place = NOWHERE
+    site: Site = NOWHERE
 
     @staticmethod
     def now() -> Outside:
         """As the Python stack has it."""
-        return Outside(tuple(called_modules()), find_place())
+        return Outside(tuple(called_modules()), find_site())
 
 
 NO_OUTSIDE = Outside()
@@ -44,63 +44,63 @@ NO_OUTSIDE = Outside()
 class _Now(threading.local):
     """The place of the node that a front end is running on this thread."""
 
-    place: Place | None = None
+    site: Site | None = None
 
 
 _now = _Now()
 
 
 @contextmanager
-def placed_at(place: Place) -> Iterator[None]:
+def at_site(site: Site) -> Iterator[None]:
     """Calls inside are made at this place."""
-    before, _now.place = _now.place, place
+    before, _now.site = _now.site, site
     try:
         yield
     finally:
-        _now.place = before
+        _now.site = before
 
 
-def current_place() -> Place | None:
+def current_site() -> Site | None:
     """The place of the node that a front end is running on this thread, if one is."""
-    return _now.place
+    return _now.site
 
 
-def traced_place() -> Place | None:
+def traced_site() -> Site | None:
     """The place of the call that Dynamo, AOTAutograd or one of our front ends is tracing; None if it is not known."""
-    if _now.place is not None:
-        return _now.place
+    if _now.site is not None:
+        return _now.site
     meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
     if "nn_module_stack" in meta or "stack_trace" in meta:
-        return node_place(meta, Outside.now())
+        return node_site(meta, Outside.now())
     found = dynamo_frames()
-    return _place(*found, Outside.now()) if found is not None else None
+    return _site(*found, Outside.now()) if found is not None else None
 
 
-def node_place(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Place:
+def node_site(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Site:
     """The place of a node of a graph that is called `outside`."""
-    return _place(meta.get("nn_module_stack") or {}, _frames(meta.get("stack_trace") or ""), outside)
+    return _site(meta.get("nn_module_stack") or {}, _frames(meta.get("stack_trace") or ""), outside)
 
 
-def _place(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outside: Outside) -> Place:
+def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outside: Outside) -> Site:
     called = outside.modules
     if not modules and not frames and outside is NO_OUTSIDE:
         return NOWHERE
     users = [frame for frame in frames if is_user_file(frame[0])]
-    file, line = users[-1] if users else (outside.place.file, outside.place.line)
+    file, line = users[-1] if users else (outside.site.file, outside.site.line)
     functions = tuple(_function(*frame) for frame in reversed(users))
-    around = outside.place.functions
+    around = outside.site.functions
     if functions and around and functions[-1] == around[0]:
         around = around[1:]
     path, around_root = _path(modules, called)
     classes = [_class_name(entry[1]) for entry in modules.values()]
     classes = classes[::-1] + [_class_name(type(m)) for m in called]
-    return Place(
+    return Site(
         module_path=path,
         classes=tuple(classes),
         functions=functions + around,
         file=file,
         line=line,
-        around=outside.place.around if called else around_root,
+        around=outside.site.around if called else around_root,
     )
 
 

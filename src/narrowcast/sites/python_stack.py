@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import Module
 
-from narrowcast.policy import Place
+from narrowcast.policy import Site
 from narrowcast.torch_surface.modules import children, module_call_code
 
 _LIBRARIES = tuple(
@@ -67,7 +67,7 @@ def in_generated_code() -> bool:
     return False
 
 
-def find_place(with_names: bool = True, frame: FrameType | None = None) -> Place:
+def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     """The place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
 
     Without `with_names` it lacks the names of classes and functions, which few rules ask for.
@@ -93,7 +93,7 @@ def find_place(with_names: bool = True, frame: FrameType | None = None) -> Place
             if len(callers) < _CALLERS:
                 callers.append(frame)
         frame = frame.f_back
-    return Place(
+    return Site(
         module_path=module_path(modules) if modules else "",
         classes=tuple(f"{type(m).__module__}.{type(m).__qualname__}" for m in modules) if with_names else (),
         functions=tuple(functions),

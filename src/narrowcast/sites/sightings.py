@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from narrowcast.policy import Place, Policy, Rule, nearest_name
-from narrowcast.sites.python_stack import find_place
+from narrowcast.policy import Policy, Rule, Site, nearest_name
+from narrowcast.sites.python_stack import find_site
 from narrowcast.sites.warned import warn_at
 
 if TYPE_CHECKING:
@@ -18,28 +18,28 @@ _MOST = 4096
 class Sightings:
     """The places of calls that rules about modules and classes were asked about, in all regions of a policy."""
 
-    __slots__ = ("_before", "_places", "_rules", "policy")
+    __slots__ = ("_before", "_rules", "_sites", "policy")
 
     def __init__(self, policy: Policy, rules: list[Rule]) -> None:
         self.policy = policy.name
         self._rules = rules  # of which nothing was said, and which matched nothing yet
-        self._places: dict[tuple[str, tuple[str, ...], str], Place] = {}
+        self._sites: dict[tuple[str, tuple[str, ...], str], Site] = {}
         self._before = 0
 
-    def see(self, place: Place) -> None:
+    def see(self, site: Site) -> None:
         """A call was made there."""
-        if self._rules and len(self._places) < _MOST and (place.module_path or place.classes):
-            self._places.setdefault((place.module_path, place.classes, place.around), place)
+        if self._rules and len(self._sites) < _MOST and (site.module_path or site.classes):
+            self._sites.setdefault((site.module_path, site.classes, site.around), site)
 
     def tell(self) -> None:
         """RegionWarning, once, for rules that name nothing that was seen: at once where there is a name much like it,
         else when a whole region has shown nothing new.
         """
-        count, before = len(self._places), self._before
+        count, before = len(self._sites), self._before
         if not count or not self._rules:
             return
         self._before = count
-        found = {rule: text for rule in self._rules if (text := nearest_name(rule, self._places.values()))}
+        found = {rule: text for rule in self._rules if (text := nearest_name(rule, self._sites.values()))}
         said = [rule for rule, text in found.items() if "did you mean" in text or count == before]
         self._rules = [rule for rule in found if rule not in said]
         for rule in said:
@@ -47,7 +47,7 @@ class Sightings:
             warn_at(
                 f"narrowcast: policy {self.policy}: the rule {rule}{at} matches nothing here: {found[rule]}. "
                 "narrowcast.explain lists what each rule matched",
-                find_place(with_names=False),
+                find_site(with_names=False),
             )
 
 
@@ -58,7 +58,7 @@ def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
         if sightings is not None:
             for step in program.steps.values():
                 if step.region is not None and policy.asks_where(step.op, step.computes):
-                    sightings.see(step.place)
+                    sightings.see(step.site)
 
 
 def sightings_of(policy: Policy) -> Sightings | None:

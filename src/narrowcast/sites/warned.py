@@ -6,12 +6,12 @@ import warnings
 from typing import Any
 
 from narrowcast.errors import RegionWarning
-from narrowcast.policy import Place
+from narrowcast.policy import Site
 
 _said: dict[str, dict[Any, Any]] = {}  # by file: Python's memory of what was shown, which keeps it to once per line
 
 
-def warn_at(text: str, place: Place) -> None:
+def warn_at(text: str, site: Site) -> None:
     """RegionWarning at a place, which Python's filters show once there."""
-    file = place.file or "<unknown>"
-    warnings.warn_explicit(text, RegionWarning, file, place.line, registry=_said.setdefault(file, {}))
+    file = site.file or "<unknown>"
+    warnings.warn_explicit(text, RegionWarning, file, site.line, registry=_said.setdefault(file, {}))

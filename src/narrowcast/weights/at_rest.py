@@ -69,8 +69,8 @@ def _probes(weight: torch.Tensor) -> list[Any]:
     if flat_last + 1 != weight.numel():
         return []
     count = FEW if weight.numel() <= SMALL else PROBES
-    places = {flat_last * k // (count - 1) for k in range(count)}
-    return [ctypes.c_uint32.from_address(weight.data_ptr() + 4 * place) for place in sorted(places)]
+    sites = {flat_last * k // (count - 1) for k in range(count)}
+    return [ctypes.c_uint32.from_address(weight.data_ptr() + 4 * site) for site in sorted(sites)]
 
 
 class WeightsAtRest:

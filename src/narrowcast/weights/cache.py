@@ -19,8 +19,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowcast.errors import CacheError, Origin
-from narrowcast.policy import NOWHERE, Place
-from narrowcast.sites.python_stack import find_place
+from narrowcast.policy import NOWHERE, Site
+from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import cast
 from narrowcast.torch_surface.dispatch import storage_key, version_of, without_modes
 from narrowcast.torch_surface.jit import tracing_state
@@ -58,7 +58,7 @@ class _Entry:
     made_of: tuple[Any, ...]
     result: torch.Tensor
     checksum: int | None
-    place: Place
+    site: Site
 
 
 _SWEEP_ENTRIES, _SWEEP_BYTES = 64, 2**26
@@ -128,10 +128,10 @@ class WeightCache:
             while self.entries and self.bytes + result.nbytes > limit:
                 self._drop(next(iter(self.entries)))
         known = checksum(weight) if checks else None
-        place = find_place(with_names=False) if checks else NOWHERE
+        site = find_site(with_names=False) if checks else NOWHERE
         dead = self._dead
         reference = weakref.ref(weight, lambda _: dead.append(key))
-        self.entries[key] = _Entry(reference, StorageWeakRef(weight.untyped_storage()), made_of, result, known, place)
+        self.entries[key] = _Entry(reference, StorageWeakRef(weight.untyped_storage()), made_of, result, known, site)
         self.bytes += result.nbytes
         if len(self.entries) > self._next_sweep[0] or self.bytes > self._next_sweep[1]:
             self._sweep()
@@ -217,7 +217,7 @@ def _is_as_it_was(weight: torch.Tensor, entry: _Entry) -> bool:
     """True, or CacheError."""
     if checksum(weight) == entry.checksum:
         return True
-    here, first = find_place(with_names=False), entry.place
+    here, first = find_site(with_names=False), entry.site
     raise CacheError(
         asked=f"the cast of a weight of shape {tuple(weight.shape)}",
         found="the weight was changed and its version counter was not: something wrote to weight.data",
