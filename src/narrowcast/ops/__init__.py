@@ -11,11 +11,12 @@ from narrowcast.ops.facts import (
     SOFTMAX,
     VIEW,
     OpKind,
+    called_by,
     named,
     op_kind,
 )
 
 __all__ = [
-    "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "OpKind", "named",
-    "op_kind",
+    "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "OpKind", "called_by",
+    "named", "op_kind",
 ]  # fmt: skip

@@ -48,6 +48,11 @@ def named(fact: str) -> frozenset[str]:
     return frozenset(_table()[table][key].split())
 
 
+def called_by(op: str) -> str | None:
+    """The op id of the one op that the kernel of this one calls, where policies are asked about that."""
+    return _table()["calls"].get(op)
+
+
 @cache
 def op_kind(op: str) -> OpKind:
     """What the op with this id (`aten.mm.default`) is like."""

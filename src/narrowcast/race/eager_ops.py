@@ -36,8 +36,7 @@ RECURRENT = tuple(
     for overload in ("input", "data")
 )
 """Ops that are one call, whatever they call inside: results of their steps are not to be cast to and fro."""
-_INSIDE = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.addmm.default",
-           "aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default")  # fmt: skip
+_INSIDE = tuple(f"aten.{name}.default" for name in sorted(named("inside.of_recurrent")))
 _MEASURED = "measured:"
 
 

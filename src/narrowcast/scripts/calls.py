@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from narrowcast.ops import called_by
 from narrowcast.scripts.scopes import constant
 from narrowcast.torch_bridge import OpFacts, find_op, op_facts
 from narrowcast.torch_surface.dispatch import parse_schema
@@ -20,22 +21,9 @@ class Source:
     value: Any
 
 
-# Ops that no list names, whose kernels call one op that lists do: eager autocast casts there, a script before them.
-CALLING = {
-    "aten.einsum.default": "aten.bmm.default",
-    "aten.lstm.input": "aten.mkldnn_rnn_layer.default",
-    "aten.rnn_tanh.input": "aten.linear.default",
-    "aten.rnn_relu.input": "aten.linear.default",
-}
-
-
-STANDING_FOR_ONE = frozenset(["aten.pad.default", "aten.nll_loss_nd.default"])
-"""Ops that do nothing but call one of several."""
-
-
 def decided_as_itself(op: str) -> bool:
     """Whether a policy is asked about this op itself, and not about one that it calls."""
-    return op not in CALLING
+    return called_by(op) is None
 
 
 def decided_as(node: Any, facts: OpFacts) -> str:
@@ -49,7 +37,7 @@ def decided_as(node: Any, facts: OpFacts) -> str:
         return facts.id
     if name in ("aten._convolution", "aten._convolution_mode"):
         return _convolution_called(node, name) or facts.id
-    return CALLING.get(facts.id, facts.id)
+    return called_by(facts.id) or facts.id
 
 
 def _sums(node: Any) -> bool:

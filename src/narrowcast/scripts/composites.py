@@ -14,10 +14,11 @@ from narrowcast.ops import named
 from narrowcast.policy import Policy
 from narrowcast.scripts import cells, products
 from narrowcast.scripts.callers import site_in
-from narrowcast.scripts.calls import CALLING, STANDING_FOR_ONE, decided_as_itself, facts_of
+from narrowcast.scripts.calls import decided_as_itself, facts_of
 from narrowcast.scripts.runtime import graph_of
 from narrowcast.scripts.scopes import Scope, Section
 from narrowcast.torch_bridge import find_op, op_id
+from narrowcast.torch_surface.dispatch import op_name
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
     f"aten::{formula.__name__}": formula
@@ -57,7 +58,10 @@ def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], P
 def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
     """Whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
     facts = facts_of(node)
-    if facts is None or not (is_composite(node) or facts.id in CALLING or facts.id in STANDING_FOR_ONE):
+    if facts is None:
+        return False
+    calls_one = not decided_as_itself(facts.id) or op_name(facts.op) in named("inside.stands_for_one")
+    if not (calls_one or is_composite(node)):
         return False
     return not any(_is_named(policy, node) for policy in policies)
 

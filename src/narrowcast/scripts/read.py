@@ -18,9 +18,9 @@ from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, St
 from narrowcast.scripts.boundaries import passage
 from narrowcast.scripts.callers import site_in
 from narrowcast.scripts.calls import (
-    CALLING,
     Source,
     decided_as,
+    decided_as_itself,
     dtype_argument,
     facts_of,
     holds_tensors,
@@ -323,8 +323,9 @@ class Reader:
                 region=regions[0] if regions else None, grad_mode=item.grad_mode, site=site, others=regions[1:],
             )  # fmt: skip
         return Step(
-            Value(-1, OTHER), decided_as(node, facts), operands, COMPOSITE if facts.id in CALLING else "", given,
-            facts.computes, regions[0] if regions else None, item.grad_mode,
+            Value(-1, OTHER), decided_as(node, facts), operands,
+            "" if decided_as_itself(facts.id) else COMPOSITE, given, facts.computes,
+            regions[0] if regions else None, item.grad_mode,
             effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:],
         )  # fmt: skip
 
