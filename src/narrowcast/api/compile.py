@@ -30,7 +30,7 @@ from narrowcast.goals import CAST, Goal, as_goal
 from narrowcast.graphs.backward import parse_backward
 from narrowcast.graphs.explicit import refuse_scripts
 from narrowcast.policy import Policy
-from narrowcast.torch_bridge import check_ops
+from narrowcast.torch_bridge import check_ops, device_type_of
 from narrowcast.torch_surface.dynamo import (
     inner_compiler,
     missing_cpp_compiler,
@@ -101,7 +101,7 @@ def compile(
     wanted = as_goal(goal, weights)
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
-        backend = _usable_backend(backend, asked.device_type or _device_of(model))
+        backend = _usable_backend(backend, asked.device_type or device_type_of(model))
     if wanted.weights != CAST:
         follow_mutators()  # fused optimizers and swapped tensors tell nobody
     register()
@@ -112,7 +112,7 @@ def compile(
     compiled = torch.compile(model, backend=graphs, dynamic=dynamic, fullgraph=fullgraph)
     around = Compiled()
     if asked.is_there:
-        known = asked.device_type or _device_of(model)
+        known = asked.device_type or device_type_of(model)
         around = Around(lambda device: asked.on(device, chosen.forward()), known, wanted)
     if isinstance(compiled, torch.nn.Module):
         return CompiledModule.of(compiled, around, arguments, _compiled_anew)
@@ -137,11 +137,3 @@ def _usable_backend(backend: str | Callable[..., Any], device_type: str | None) 
         stacklevel=3,
     )
     return "aot_eager"
-
-
-def _device_of(model: Any) -> str | None:
-    if isinstance(model, torch.nn.Module):
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:  # then it is yet to come to a device
-                return tensor.device.type
-    return None

@@ -23,7 +23,7 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.goals import Goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.race.eager_ops import is_raced, run_watched
-from narrowcast.torch_bridge import tensors_in, to_dtype
+from narrowcast.torch_bridge import device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.torch_surface.dynamo import (
     BackendCompilerFailed,
@@ -81,7 +81,7 @@ class Around(Compiled):
         return self._make(self._device_of(args, kwargs or {}))
 
     def _device_of(self, args: Any, kwargs: Any) -> str:
-        return self._device_type or next((t.device.type for t in tensors_in(args, kwargs)), "cpu")
+        return self._device_type or device_type_of(args, kwargs) or "cpu"
 
     def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call's result."""

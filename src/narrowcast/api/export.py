@@ -18,7 +18,7 @@ from narrowcast.goals import Goal, as_goal
 from narrowcast.graphs.other_paths import tell_other_paths
 from narrowcast.policy import Policy
 from narrowcast.profiles.abilities import for_target
-from narrowcast.torch_bridge import tensors_in
+from narrowcast.torch_bridge import device_type_of
 
 
 def export(
@@ -67,11 +67,9 @@ def export(
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     around: Callable[[], Any] = nullcontext
-    made_on = for_target(chosen, next((t.device.type for t in model.parameters()), "cpu"))[1]
+    made_on = for_target(chosen, device_type_of(model) or "cpu")[1]
     if asked.is_there:
-        device = asked.device_type or next(
-            (t.device.type for t in (*model.parameters(), *tensors_in(args, kwargs or {}))), "cpu"
-        )
+        device = asked.device_type or device_type_of(model) or device_type_of(args, kwargs) or "cpu"
         chosen, made_on = for_target(chosen, device, made_for)
         opened = asked.on(device, chosen)
         around = lambda: opened  # noqa: E731

@@ -33,7 +33,7 @@ from narrowcast.scripts.scripted import (
 )
 from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.tracing import traced_function, traced_module, tracing
-from narrowcast.torch_bridge import DTYPES, tensors_in
+from narrowcast.torch_bridge import DTYPES, device_type_of, tensors_in
 from narrowcast.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
 
 
@@ -144,7 +144,7 @@ def _copied(script: torch.jit.ScriptModule) -> Any:
 
 def _scopes(target: Any, asked: AskedRegion, made_for: str) -> tuple[Scopes, str]:
     """The region around a script, checked as eager regions are, and the name of the device that it is made for."""
-    device_type = asked.device_type or _device_of(target)
+    device_type = asked.device_type or device_type_of(target) or "cpu"
     chosen, made_on = for_target(asked.policy, device_type, made_for)
     if not asked.is_there:
         return {}, made_on
@@ -160,12 +160,6 @@ def _noting(module: ExplicitModule, made_on: str) -> ExplicitModule:
 
 
 TARGET = "narrowcast_target"
-
-
-def _device_of(target: Any, *inputs: Any) -> str:
-    """The device type of a module's parameters, or of the first tensor that it is called with."""
-    tensors = [*target.parameters(), *target.buffers()] if isinstance(target, torch.nn.Module) else []
-    return next((t.device.type for t in (*tensors, *tensors_in(inputs))), "cpu")
 
 
 _one_trace_at_a_time = threading.RLock()
@@ -197,9 +191,10 @@ def trace(
     checked = options.pop("check_trace", True)
     asked = asked_region("trace", policy, dtype, device_type, region)
     around: Any = contextlib.nullcontext()
-    device, made_on = "", for_target(as_policy(None), _device_of(target, example_inputs))[1]
+    is_on = device_type_of(target) or device_type_of(example_inputs) or "cpu"
+    device, made_on = "", for_target(as_policy(None), is_on)[1]
     if asked.is_there:
-        device = asked.device_type or _device_of(target, example_inputs)
+        device = asked.device_type or is_on
         chosen, made_on = for_target(asked.policy, device, made_for)
         around = asked.on(device, chosen)
     with _one_trace_at_a_time, deprecations_unsaid(), around:

@@ -20,7 +20,7 @@ from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
 from narrowcast.regions.marks import BOUNDARY as NOTE
 from narrowcast.regions.ruling import region_on, ruled_device_types
 from narrowcast.sites.python_stack import called_modules, find_site, module_path
-from narrowcast.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, tensors_in
+from narrowcast.torch_bridge import DTYPES, FORMATS, OpFacts, Slot, device_type_of, tensors_in
 from narrowcast.torch_surface.dynamo import never_begin_at, never_trace
 from narrowcast.torch_surface.jit import tracing_state
 from narrowcast.torch_surface.state import any_autocast, count_function_modes
@@ -41,7 +41,8 @@ def run_bounded(
     if boundary.goes_on:
         result = call(*new_args, **new_kwargs)
     elif boundary.inside is not None:
-        result = _run_low(DTYPES[boundary.inside], device_of((args, kwargs), module), call, new_args, new_kwargs)
+        device_type = device_type_of(args, kwargs) or device_type_of(module) or "cpu"
+        result = _run_low(DTYPES[boundary.inside], device_type, call, new_args, new_kwargs)
     else:
         result = _run_off(call, new_args, new_kwargs)
     if not boundary.plan.results:
@@ -125,17 +126,6 @@ def _run_low(low: torch.dtype, device_type: str, call: Callable[..., Any], args:
         return call(*args, **kwargs)
     with autocast(device_type, low, policy=policy_on(device_type)):
         return call(*args, **kwargs)
-
-
-def device_of(values: Any, module: Module | None = None) -> str:
-    """The device type of the first tensor that floats, or else of the first one, or of a module's parameters; cpu."""
-    tensors = tensors_in(values)
-    found = next((t for t in tensors if t.is_floating_point()), None)
-    if found is None and tensors:
-        found = tensors[0]
-    if found is None and module is not None:
-        found = next(iter(module.parameters()), None)
-    return found.device.type if found is not None else "cpu"
 
 
 def policy_on(device_type: str) -> Policy:

@@ -14,7 +14,7 @@ from narrowcast.eager.region import autocast
 from narrowcast.eager.traced_calls import traced_policy
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
-from narrowcast.torch_bridge import tensors_in, to_dtype
+from narrowcast.torch_bridge import device_type_of, to_dtype
 from narrowcast.torch_surface.autograd import note_forward, noted_forward
 
 
@@ -41,7 +41,7 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: Any) -> Any:
         without = not args or isinstance(args[0], torch.Tensor)  # a setup_context beside it has the context then
         ctx: Any = _NoContext() if without else args[0]
-        device = device_type if device_type is not None else _device_of(args, kwargs)
+        device = device_type if device_type is not None else device_type_of(args, kwargs) or "cpu"
         enabled = torch.is_autocast_enabled(device)
         note_forward(ctx, torch.get_autocast_dtype(device), enabled and dtype is None)
         policy = traced_policy(device) if torch.compiler.is_dynamo_compiling() else policy_on(device)
@@ -81,11 +81,6 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 class _NoContext:
     """What a forward with a `setup_context` beside it writes to."""
-
-
-def _device_of(args: Any, kwargs: dict[str, Any]) -> str:
-    tensors = tensors_in(args, kwargs)
-    return tensors[0].device.type if tensors else "cpu"
 
 
 def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:

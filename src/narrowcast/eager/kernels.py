@@ -30,11 +30,12 @@ from narrowcast.torch_bridge import (
     Slot,
     cast,
     defaults_after,
+    is_weight,
     number_as_tensor,
     op_facts,
     overload_with_dtype,
 )
-from narrowcast.torch_surface.dispatch import DispatchKeySet, OpOverload, is_view, registered_kernel
+from narrowcast.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
 from narrowcast.torch_surface.dynamo import never_trace, tracing_compiled_code
 from narrowcast.torch_surface.state import autocast_key, below, excluding
 from narrowcast.weights.native_cache import native_cast
@@ -318,11 +319,8 @@ def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -
     traced. Code that traces has the cache off, and in the memory of a CUDA graph nothing may be kept.
     """
     if not (
-        tensor.requires_grad
-        and region.prepared.facts.cache
-        and tensor.is_leaf
-        and tensor.dtype is torch.float32
-        and not is_view(tensor)
+        region.prepared.facts.cache
+        and is_weight(tensor)
         and not torch.is_inference_mode_enabled()
         and not tensor.is_inference()
         and torch.is_autocast_cache_enabled()

@@ -30,7 +30,7 @@ from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
 from narrowcast.sites.python_stack import find_site
-from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, op_facts, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
@@ -160,7 +160,7 @@ class Recorder(DispatchMode):
         """What became of a cast that was planned and that the mode did not see."""
         if tensor is None:
             return "inside"
-        cacheable = call.decided.caches and tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+        cacheable = call.decided.caches and is_weight(tensor)
         before = self._weights.get((id(tensor), dst))
         if cacheable and (self._state.executing is None or (before is not None and before() is tensor)):
             return "cached"

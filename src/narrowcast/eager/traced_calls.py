@@ -9,13 +9,13 @@ import torch
 from torch.fx.traceback import annotate
 
 from narrowcast.eager.boundary import Boundary, cast_part, cast_tree, first_floating
-from narrowcast.eager.bounded import device_of, policy_on
+from narrowcast.eager.bounded import policy_on
 from narrowcast.eager.find_boundary import find_boundary, ruling_region
 from narrowcast.eager.region import autocast
 from narrowcast.policy import RESULT
 from narrowcast.regions.marks import BOUNDARY as NOTE
 from narrowcast.regions.ruling import ruled_device_types
-from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_bridge import DTYPES, device_type_of
 from narrowcast.torch_surface.dynamo import constant_for_dynamo, traced_local
 
 _traced: dict[str, Boundary] = {}
@@ -138,7 +138,7 @@ def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, 
         new_kwargs[name] = value
     low, off = traced_inside(key), traced_off(key)
     if low is not None:
-        device_type = device_of((args, kwargs))
+        device_type = device_type_of(args, kwargs) or "cpu"
         with autocast(device_type, low, policy=traced_policy(device_type)):
             result = call(*new_args, **new_kwargs)
     elif off:

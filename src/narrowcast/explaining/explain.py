@@ -40,7 +40,7 @@ from narrowcast.report import (
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around as scopes_around
 from narrowcast.scripts.scripted import methods_of
-from narrowcast.torch_bridge import FORMATS, default_dtype, tensors_in, to_dtype
+from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
 
 Metric = Callable[..., Mapping[str, float] | float]
@@ -218,12 +218,8 @@ def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_
 
 def _device_type(subject: Subject) -> str:
     """Where the model is: its first parameter's or buffer's device, else the first tensor argument's, else cpu."""
-    tensors: list[torch.Tensor] = []
-    if isinstance(subject.model, torch.nn.Module):
-        tensors += list(subject.model.parameters()) + list(subject.model.buffers())
-    tensors += tensors_in(*tree_leaves((subject.args, subject.kwargs)))
-    found = next((t.device.type for t in tensors), "cpu")
-    return "cpu" if found == "meta" else found
+    leaves = tree_leaves((subject.args, subject.kwargs))
+    return device_type_of(subject.model) or device_type_of(leaves) or "cpu"
 
 
 def _record(

@@ -26,11 +26,11 @@ from narrowcast.graphs.composites import decompositions
 from narrowcast.policy import Site
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
+from narrowcast.torch_bridge import is_weight
 from narrowcast.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
 from narrowcast.torch_surface.dispatch import (
     HigherOrderOperator,
     higher_order_name,
-    is_view,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -97,7 +97,7 @@ def _flags(value: Any) -> tuple[bool, bool]:
     """Whether a value requires grad, and whether the weight cache would keep its cast."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False, False
-    return True, value.is_leaf and value.dtype is torch.float32 and not is_view(value)
+    return True, is_weight(value)
 
 
 def _fresh(value: Any) -> Any:

@@ -19,7 +19,7 @@ from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked
 from narrowcast.regions.ruling import region_on
 from narrowcast.regions.stack import Prepared
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_site
-from narrowcast.torch_bridge import FORMATS, is_random, op_facts, short_type
+from narrowcast.torch_bridge import FORMATS, is_random, is_weight, op_facts, short_type
 from narrowcast.torch_bridge.memory import alias_names
 from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
 from narrowcast.torch_surface.dispatch import TO_COPY, HigherOrderOperator, OpOverload, higher_order_name, schema_of
@@ -293,7 +293,7 @@ class _Reader:
         if node.op == "get_attr":
             attribute = _attribute(graph, node)
             requires_grad = isinstance(attribute, torch.Tensor) and attribute.requires_grad
-            weight = requires_grad and attribute.is_leaf and attribute.dtype is torch.float32
+            weight = isinstance(attribute, torch.Tensor) and is_weight(attribute)
             return Step(self._value(node, requires_grad, weight), "attribute", constants=str(node.target))
         bodies = [a for n in node.all_input_nodes if isinstance(a := _attribute(graph, n), GraphModule)]
         blocks = self._blocks(node, bodies)

@@ -31,7 +31,7 @@ from narrowcast.scripts.calls import (
 )
 from narrowcast.scripts.formats import OTHER, join, promoted
 from narrowcast.scripts.scopes import Item, Scope, Scopes, Section, dtype_of
-from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, short_type
+from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, is_weight, short_type
 from narrowcast.torch_bridge.memory import alias_names
 from narrowcast.torch_surface.dispatch import op_name, schema_of, storage_key
 
@@ -295,8 +295,7 @@ class Reader:
         tensor = self.known.get(value.unique())
         if tensor is None:
             return Value(number, known, _ANY_SHAPE, "", known != OTHER)
-        weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32
-        return Value(number, short_type(tensor.dtype), tuple(tensor.shape), "", tensor.requires_grad, weight)
+        return Value(number, short_type(tensor.dtype), tuple(tensor.shape), "", tensor.requires_grad, is_weight(tensor))
 
     def _plain(self, kind: str) -> Value:
         made = Value(len(self.values), kind)

@@ -60,7 +60,7 @@ def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: 
 
 
 def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
-    """To the low format, if it turns out to be a weight: an fp32 leaf that requires grad."""
+    """To the low format, if it turns out to be a weight, as is_weight of torch_bridge says where Python runs."""
     if on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device:
         return x.to(low)
     return x

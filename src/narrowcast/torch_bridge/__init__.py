@@ -13,7 +13,7 @@ from narrowcast.torch_bridge.ops import (
     overload_with_dtype,
 )
 from narrowcast.torch_bridge.rules import check_ops, ops_of
-from narrowcast.torch_bridge.tensors import cast, number_as_tensor, tensors_in
+from narrowcast.torch_bridge.tensors import cast, device_type_of, is_weight, number_as_tensor, tensors_in
 
 __all__ = [
     "DTYPES",
@@ -24,8 +24,10 @@ __all__ = [
     "check_ops",
     "default_dtype",
     "defaults_after",
+    "device_type_of",
     "find_op",
     "is_random",
+    "is_weight",
     "number_as_tensor",
     "op_facts",
     "op_id",

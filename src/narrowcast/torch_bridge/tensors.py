@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from narrowcast.torch_surface.dispatch import is_view
+
 _to = torch.ops.aten.to.dtype
 
 
@@ -38,3 +40,25 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
         elif isinstance(tree, dict):
             found += tensors_in(*tree.values())
     return found
+
+
+def device_type_of(*trees: Any) -> str | None:
+    """The device type of the first floating tensor of modules and nested arguments, or else of the first tensor; None
+    without any, and for tensors on meta, which are yet to come to a device.
+    """
+    found = None
+    inside = [[*t.parameters(), *t.buffers()] if isinstance(t, torch.nn.Module) else t for t in trees]
+    for tensor in tensors_in(*inside):
+        if not tensor.is_meta:
+            if tensor.is_floating_point():
+                return tensor.device.type
+            found = found or tensor.device.type
+    return found
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether the weight cache keeps casts of it: an fp32 leaf that requires grad and is no view.
+
+    Source: `cached_cast` in aten/src/ATen/autocast_mode.cpp.
+    """
+    return tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32 and not is_view(tensor)
