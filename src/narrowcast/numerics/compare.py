@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from narrowcast.numerics.finite import first_not_finite
-from narrowcast.profiles.device import synchronize
+from narrowcast.profiles.clock import elapsed_ns
 from narrowcast.report import Comparison, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, keystr, storage_key, tree_flatten_with_path
@@ -107,7 +107,7 @@ def compare(
         if number >= 3 and time.perf_counter() - began > seconds:
             break
         order = (reference, region) if number % 2 == 0 else (region, reference)
-        elapsed = {run: _milliseconds(run) for run in order}
+        elapsed = {run: elapsed_ns(run) / 1e6 for run in order}
         times.append((elapsed[reference], elapsed[region]))
     ratios = sorted(b / a for a, b in times)
     return Comparison(
@@ -129,14 +129,6 @@ def compare(
 
 def _has_nan(tree: Any) -> bool:
     return any(t.is_floating_point() and bool(torch.isnan(_dense(t)).any()) for t in tensors_in(tree))
-
-
-def _milliseconds(run: Run) -> float:
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return (time.perf_counter() - start) * 1e3
 
 
 def peak_bytes(run: Run) -> tuple[Any, int]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from narrowcast.policy.capabilities import (
     shipped_capabilities,
 )
 from narrowcast.policy.lacks import FULL
+from narrowcast.profiles.clock import elapsed_ns
 from narrowcast.profiles.device import device_now, is_capturing, is_here, synchronize
 from narrowcast.profiles.profile import Device, Profile, load_profile
 from narrowcast.profiles.smallest_calls import CPU_ALONE, SMALLEST
@@ -219,11 +221,7 @@ def _probed(device_type: str, format: Format) -> dict[str, float]:
         for each in (fp32, format):
             x = torch.full((size, size), 0.125, dtype=DTYPES[each], device=device_type)
             for _ in range(2):  # the first one warms up
-                synchronize()
-                began = time.perf_counter()
-                torch.mm(x, x)
-                synchronize()
-                times[each] = time.perf_counter() - began
+                times[each] = elapsed_ns(partial(torch.mm, x, x)) / 1e9
         ratio = times[format] / times[fp32]
         spent = time.perf_counter() - start
         if times[fp32] >= 1e-3 or spent + 16 * (times[fp32] + times[format]) > PROBE_SECONDS:

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from narrowcast.formats import FORMATS as BY_NAME
-from narrowcast.profiles.device import own_saved_tensors, random_state_kept, synchronize
+from narrowcast.profiles.clock import elapsed_ns
+from narrowcast.profiles.device import own_saved_tensors, random_state_kept
 from narrowcast.profiles.profile import Device, Profile, Sample
 from narrowcast.profiles.signature import Signature
 from narrowcast.torch_bridge import DTYPES
@@ -162,12 +164,8 @@ def _alternate(sides: Sequence[Sequence[Call]], rounds: int) -> list[list[float]
 
 
 def _time(runs: Sequence[Call], repeats: int) -> float:
-    synchronize()
-    start = time.perf_counter_ns()
-    for number in range(repeats):
-        runs[number % len(runs)]()
-    synchronize()
-    return float(time.perf_counter_ns() - start)
+    turns = cycle(runs)
+    return elapsed_ns(lambda: next(turns)(), repeats)
 
 
 def _prepare(call: Measurable) -> list[Call]:

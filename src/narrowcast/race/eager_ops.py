@@ -24,8 +24,9 @@ from narrowcast.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy, Rule
 from narrowcast.profiles.device import device_now, random_state_kept
 from narrowcast.profiles.measure import LARGEST_BYTES, Operand, make_tensor
 from narrowcast.race.candidates import HIGH, POLICY
-from narrowcast.race.choosing import Side, time_sides
 from narrowcast.race.remembered import Choice, choice_key, load_choice, save_choice
+from narrowcast.race.rounds import time_sides
+from narrowcast.race.sides import Side
 from narrowcast.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
 from narrowcast.torch_surface.dispatch import OpOverload, tree_flatten, tree_map, tree_unflatten
 from narrowcast.torch_surface.state import is_enabled

@@ -28,8 +28,10 @@ from narrowcast.profiles.device import device_now
 from narrowcast.profiles.known import foreign_profile, keep, known_profile
 from narrowcast.program import Program, Writes, print_program
 from narrowcast.race.candidates import PLACED, Candidate, make_candidates, remembered_candidate
-from narrowcast.race.choosing import Choosing, Side, time_sides
+from narrowcast.race.choosing import Choosing
 from narrowcast.race.remembered import Choice, choice_key, load_choice, save_choice
+from narrowcast.race.rounds import time_sides
+from narrowcast.race.sides import Side
 from narrowcast.report import CandidateTime, CompiledGraph
 from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.dynamo import begins_again, without_wrappers
