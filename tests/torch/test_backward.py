@@ -83,9 +83,9 @@ def test_same_as_forward_takes_the_policy_along(case):
         ([KEYWORDS], "fp16", "it was called under autocast('cpu', torch.float16)"),
     ],
 )
-def test_another_state_than_assumed_is_an_error(case, backward, site, says):
+def test_another_state_than_assumed_is_an_error(case, backward, place, says):
     """That says which; not silent wrongness."""
-    around = torch.autocast("cpu", torch.float16) if site == "fp16" else site
+    around = torch.autocast("cpu", torch.float16) if place == "fp16" else place
     with pytest.raises(BackwardError) as caught:
         case.gradient(case.compiled(backward=backward), around)
     assert says in str(caught.value)
