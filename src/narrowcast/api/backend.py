@@ -58,6 +58,15 @@ Compiled = Callable[..., Any]
 _ENTER = ENTER_AUTOCAST
 
 
+@dataclass(frozen=True, slots=True)
+class _Edited:
+    """A graph with explicit casts. placed: its candidates, under a goal. resting: weights that are cast outside."""
+
+    explicit: Explicit
+    placed: Placed | None
+    resting: Resting
+
+
 @dataclass(frozen=True)
 class GraphBackend:
     """A backend for torch.compile. Equal backends share compiled code.
@@ -79,41 +88,41 @@ class GraphBackend:
             return self._without_regions(graph, inputs)
         report = report_graph(first_site(graph))
         _note_break(report, graph)
-        start = time.perf_counter()
-        placed: Placed | None = None
-        resting = Resting(())
+        compiling = False
         try:
-            if self.goal.places:
-                placed = self._place(graph, inputs, report)
-                explicit = placed.explicit
-            else:
-                explicit, resting = self._explicit(graph, inputs, report)
-        except RegionWarning:  # the user asked for warnings as errors
-            raise
-        except NarrowcastError as error:
-            if not _is_internal(error):
+            start = time.perf_counter()
+            edited = self._edit(graph, inputs, report)
+            report.seconds = time.perf_counter() - start
+            model = self.model() if self.model is not None else None
+            if model is not None:
+                tell_other_paths(model, edited.explicit.reading.program)
+            compiling = True
+            compiled, expected = self._compile(edited, inputs, report)
+        except Exception as error:
+            if not _may_fall_back(error, compiling):
                 raise
             return self._fall_back(graph, inputs, report, error)
-        except Exception as error:
-            return self._fall_back(graph, inputs, report, error)
-        report.seconds = time.perf_counter() - start
-        model = self.model() if self.model is not None else None
-        if model is not None:
-            tell_other_paths(model, explicit.reading.program)
-        try:
-            if placed is not None:
-                compiled, expected = self._compile_placed(placed, inputs, report)
-            else:
-                with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
-                    compiled = self.inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
-                compiled = with_weights(compiled, resting)
-        except (NarrowcastError, RegionWarning):
-            raise
-        except Exception as error:
-            if begins_again(error):
-                raise
-            return self._fall_back(graph, inputs, report, error)
-        choice = self.backward
+        return self._running(graph, edited.explicit, compiled, expected)
+
+    def _edit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> _Edited:
+        """The graph with explicit casts: under a goal its candidates."""
+        if self.goal.places:
+            placed = self._place(graph, inputs, report)
+            return _Edited(placed.explicit, placed, Resting(()))
+        explicit, resting = self._explicit(graph, inputs, report)
+        return _Edited(explicit, None, resting)
+
+    def _compile(self, edited: _Edited, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Compiled, State]:
+        """What the compiler inside makes of it, and the autocast state that its backward expects."""
+        if edited.placed is not None:
+            return self._compile_placed(edited.placed, inputs, report)
+        explicit = edited.explicit
+        with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
+            compiled = self.inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
+        return with_weights(compiled, edited.resting), expected
+
+    def _running(self, graph: GraphModule, explicit: Explicit, compiled: Compiled, expected: State) -> Compiled:
+        """The compiled graph as Dynamo calls it: outside of regions, its backward watched."""
         elsewhere = find_elsewhere(graph, explicit)
         device_type = next((r.facts.device_type for r in explicit.reading.program.regions), "cpu")
 
@@ -127,7 +136,7 @@ class GraphBackend:
                 note_failure(error, device_type)
                 raise
             if torch.is_grad_enabled():
-                watch_backward(results, expected, choice)
+                watch_backward(results, expected, self.backward)
             return results
 
         return run
@@ -332,6 +341,17 @@ def _fake_mode(graph: GraphModule) -> Any:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return FakeTensorMode()
+
+
+def _may_fall_back(error: Exception, compiling: bool) -> bool:
+    """Whether a graph that raised is compiled as it came: not where the user is to hear of it, as of a warning that is
+    to be an error, nor where Dynamo begins again.
+    """
+    if isinstance(error, RegionWarning):
+        return False
+    if isinstance(error, NarrowcastError):
+        return not compiling and _is_internal(error)
+    return not (compiling and begins_again(error))
 
 
 def _is_internal(error: NarrowcastError) -> bool:

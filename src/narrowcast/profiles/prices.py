@@ -95,18 +95,18 @@ class TimePrices:
         follows = value.gradient and any(r is None or r.grad_mode for r in readers)
         if maker is None and value.id in self.at_rest and (self.trains or not follows):
             return ValuePrice(dict.fromkeys(pairs, 0.0))
-        back = 2 if follows else 1
+        ways = 2 if follows else 1  # there, and back with the gradient
         if not self.fused:
-            return ValuePrice({(a, b): back * self._cast_ns(value, a, b) for a, b in pairs})
-        loops = [r for r in readers if not self.stores(r)]
-        in_loop = maker is not None and self.is_fused(maker)
-        # the conversion alone, where the value is made or read inside a loop; else a loop of its own
-        alone = not in_loop and not loops
-        casts = {(a, b): back * (self._cast_ns(value, a, b) if alone else self._convert_ns(value)) for a, b in pairs}
-        sizes = {f: self._elements(value) * f.bits / 8 for f in formats}
-        reads = {} if in_loop or not loops else {f: back * self._copy_ns(sizes[f]) / 2 for f in formats}
-        stores = {f: back * self._copy_ns(sizes[f]) / 2 for f in formats} if in_loop else {}
-        return ValuePrice(casts, reads, stores)
+            return ValuePrice({(a, b): ways * self._cast_ns(value, a, b) for a, b in pairs})
+        is_made_in_loop = maker is not None and self.is_fused(maker)
+        is_read_in_loop = any(not self.stores(reader) for reader in readers)
+        half_way = {f: ways * self._copy_ns(self._elements(value) * f.bits / 8) / 2 for f in formats}
+        if is_made_in_loop or is_read_in_loop:  # the conversion alone
+            casts = dict.fromkeys(pairs, ways * self._convert_ns(value))
+        else:  # a loop of its own
+            casts = {(a, b): ways * self._cast_ns(value, a, b) for a, b in pairs}
+        reads = half_way if is_read_in_loop and not is_made_in_loop else {}
+        return ValuePrice(casts, reads, half_way if is_made_in_loop else {})
 
     def _cast_ns(self, value: Value, src: Format, dst: Format) -> float:
         return self.model.estimate(cast_signature(value.shape, src, dst, self.sizes)).ns

@@ -335,7 +335,7 @@ class Reader:
 
     def _steps(self, item: Item) -> list[Step]:
         """The steps of a node: one for the call, and one for each result if it gives several."""
-        node = item.node
+        node, outputs = item.node, list(item.node.outputs())
         blocks = tuple(self._block(inner, f"block{n}") for n, inner in enumerate(item.blocks))
         facts = facts_of(node)
         if facts is not None:
@@ -346,25 +346,12 @@ class Reader:
         else:  # what its blocks read besides has no position
             found = [Source(n, None, v) for n, v in enumerate(node.inputs()) if v.unique() in self.ids]
             made = self._other(item, blocks)
-        outputs = list(node.outputs())
         if len(outputs) == 1:
             value = self._value(outputs[0])
         else:
             value = self._plain("tuple" if outputs else OTHER)
-        names = None if facts is None else alias_names(facts.op)
-        if passage(node) is not None:
-            names = frozenset([made.operands[-1].name])
-        through = reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
-        if through is not None:  # a loop that does not run gives what it was given
-            given = [v for v in node.inputs() if v.unique() in self.ids and not _is_plain(v)]
-            through.update(self.ids[v.unique()] for v in given)
-        if node.kind() == "prim::GetAttr" and self._has_own_memory(outputs[0]):
-            through = set()
-        aliases = tuple(
-            n
-            for n, o in enumerate(made.operands)
-            if (names is None or o.name in names) and (through is None or o.value in through)
-        )
+        may_share = self._may_share(node, facts, made, blocks)
+        aliases = tuple(n for n, operand in enumerate(made.operands) if may_share(operand))
         self.items[value.id] = item
         self.operands[value.id] = found
         steps = [replace(made, value=value, blocks=blocks, aliases=aliases)]
@@ -373,6 +360,25 @@ class Reader:
                 got = self._value(output)
                 steps.append(Step(got, "getitem", (Operand("a0", value.id),), str(n), aliases=(0,)))
         return steps
+
+    def _may_share(
+        self, node: Any, facts: OpFacts | None, made: Step, blocks: tuple[Block, ...]
+    ) -> Callable[[Operand], bool]:
+        """Whether what a node gives may have the memory of one of its operands."""
+        if passage(node) is not None:
+            return lambda operand: operand.name == made.operands[-1].name
+        if facts is not None:
+            names = alias_names(facts.op)
+            return lambda operand: names is None or operand.name in names
+        if node.kind() == "prim::GetAttr" and self._has_own_memory(node.output()):
+            return lambda operand: False
+        through = reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
+        if through is None:
+            return lambda operand: True
+        # a loop that does not run gives what it was given
+        given = [v for v in node.inputs() if v.unique() in self.ids and not _is_plain(v)]
+        passed = {*through, *(self.ids[v.unique()] for v in given)}
+        return lambda operand: operand.value in passed
 
     def _has_own_memory(self, attribute: Any) -> bool:
         """Whether an attribute is no tensor, or one whose memory no other attribute that is read has."""

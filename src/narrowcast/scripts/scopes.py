@@ -255,58 +255,41 @@ class Scanner:
 
     def _entered(self, node: Node, stack: list[Scopes], caller: Site) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
-        before = stack[-1]
-        instance = node.inputsAt(0)
+        before, instance = stack[-1], node.inputsAt(0)
         makers = _makers(instance, set())
-        device = _the_same(makers, "device")
-        if device is None:
-            found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
-            maker = instance.node()
-            asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
-            raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
-        if device not in DEVICE_TYPES:
-            raise ScriptError(
-                asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
-                where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
-            )  # fmt: skip
-        key = instance.unique()
-        if before:
-            session = next(iter(before.values())).session
-        elif node.hasAttribute("name") and key in self.sessions_of:  # still the same with statement
-            session = self.sessions_of[key]
-        else:
-            self.sessions += 1
-            session = self.sessions_of[key] = self.sessions
-        if not before:
-            earlier = self.homes.get(session, self.inside)
-            self.homes[session] = [a for a, b in zip(earlier, self.inside, strict=False) if a is b]
-        policy = _the_same(makers, POLICY, missing="")
-        if policy is None:
+        device = _device_of(makers, instance, node)
+        session = self._session(node, before)
+        around = before.get(device)
+        named = _the_same(makers, POLICY, missing="")
+        if named is None:
             raise ScriptError(
                 asked="a region in a script", found="its policy depends on a condition",
                 where=shown_at(instance.node()), advice="Open each region in a branch of its own.",
             )  # fmt: skip
-        around, is_torchs = before.get(device), not policy
-        if is_torchs and around is not None and self._holds_inside(around):
-            policy = around.policy
-        told = _the_same(makers, "cached", missing=-1)
+        holds_on = not named and around is not None and self._holds_inside(around)
+        policy = around.policy if holds_on and around is not None else named
         chosen = self.policies(policy)
-        caches = chosen is None or chosen.effective_cache != "off"
-        inherited = next((s.cached for s in before.values()), True) and caches
-        enabled = self._fact(node, makers, "_enabled")
-        low = self._fact(node, makers, "fast_dtype")
-        if chosen is not None and not is_torchs and _leave_low_open(makers):
+        enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
+        if chosen is not None and named and _leave_low_open(makers):
             low = number_of(default_dtype(chosen, device))
-        if isinstance(low, int):
-            if low not in _DTYPES:
-                raise ScriptError(
-                    asked=f"a region in a script with dtype number {low}", found="it is no floating format",
-                    where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
-                )  # fmt: skip
-            low = dtype_of(low)
-        cached = inherited if told in (-1, None) else bool(told)
+        told = _the_same(makers, "cached", missing=-1)
+        caches = chosen is None or chosen.effective_cache != "off"
+        cached = next((s.cached for s in before.values()), True) and caches if told in (-1, None) else bool(told)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
-        return {**before, device: Scope(device, enabled, low, policy, cached, session, hiding)}
+        return {**before, device: Scope(device, enabled, _low_format(low, instance), policy, cached, session, hiding)}
+
+    def _session(self, node: Node, before: Scopes) -> int:
+        """The outermost region that this one is in, by number: a new one, unless it is entered in another."""
+        if before:
+            return next(iter(before.values())).session
+        key = node.inputsAt(0).unique()
+        if not (node.hasAttribute("name") and key in self.sessions_of):  # else it is still the same with statement
+            self.sessions += 1
+            self.sessions_of[key] = self.sessions
+        session = self.sessions_of[key]
+        earlier = self.homes.get(session, self.inside)
+        self.homes[session] = [a for a, b in zip(earlier, self.inside, strict=False) if a is b]
+        return session
 
     def _hiding(self, around: Scope | None, device: str, policy: str, enabled: Any, site: Site) -> Any:
         """What a region is to the one around it on its device type, if it keeps that from ruling."""
@@ -483,3 +466,31 @@ def remove_unused_objects(graph: Any) -> None:
             for user in users:
                 user.destroy()
             node.destroy()
+
+
+def _device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node) -> str:
+    """The device type of a region, or ScriptError where it is not known or has no autocast."""
+    device = _the_same(makers, "device")
+    if device is None:
+        found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
+        maker = instance.node()
+        asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
+        raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
+    if device not in DEVICE_TYPES:
+        raise ScriptError(
+            asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
+            where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+        )  # fmt: skip
+    return str(device)
+
+
+def _low_format(low: Any, instance: Value) -> Any:
+    """The low format, where it is known as the number of a dtype; else what the script will know."""
+    if not isinstance(low, int):
+        return low
+    if low not in _DTYPES:
+        raise ScriptError(
+            asked=f"a region in a script with dtype number {low}", found="it is no floating format",
+            where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
+        )  # fmt: skip
+    return dtype_of(low)

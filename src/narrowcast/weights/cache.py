@@ -50,7 +50,7 @@ class _Entry:
     """A cast, and what it was made of.
 
     storage: tells whether the weight's memory is gone; other memory may have its address then.
-    checksum: None unless the region asks for them. place: of the first use.
+    checksum: None unless the region asks for them. site: of the first use.
     """
 
     weight: weakref.ref[torch.Tensor]
@@ -59,6 +59,24 @@ class _Entry:
     result: torch.Tensor
     checksum: int | None
     site: Site
+
+    def is_of(self, weight: torch.Tensor, made_of: tuple[Any, ...]) -> bool:
+        """Whether it is the cast of this weight as it is now, as far as counters and addresses tell."""
+        return self.made_of == made_of and self.weight() is weight and not self.storage.expired()
+
+    def is_as_it_was(self, weight: torch.Tensor) -> bool:
+        """Whether the weight's bits are those that were cast: CacheError if not. False if nobody has looked yet."""
+        if self.checksum is None:
+            return False
+        if checksum(weight) == self.checksum:
+            return True
+        here, first = find_site(with_names=False), self.site
+        raise CacheError(
+            asked=f"the cast of a weight of shape {tuple(weight.shape)}",
+            found="the weight was changed and its version counter was not: something wrote to weight.data",
+            where=(Origin(here.file, here.line, "used here"), Origin(first.file, first.line, "cast here first")),
+            advice="Write with torch.no_grad(): weight.copy_(...), or call narrowcast.invalidate(weight) after it.",
+        )
 
 
 _SWEEP_ENTRIES, _SWEEP_BYTES = 64, 2**26
@@ -112,21 +130,30 @@ class WeightCache:
         made_of = (version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
         limit = _least(limit_bytes, self.limit_bytes)
         entry = self.entries.get(key)
-        if entry is not None and entry.made_of == made_of and entry.weight() is weight and not entry.storage.expired():
-            if not checks or (entry.checksum is not None and _is_as_it_was(weight, entry)):
-                if limit is not None:
-                    self.entries[key] = self.entries.pop(key)  # the last one is the one used last
-                self.hits += 1
-                return entry.result
+        if entry is not None and entry.is_of(weight, made_of) and (not checks or entry.is_as_it_was(weight)):
+            if limit is not None:
+                self.entries[key] = self.entries.pop(key)  # the last one is the one used last
+            self.hits += 1
+            return entry.result
         self.misses += 1
         self._drop(key)
         self._drop_dead()
         result = cast(weight, dtype)
-        if limit is not None:
-            if result.nbytes > limit:
-                return result
-            while self.entries and self.bytes + result.nbytes > limit:
-                self._drop(next(iter(self.entries)))
+        if limit is None or self._make_room(result.nbytes, limit):
+            self._keep(key, weight, made_of, result, checks)
+        return result
+
+    def _make_room(self, nbytes: int, limit: int) -> bool:
+        """Drop what was used longest ago, until so many bytes more are within the limit; False if they never are."""
+        if nbytes > limit:
+            return False
+        while self.entries and self.bytes + nbytes > limit:
+            self._drop(next(iter(self.entries)))
+        return True
+
+    def _keep(
+        self, key: tuple[Any, ...], weight: torch.Tensor, made_of: tuple[Any, ...], result: torch.Tensor, checks: bool
+    ) -> None:
         known = checksum(weight) if checks else None
         site = find_site(with_names=False) if checks else NOWHERE
         dead = self._dead
@@ -135,7 +162,6 @@ class WeightCache:
         self.bytes += result.nbytes
         if len(self.entries) > self._next_sweep[0] or self.bytes > self._next_sweep[1]:
             self._sweep()
-        return result
 
     def _sweep(self) -> None:
         """Drop the casts of weights that are alive only because the autograd graph of their cast holds them."""
@@ -211,16 +237,3 @@ def checksum(tensor: torch.Tensor) -> int:
                 total * 6364136223846793005 + (chunk.to(torch.int64) * _multipliers(bits.device)[: len(chunk)]).sum()
             )
         return int(total)
-
-
-def _is_as_it_was(weight: torch.Tensor, entry: _Entry) -> bool:
-    """True, or CacheError."""
-    if checksum(weight) == entry.checksum:
-        return True
-    here, first = find_site(with_names=False), entry.site
-    raise CacheError(
-        asked=f"the cast of a weight of shape {tuple(weight.shape)}",
-        found="the weight was changed and its version counter was not: something wrote to weight.data",
-        where=(Origin(here.file, here.line, "used here"), Origin(first.file, first.line, "cast here first")),
-        advice="Write with torch.no_grad(): weight.copy_(...), or call narrowcast.invalidate(weight) after it.",
-    )
