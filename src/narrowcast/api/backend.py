@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError, RegionWarning
+from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.goals import CAST, WORKING, Goal, as_goal
 from narrowcast.graphs.backward import (
     AS_EAGER,
@@ -347,7 +347,7 @@ def _may_fall_back(error: Exception, compiling: bool) -> bool:
     """Whether a graph that raised is compiled as it came: not where the user is to hear of it, as of a warning that is
     to be an error, nor where Dynamo begins again.
     """
-    if isinstance(error, RegionWarning):
+    if isinstance(error, Warning):
         return False
     if isinstance(error, NarrowcastError):
         return not compiling and _is_internal(error)

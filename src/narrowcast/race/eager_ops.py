@@ -18,7 +18,7 @@ from narrowcast.eager import autocast
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, remove_watcher
 from narrowcast.formats import Format, fp32
-from narrowcast.goals import FAST, Goal
+from narrowcast.goals import Goal
 from narrowcast.ops import named
 from narrowcast.policy import MODULE_CALL_OP, RESULT, Action, Kind, Policy, Rule
 from narrowcast.profiles.device import device_now, random_state_kept
@@ -80,7 +80,7 @@ class EagerCalls:
 
 def is_raced(region: autocast, goal: Goal) -> bool:
     """Whether eager code in the region has formats to choose from, and may be timed."""
-    return goal.kind == FAST and goal.verify and is_enabled(region) and region.fast_dtype.itemsize < 4
+    return goal.races and is_enabled(region) and region.fast_dtype.itemsize < 4
 
 
 def run_watched(run: Callable[[], Any], region: autocast) -> tuple[Any, Policy]:
