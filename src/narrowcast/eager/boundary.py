@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
+from narrowcast.decide import Plan, Region, Result
 from narrowcast.errors import Origin, RefusedError, RegionError
-from narrowcast.formats import Format
-from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Site
+from narrowcast.module_calls import Inside, ModuleCall
+from narrowcast.policy import Policy, Site
 from narrowcast.torch_bridge import DTYPES, cast
 from narrowcast.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten
 
@@ -66,15 +66,13 @@ class Entry:
 
 @dataclass(eq=False)
 class Boundary:
-    """The boundary of alike calls.
+    """The boundary of alike calls: what was asked about, and what was decided, as eager code uses it.
 
-    policy, region, place: what was asked. plan: what holds for the call as a whole.
+    plan: what holds for the call as a whole.
     """
 
     names: Names
-    policy: Policy
-    region: Region
-    site: Site
+    call: ModuleCall
     plan: Plan
     entries: dict[str, Entry] = field(default_factory=dict)
 
@@ -82,12 +80,8 @@ class Boundary:
         """What happens to the argument of that name."""
         found = self.entries.get(name)
         if found is None:
-            plan = _decide(self.policy, self.region, self.site, name)
-            rules = {n: r for n, r in plan.argument_rules if not r.is_about_result}  # an argument may be named so, too
-            rule = rules.get(name, plan.rule)
-            (dst,) = plan.formats
-            found = Entry(None if dst is None else DTYPES[dst], rule is not None and rule.is_exact)
-            self.entries[name] = found
+            dst, exactly = self.call.cast_of(name)
+            found = self.entries[name] = Entry(None if dst is None else DTYPES[dst], exactly)
         return found
 
     def entry_at(self, position: int) -> Entry:
@@ -100,18 +94,9 @@ class Boundary:
         return tuple(map(self.entry, self.names.positional))
 
     @cached_property
-    def inside(self) -> Format | None:
-        """The format of the region inside; None if autocasting is off there, or goes on as it was (`goes_on`)."""
-        rule = self.plan.rule
-        if rule is None or rule.action.kind not in (Kind.LOWER, Kind.TO):
-            return None
-        found = self.region.low if rule.action.kind is Kind.LOWER else rule.action.format
-        return found if found is not None and found.bits < 32 else None
-
-    @cached_property
-    def goes_on(self) -> bool:
-        """Whether the regions around the call hold inside."""
-        return self.plan.rule is None
+    def inside(self) -> Inside:
+        """What regions hold inside."""
+        return self.call.inside()
 
     @cached_property
     def follows(self) -> bool:
@@ -120,9 +105,8 @@ class Boundary:
 
     def note(self, name: str) -> str:
         """The rule about an argument or `result`, as JSON: what the ledger of a graph says of its cast."""
-        plan = _decide(self.policy, self.region, self.site, name)
-        rule = plan.rule_about(name)
-        facts = {"argument": name, "policy": self.policy.name}
+        rule = self.call.rule_about(name)
+        facts = {"argument": name, "policy": self.call.policy.name}
         if rule is not None:
             facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
             facts["label"] = rule.label
@@ -132,12 +116,12 @@ class Boundary:
         """RefusedError if the call must not run."""
         if self.plan.refused is None:
             return
-        rule = self.plan.rule
-        where = [Origin(self.site.file, self.site.line, f"in module {self.site.module_path}")]
+        rule, site = self.plan.rule, self.call.site
+        where = [Origin(site.file, site.line, f"in module {site.module_path}")]
         if rule is not None and rule.origin is not None:
             where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
         raise RefusedError(
-            asked=f"the call of {self.site.classes[0] if self.site.classes else 'a module'}",
+            asked=f"the call of {site.classes[0] if site.classes else 'a module'}",
             found=self.plan.refused,
             where=tuple(o for o in where if o.file),
             advice="Do not call it here, or change the rule.",
@@ -145,28 +129,17 @@ class Boundary:
 
 
 def boundary_of(names: Names, policy: Policy, region: Region, site: Site) -> Boundary | None:
-    """The boundary that a policy gives a module's call at a place; None if it says nothing about it."""
+    """The boundary that a policy gives a module's call at a site; None if it says nothing about it."""
     made = make_boundary(names, policy, region, site)
-    plan = made.plan
-    if plan.rule is None and not plan.results and not any(_names_one(policy, region, site, n) for n in names.known):
+    if made.plan.rule is None and not made.plan.results and not any(map(made.call.names, names.known)):
         return None
     return made
 
 
 def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> Boundary:
     """The boundary that a policy gives a call, if only one that does nothing."""
-    return Boundary(names, policy, region, site, _decide(policy, region, site, ""))
-
-
-def _decide(policy: Policy, region: Region, site: Site, name: str) -> Plan:
-    if name.partition(".")[0] == RESULT:  # an argument of that name has none of its own: it means what is returned
-        name = ""
-    argument = Argument(name, None, region.device_type, unknown=True)
-    return decide(Call(MODULE_CALL_OP, (argument,), site), policy, region)
-
-
-def _names_one(policy: Policy, region: Region, site: Site, name: str) -> bool:
-    return any(name == found for found, _ in _decide(policy, region, site, name).argument_rules)
+    call = ModuleCall(policy, region, site)
+    return Boundary(names, call, call.plan())
 
 
 # -- casts -------------------------------------------------------------------------------------------------------------

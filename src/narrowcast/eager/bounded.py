@@ -38,11 +38,11 @@ def run_bounded(
     came, new_args, new_kwargs = _cast_arguments(boundary, args, kwargs)
     if watching:
         _told((new_args, new_kwargs))
-    if boundary.goes_on:
+    if boundary.inside.goes_on:
         result = call(*new_args, **new_kwargs)
-    elif boundary.inside is not None:
+    elif boundary.inside.low is not None:
         device_type = device_type_of(args, kwargs) or device_type_of(module) or "cpu"
-        result = _run_low(DTYPES[boundary.inside], device_type, call, new_args, new_kwargs)
+        result = _run_low(DTYPES[boundary.inside.low], device_type, call, new_args, new_kwargs)
     else:
         result = _run_off(call, new_args, new_kwargs)
     if not boundary.plan.results:
@@ -152,15 +152,16 @@ def _tell(
 ) -> None:
     """Recordings hear of the call as of an op's: first of its arguments, and at the end of its results."""
     tensors: list[tuple[Slot, torch.Tensor | None]] = [(slot, tensor) for slot, tensor in named]
-    arguments = tuple(Argument(s.name, FORMATS.get(t.dtype), boundary.region.device_type) for s, t in named)
-    plan = decide(Call(MODULE_CALL_OP, arguments, boundary.site), boundary.policy, boundary.region)
+    region = boundary.call.region
+    arguments = tuple(Argument(s.name, FORMATS.get(t.dtype), region.device_type) for s, t in named)
+    plan = decide(Call(MODULE_CALL_OP, arguments, boundary.call.site), boundary.call.policy, region)
     if not named:
         results = boundary.plan.results
         plan = replace(plan, results=tuple(replace(r, format=r.format or FORMATS.get(came)) for r in results))  # type: ignore[arg-type]
     here = find_site()
     path = module_path([module, *called_modules()]) if module is not None else here.module_path
-    site = Site(path, boundary.site.classes, here.functions, here.file, here.line)
-    call = DecidedCall(_FACTS, plan, site, tensors, boundary.policy, False)
+    site = Site(path, boundary.call.site.classes, here.functions, here.file, here.line)
+    call = DecidedCall(_FACTS, plan, site, tensors, boundary.call.policy, False)
     for watcher in watchers():
         watcher.begin(call)
 

@@ -95,14 +95,14 @@ def traced_exact_result(key: str, number: int) -> bool:
 
 def traced_inside(key: str) -> torch.dtype | None:
     """The low dtype of the region inside; None if it is off, or goes on."""
-    found = _traced[key].inside
+    found = _traced[key].inside.low
     return None if found is None else DTYPES[found]
 
 
 def traced_off(key: str) -> str:
     """The device types for which autocasting is switched off inside, with commas between."""
     boundary = _traced[key]
-    return "" if boundary.goes_on or boundary.inside is not None else ",".join(ruled_device_types())
+    return "" if boundary.inside.goes_on or boundary.inside.low is not None else ",".join(ruled_device_types())
 
 
 def traced_policy(device_type: str) -> str:

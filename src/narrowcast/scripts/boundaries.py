@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from narrowcast.decide import Argument, Call, Plan, Region, decide
+from narrowcast.decide import Region
 from narrowcast.errors import ScriptError
-from narrowcast.formats import fp32
-from narrowcast.policy import MODULE_CALL_OP, Kind, Policy, Site
+from narrowcast.module_calls import ModuleCall
+from narrowcast.policy import Kind, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.scripts.callers import mark_whole
 from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes
@@ -227,23 +227,23 @@ class ModuleBounds(Bounds):
         if pin is not None and pin.policy.has_module_rules:
             around = self._with_pin(around, pin)
         around = {d: s for d, s in around.items() if self._has_rules(s, site)}
-        plans = {device: self._plan(scope, site) for device, scope in around.items()}
+        calls = {device: self._call(scope, site) for device, scope in around.items()}
         if not around:
             return None if scopes is before else (Frame({}), scopes)
         for name in facts.get("containers", ()):
-            if any(self._plan(scope, site, name).formats != (None,) for scope in around.values()):
+            if any(call.plan(name).formats != (None,) for call in calls.values()):
                 raise ScriptError(
                     asked=f"argument {name!r} of {site.module_path or 'a call'} in another format",
                     found="it is a container, or may be None, and a script takes it apart only when it runs",
                     where=shown_at(mark), advice=f'Keep it (keep=("{name}",), or a rule: action = "follow").',
                 )  # fmt: skip
-        if facts["call"] == "container" and any(p.results for p in plans.values()):
+        if facts["call"] == "container" and any(call.plan().results for call in calls.values()):
             raise ScriptError(
                 asked=f"the results of {site.module_path or 'the module'} in another format",
                 found="they are in a container that a script takes apart only when it runs",
                 where=shown_at(mark), advice="Return a tensor or a tuple of tensors.",
             )  # fmt: skip
-        return Frame(around), self._inside(scopes, plans, scanner)
+        return Frame(around), self._inside(scopes, calls, scanner)
 
     def _in_region(self, scopes: Scopes, region: Any, scanner: Scanner) -> Scopes:
         facts = region.prepared.facts
@@ -266,24 +266,22 @@ class ModuleBounds(Bounds):
         rules = self.policy_of(scope).rules
         return any(rule.is_module_call and rule.matches_site(site) for rule in rules)
 
-    def _plan(self, scope: Scope, site: Site, name: str = "") -> Plan:
-        """What a region says about a module's call as a whole, or about one argument."""
+    def _call(self, scope: Scope, site: Site) -> ModuleCall:
         low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
-        argument = Argument(name, None, scope.device_type, unknown=True)
-        region = Region(scope.device_type, FORMATS[low])
-        return decide(Call(MODULE_CALL_OP, (argument,), site), self.policy_of(scope), region)
+        return ModuleCall(self.policy_of(scope), Region(scope.device_type, FORMATS[low]), site)
 
-    def _inside(self, scopes: Scopes, plans: Mapping[str, Plan], scanner: Scanner) -> Scopes:
+    def _inside(self, scopes: Scopes, calls: Mapping[str, ModuleCall], scanner: Scanner) -> Scopes:
         inside = dict(scopes)
-        for device, plan in plans.items():
-            if plan.rule is None:
+        for device, call in calls.items():
+            rule, found = call.plan().rule, call.inside()
+            if found.goes_on or (rule is not None and rule.action.kind is Kind.LOWER):  # in the region's own format
                 continue
-            kind, wanted = plan.rule.action.kind, plan.rule.action.format
             for ruled in (list(scopes) or ["cpu"]) if device == ANYWHERE else [device]:
-                if kind is Kind.TO and wanted is not None and wanted.bits < fp32.bits:
+                if found.low is not None:
+                    low = DTYPES[found.low]
                     session = next(iter(inside.values())).session if inside else scanner.new_session()
-                    found = scopes.get(ruled) or Scope(ruled, True, DTYPES[wanted], "", True, session)
-                    inside[ruled] = replace(found, enabled=True, low=DTYPES[wanted])
-                elif kind is not Kind.LOWER and ruled in scopes:
+                    around = scopes.get(ruled) or Scope(ruled, True, low, "", True, session)
+                    inside[ruled] = replace(around, enabled=True, low=low)
+                elif ruled in scopes:
                     inside[ruled] = replace(scopes[ruled], enabled=False)
         return inside

@@ -1,0 +1,54 @@
+"""What is decided about the calls of modules, without a module."""
+
+import pytest
+
+from narrowcast import Policy, Region, Rule, Site
+from narrowcast.formats import bf16, fp16, fp32, fp64
+from narrowcast.module_calls import Inside, ModuleCall
+
+HERE = Site("encoder.pool", ("models.Pool",))
+
+
+def call(*rules):
+    """Of models.Pool, in a bf16 region."""
+    return ModuleCall(Policy("p", (rules,), extends=()), Region("cpu", bf16), HERE)
+
+
+@pytest.mark.parametrize(
+    ("action", "inside", "cast"),
+    [("full", Inside(False, None), (fp32, False)), ("to(fp32)", Inside(False, None), (fp32, True)),
+     ("inside", Inside(False, None), (fp32, False)), ("follow", Inside(False, None), (None, False)),
+     ("lower", Inside(False, bf16), (bf16, False)), ("to(fp16)", Inside(False, fp16), (fp16, True)),
+     ("to(fp64)", Inside(False, None), (fp64, True))],
+)  # fmt: skip
+def test_an_action_says_what_goes_in_and_what_holds_inside(action, inside, cast):
+    """As docs/control.md has it."""
+    made = call(Rule("module.call", action, module_class="Pool"))
+    assert made.inside() == inside and made.cast_of("x") == cast
+
+
+def test_without_a_rule_nothing_changes():
+    """A rule about another class is none."""
+    made = call(Rule("module.call", "full", module_class="Other"))
+    assert made.inside() == Inside(True, None) and made.cast_of("x") == (None, False)
+    assert made.rule_about("x") is None
+
+
+def test_an_argument_may_have_a_rule_of_its_own():
+    """It is stronger than the one about the whole, and says nothing of the regions inside."""
+    whole, rois = (
+        Rule("module.call", a, module_class="Pool", argument=n) for a, n in (("full", None), ("follow", "rois"))
+    )
+    made = call(whole, rois)
+    assert made.cast_of("rois") == (None, False) and made.cast_of("x") == (fp32, False)
+    assert made.names("rois") and not made.names("x")
+    assert made.rule_about("rois") is rois and made.rule_about("x") is whole
+    assert call(rois).inside() == Inside(True, None)
+
+
+def test_the_name_result_means_what_is_returned():
+    """An argument that is named so has no rule of its own."""
+    made = call(Rule("module.call", "to(fp16)", module_class="Pool", argument="result"))
+    assert made.cast_of("result") == (None, False) and made.inside().goes_on
+    (result,) = made.plan().results
+    assert result.format is fp16
