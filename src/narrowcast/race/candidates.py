@@ -147,7 +147,7 @@ class _Maker:
         self.placements: list[Placement] = []  # the one of `place`
         self.formats: tuple[str, ...] = ()
 
-    def site(self, program: Program) -> list[Edit]:
+    def place(self, program: Program) -> list[Edit]:
         """The edits that place the program that `assign` left."""
         ours = frozenset(program.steps) - frozenset(self.reading.program.steps)
         from_weights = {c.id for c in program.casts() if c.operands[0].value in self.streamed}
@@ -176,7 +176,7 @@ class _Maker:
 
     def candidate(self, name: str, is_compiled: bool) -> Candidate:
         """The candidate, not yet written."""
-        outcome = run_passes(self.reading.program, (self.site, *BEFORE_AUTOGRAD), self.reading.policies, with_dtype)
+        outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, with_dtype)
         full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
         peak = self.peak(outcome.program) if self.goal.kind == MEMORY else None
         return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure(), peak)
