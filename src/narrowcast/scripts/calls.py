@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from narrowcast.ops import called_by
-from narrowcast.scripts.scopes import constant
+from narrowcast.scripts.region_facts import constant
 from narrowcast.torch_bridge import OpFacts, find_op, op_facts
 from narrowcast.torch_surface.dispatch import parse_schema
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from narrowcast.scripts.region_facts import constant
 from narrowcast.scripts.runtime import graph_of
-from narrowcast.scripts.scopes import constant
 from narrowcast.torch_surface.jit import TENSOR, ListType
 
 

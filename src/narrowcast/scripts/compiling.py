@@ -16,7 +16,8 @@ from narrowcast.scripts.callers import mark_calls, mark_function, unmark
 from narrowcast.scripts.cast_already import prepare_marks
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.scripts.region import register_region
-from narrowcast.scripts.scopes import Scope, make_edges, number_of
+from narrowcast.scripts.region_facts import number_of
+from narrowcast.scripts.scopes import Scope, make_edges
 from narrowcast.scripts.source import OURS, TORCH, Signature, rewriting
 from narrowcast.torch_surface.jit import (
     compiled_method,

@@ -20,7 +20,8 @@ from narrowcast.scripts.composites import open_composites, tell_closed
 from narrowcast.scripts.lifetimes import keep_until_last_use
 from narrowcast.scripts.policies import named_policy
 from narrowcast.scripts.read import Reader, Reading
-from narrowcast.scripts.scopes import ANYWHERE, Scanner, Scope, Scopes, Section, make_edges, region_class
+from narrowcast.scripts.region_facts import region_class
+from narrowcast.scripts.scopes import ANYWHERE, Scanner, Scope, Scopes, Section, make_edges
 from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.statistics import keep_norms, norms_kept
 from narrowcast.scripts.write import write_graph

@@ -30,7 +30,8 @@ from narrowcast.scripts.calls import (
     sources,
 )
 from narrowcast.scripts.formats import OTHER, join, promoted
-from narrowcast.scripts.scopes import Item, Scope, Scopes, Section, dtype_of
+from narrowcast.scripts.region_facts import dtype_of
+from narrowcast.scripts.scopes import Item, Scope, Scopes, Section
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, is_weight, short_type
 from narrowcast.torch_bridge.memory import alias_names
 from narrowcast.torch_surface.dispatch import op_name, schema_of, storage_key

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from narrowcast.scripts.scopes import REGION
+from narrowcast.scripts.region_facts import REGION
 from narrowcast.torch_surface.jit import add_script_class
 
 

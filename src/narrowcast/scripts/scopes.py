@@ -15,16 +15,22 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.ledger import HidingBlock
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Policy, Site
+from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.scripts.callers import cross, is_caller_mark, site_in
+from narrowcast.scripts.region_facts import (
+    POLICY,
+    constant,
+    device_of,
+    leave_low_open,
+    low_format,
+    makers_of,
+    number_of,
+    region_class,
+    the_same,
+)
 from narrowcast.scripts.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
 from narrowcast.torch_bridge import default_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, NONE
-
-AUTOCAST = "torch.amp.autocast_mode.autocast"
-_CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
-POLICY = "narrowcast_policy"
-"""The attribute of region objects that names a policy, by digest; torch's own have none."""
 
 ANYWHERE = "any"
 """The device type of what holds on every device: a pin."""
@@ -256,11 +262,11 @@ class Scanner:
     def _entered(self, node: Node, stack: list[Scopes], caller: Site) -> Scopes:
         """What holds inside a region: its device's facts are the new region's, others' stay."""
         before, instance = stack[-1], node.inputsAt(0)
-        makers = _makers(instance, set())
-        device = _device_of(makers, instance, node)
+        makers = makers_of(instance, set())
+        device = device_of(makers, instance, node)
         session = self._session(node, before)
         around = before.get(device)
-        named = _the_same(makers, POLICY, missing="")
+        named = the_same(makers, POLICY, missing="")
         if named is None:
             raise ScriptError(
                 asked="a region in a script", found="its policy depends on a condition",
@@ -270,13 +276,13 @@ class Scanner:
         policy = around.policy if holds_on and around is not None else named
         chosen = self.policies(policy)
         enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
-        if chosen is not None and named and _leave_low_open(makers):
+        if chosen is not None and named and leave_low_open(makers):
             low = number_of(default_dtype(chosen, device))
-        told = _the_same(makers, "cached", missing=-1)
+        told = the_same(makers, "cached", missing=-1)
         caches = chosen is None or chosen.effective_cache != "off"
         cached = next((s.cached for s in before.values()), True) and caches if told in (-1, None) else bool(told)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
-        return {**before, device: Scope(device, enabled, _low_format(low, instance), policy, cached, session, hiding)}
+        return {**before, device: Scope(device, enabled, low_format(low, instance), policy, cached, session, hiding)}
 
     def _session(self, node: Node, before: Scopes) -> int:
         """The outermost region that this one is in, by number: a new one, unless it is entered in another."""
@@ -307,7 +313,7 @@ class Scanner:
 
     def _fact(self, node: Node, makers: list[dict[str, Value]] | None, name: str) -> Any:
         """A constant, or a value that is at hand where the region is entered."""
-        known = _the_same(makers, name)
+        known = the_same(makers, name)
         if known is not None:
             return known
         if makers is not None and len(makers) == 1:
@@ -335,96 +341,6 @@ def _sets_grad_mode(block: Any) -> bool:
         node.kind() == "aten::set_grad_enabled" or any(_sets_grad_mode(inner) for inner in node.blocks())
         for node in block.nodes()
     )
-
-
-def region_class(value: Value) -> str | None:
-    """The qualified name of a region's class, if the value is a region."""
-    kind = value.type()
-    if kind.kind() != "ClassType":
-        return None
-    name = str(kind.qualified_name()).removeprefix("__torch__.")
-    return name if any(name == c or name.startswith(f"{c}_") for c in (*_CLASSES, REGION)) else None
-
-
-REGION = "narrowcast.eager.region.autocast"
-
-
-def dtype_of(number: int) -> torch.dtype:
-    """The dtype that TorchScript writes as this number."""
-    return _DTYPES[number]
-
-
-def number_of(dtype: torch.dtype) -> int:
-    """The number that TorchScript writes for a dtype."""
-    return _NUMBERS[dtype]
-
-
-_DEFAULT_LOW = "aten::get_autocast_dtype"
-_NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
-_DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
-
-
-_A_REGION = "a region in a script"
-_WRITTEN = 'Write it where it is used: with torch.autocast("cpu", torch.bfloat16): ...'
-_UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
-    "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
-    "aten::__getitem__": (
-        "which one of a list or dict is known only when it runs",
-        f"{_WRITTEN}, one with statement for each, chosen by an if.",
-    ),
-    "": ("its device type is not known before it runs", 'Write the device type as a constant, "cuda" for example.'),
-}
-
-
-def _makers(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
-    """The attributes of each object that a value may be; None if that cannot be told."""
-    if instance.unique() in seen:
-        return []
-    seen.add(instance.unique())
-    node = instance.node()
-    if node.kind() == "prim::CreateObject":
-        attributes: dict[str, Value] = {}
-        for use in instance.uses():
-            if use.user.kind() == "prim::SetAttr" and use.offset == 0:
-                name = use.user.s("name")
-                if name in attributes:
-                    return None
-                attributes[name] = use.user.inputsAt(1)
-        return [attributes]
-    if node.kind() == "prim::Enter":  # `as`
-        return _makers(node.inputsAt(0), seen)
-    if node.kind() == "prim::If":
-        found: list[dict[str, Value]] = []
-        position = [o.unique() for o in node.outputs()].index(instance.unique())
-        for block in node.blocks():
-            of_block = _makers(list(block.outputs())[position], seen)
-            if of_block is None:
-                return None
-            found += of_block
-        return found
-    return None
-
-
-def _the_same(makers: list[dict[str, Value]] | None, name: str, missing: Any = None) -> Any:
-    """The constant that an attribute has in every object; None if there is none."""
-    found = {constant(m[name]) if name in m else missing for m in makers or ()}
-    return found.pop() if len(found) == 1 else None
-
-
-def _leave_low_open(makers: list[dict[str, Value]] | None) -> bool:
-    """Whether no region names its low format: each takes the policy's, or the device's."""
-    return {m["fast_dtype"].node().kind() for m in makers or ()} == {_DEFAULT_LOW}
-
-
-def constant(value: Value) -> Any:
-    """A constant's value, the device's default dtype included; None for anything else."""
-    node = value.node()
-    if node.kind() == "prim::Constant":
-        return value.toIValue()
-    if node.kind() == _DEFAULT_LOW:
-        device = constant(node.input())
-        return number_of(torch.get_autocast_dtype(device)) if isinstance(device, str) else None
-    return None
 
 
 def make_edges(graph: Any) -> None:
@@ -466,31 +382,3 @@ def remove_unused_objects(graph: Any) -> None:
             for user in users:
                 user.destroy()
             node.destroy()
-
-
-def _device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node) -> str:
-    """The device type of a region, or ScriptError where it is not known or has no autocast."""
-    device = _the_same(makers, "device")
-    if device is None:
-        found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
-        maker = instance.node()
-        asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
-        raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
-    if device not in DEVICE_TYPES:
-        raise ScriptError(
-            asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
-            where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
-        )  # fmt: skip
-    return str(device)
-
-
-def _low_format(low: Any, instance: Value) -> Any:
-    """The low format, where it is known as the number of a dtype; else what the script will know."""
-    if not isinstance(low, int):
-        return low
-    if low not in _DTYPES:
-        raise ScriptError(
-            asked=f"a region in a script with dtype number {low}", found="it is no floating format",
-            where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
-        )  # fmt: skip
-    return dtype_of(low)

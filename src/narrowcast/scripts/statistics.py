@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from narrowcast.scripts import runtime
-from narrowcast.scripts.scopes import constant
+from narrowcast.scripts.region_facts import constant
 
 _NORMS = ("aten::batch_norm", "aten::instance_norm")
 _MARK = "narrowcast_norm"

@@ -17,7 +17,7 @@ from narrowcast.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
 from narrowcast.scripts.composites import casts_inside
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit, policy_of
-from narrowcast.scripts.scopes import region_class
+from narrowcast.scripts.region_facts import region_class
 from narrowcast.scripts.scripted import (
     ExplicitFunction,
     ExplicitModule,

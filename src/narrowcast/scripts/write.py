@@ -16,7 +16,8 @@ from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Pro
 from narrowcast.scripts import runtime
 from narrowcast.scripts.calls import facts_of, is_optional_tensor, is_tensor_list
 from narrowcast.scripts.read import Reading
-from narrowcast.scripts.scopes import ANYWHERE, Scope, Section, number_of
+from narrowcast.scripts.region_facts import number_of
+from narrowcast.scripts.scopes import ANYWHERE, Scope, Section
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.jit import INT, TENSOR, ListType, OptionalType
 
