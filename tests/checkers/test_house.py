@@ -168,3 +168,22 @@ def test_the_layout_in_contributing_is_the_one_that_is_enforced():
     picture = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("```\ncli")[2].partition("```")[0]
     shown = ["cli", *(line.split()[0] for line in picture.splitlines()[1:] if not line.startswith("-"))]
     assert shown == enforced and shown[::-1] != enforced
+
+
+def _missing_names(text):
+    """The names that a page gives beside a file, and that the file does not define."""
+    missing = []
+    for file, name in re.findall(r"`([\w/]+\.py)`(?: \|)? `([\w.]+)`", text):
+        body = ast.parse((ROOT / "src/narrowcast" / file).read_text(encoding="utf-8")).body
+        defined = {n.name: {m.name for m in n.body if hasattr(m, "name")} for n in body if hasattr(n, "name")}
+        outer, _, inner = name.partition(".")
+        if outer not in defined or (inner and inner not in defined[outer]):
+            missing.append((file, name))
+    return missing
+
+
+def test_the_ways_through_the_house_are_those_of_the_code():
+    """Each step names a file and what it defines; one that does not is caught."""
+    page = (ROOT / "docs/internals/three_ways.md").read_text(encoding="utf-8")
+    assert page.count("| `") > 50 and not _missing_names(page)
+    assert _missing_names("`decide.py` | `decline`") == [("decide.py", "decline")]
