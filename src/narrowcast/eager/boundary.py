@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region, Result
-from narrowcast.errors import Origin, RefusedError, RegionError
+from narrowcast.errors import RegionError
 from narrowcast.module_calls import Inside, ModuleCall
-from narrowcast.policy import Policy, Site
+from narrowcast.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.refusals import refusal
 from narrowcast.torch_bridge import DTYPES, cast
 from narrowcast.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten
 
@@ -114,18 +115,8 @@ class Boundary:
 
     def check(self) -> None:
         """RefusedError if the call must not run."""
-        if self.plan.refused is None:
-            return
-        rule, site = self.plan.rule, self.call.site
-        where = [Origin(site.file, site.line, f"in module {site.module_path}")]
-        if rule is not None and rule.origin is not None:
-            where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
-        raise RefusedError(
-            asked=f"the call of {site.classes[0] if site.classes else 'a module'}",
-            found=self.plan.refused,
-            where=tuple(o for o in where if o.file),
-            advice="Do not call it here, or change the rule.",
-        )
+        if self.plan.refused is not None:
+            raise refusal(self.plan, MODULE_CALL_OP, self.call.site)
 
 
 def boundary_of(names: Names, policy: Policy, region: Region, site: Site) -> Boundary | None:

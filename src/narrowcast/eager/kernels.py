@@ -15,8 +15,9 @@ import torch
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.results import cast_results
 from narrowcast.eager.watch import DecidedCall, Watcher, watchers
-from narrowcast.errors import Origin, RefusedError, RegionError
+from narrowcast.errors import RegionError
 from narrowcast.policy import NOWHERE, Policy, Site
+from narrowcast.refusals import refusal
 from narrowcast.regions.hidden import tell_hidden
 from narrowcast.regions.ruling import active_region, native_region
 from narrowcast.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
@@ -183,7 +184,7 @@ class Kernel:
         if plan.refused is not None:
             if decided.is_native and self._native is not None:
                 return self._native.call_boxed(keyset, *args, **kwargs)  # torch's own error
-            raise _refusal(self.facts, plan)
+            raise refusal(plan, self.facts.id, find_site())
         if decided.steps:
             args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
         if not plan.shields:
@@ -340,16 +341,3 @@ def _watch_gradients(decided: Decided, region: OpenRegion, tensors: Tensors) -> 
     """In a region in a format that its policy does not train in: a call in it through which gradients flow."""
     if not region.has_warned and decided.plan.computes_in is region.prepared.facts.low:
         watch_gradients(region, tensors)
-
-
-def _refusal(facts: OpFacts, plan: Plan) -> RefusedError:
-    site = find_site()
-    where = [Origin(site.file, site.line, f"in module {site.module_path}" if site.module_path else "")]
-    if plan.rule is not None and plan.rule.origin is not None:
-        where.append(Origin(plan.rule.origin.file, plan.rule.origin.line, f"the rule: {plan.rule}"))
-    return RefusedError(
-        asked=f"{facts.id} under autocast",
-        found=plan.refused or "",
-        where=tuple(where),
-        advice='Cast its inputs yourself, or give the op a rule: action = "align", "full" or "follow".',
-    )

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from narrowcast.decide import Argument, Call, Plan, Result, decide
-from narrowcast.errors import Origin, RefusedError
+from narrowcast.errors import RefusedError
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.passes.readers import Readers, find_readers
-from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Rule
+from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy
 from narrowcast.program import (
     ENTER,
     EXIT,
@@ -36,6 +36,7 @@ from narrowcast.program import (
     Value,
     Why,
 )
+from narrowcast.refusals import origins, refusal
 
 NAME = "assign"
 Overload = Callable[[str], str]
@@ -93,7 +94,7 @@ def _decided_in(
         yield from _at_boundary(program, step, number, plan, policy)
         return
     if plan.refused is not None:
-        raise _refusal(step, plan)
+        raise refusal(plan, step.op, step.site)
     for position, (operand, dst) in enumerate(zip(step.operands, plan.formats, strict=True)):
         if dst is not None:
             rule = plan.rule_for(operand.name)
@@ -120,7 +121,7 @@ def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: 
     Its `constants` say which: `argument`, or `result` and the part. A result's other operands are the arguments.
     """
     if plan.refused is not None:
-        raise _refusal(step, plan)
+        raise refusal(plan, step.op, step.site)
     if step.constants == "argument":
         (operand,), (dst,) = step.operands, plan.formats
         if dst is not None:
@@ -214,26 +215,10 @@ def _cast_results(program: Program, step: Step, plan: Plan, wanted: Result, why:
             yield CastResult(result.id, src, wanted.format, why, wanted.exactly)
 
 
-def _where(step: Step, rule: Rule | None) -> tuple[Origin, ...]:
-    where = [Origin(step.site.file, step.site.line, f"in module {step.site.module_path}")] if step.site.file else []
-    if rule is not None and rule.origin is not None:
-        where.append(Origin(rule.origin.file, rule.origin.line, f"the rule: {rule}"))
-    return tuple(where)
-
-
 def _unknown_result(step: Step, why: Why) -> RefusedError:
     return RefusedError(
         asked=f"the result of {step.op} in the format of its input",
         found="a script that does not say what format comes in",
-        where=_where(step, why.rule),
+        where=origins(step.site, why.rule),
         advice='Name the format, action = "to(bf16)" for example, or give the whole call the action "inside".',
-    )
-
-
-def _refusal(step: Step, plan: Plan) -> RefusedError:
-    return RefusedError(
-        asked=f"{step.op} under autocast",
-        found=plan.refused or "",
-        where=_where(step, plan.rule),
-        advice='Cast its inputs yourself, or give the op a rule: action = "align", "full" or "follow".',
     )
