@@ -147,43 +147,61 @@ def explain(
     resolved = chosen.resolve(device_type)
     fast = default_dtype(chosen, device_type) if asked.dtype is None else to_dtype(asked.dtype)
     opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
-    graphs: tuple[CompiledGraph, ...] = ()
-    differences: tuple[DecisionDifference, ...] = ()
-    failure: Failure | None = None
     if front_end == "script":
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
         graphs = script_graphs_of(subject.model, around)
-        ledger, ran_on, note = graph_ledger(graphs), "nothing was run", ""
+        ran = _Ran(graph_ledger(graphs), "nothing was run", "", graphs)
     else:
-        ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
-    ledger.notes.clear()  # said of the explanation as a whole
-    if front_end in ("compile", "export") and failure is None:
-        graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, wanted, backend)
-        found = graph_ledger(graphs)
-        if not wanted.places and not any(g.fallback or g.broken_by for g in graphs):
-            differences = decision_differences(ledger, found)
-        ledger, ran_on = _listed(ledger, ran_on, found, graphs)
-        note = _sentences(note, eager)
-    computes = (formats.split(",") for formats in (kind.computes for kind in ledger.calls))
+        ran = _run(subject, opened, device_type, stands_in, real, front_end, wanted, backend)
+    computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
     slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
-    note = _sentences(slow, note)
     return Explanation(
         subject=subject.name,
         device_type=device_type,
         low=str(FORMATS[fast]),
         policy=chosen.name,
         digest=resolved.digest,
-        ran_on=ran_on,
-        note=note if front_end == "script" else _sentences(note, _script_note(subject)),
-        ledger=ledger,
-        comparison=_compare(subject, opened) if run and failure is None else None,
+        ran_on=ran.on,
+        note=_sentences(slow, ran.note),
+        ledger=ran.ledger,
+        comparison=_compare(subject, opened) if run and ran.failure is None else None,
         front_end=front_end,
-        graphs=graphs,
-        differences=differences,
+        graphs=ran.graphs,
+        differences=ran.differences,
         rules=chosen.rules,
-        failure=failure,
+        failure=ran.failure,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a run showed. on: what was run. note: why, if it is not fake tensors."""
+
+    ledger: Ledger
+    on: str
+    note: str
+    graphs: tuple[CompiledGraph, ...] = ()
+    differences: tuple[DecisionDifference, ...] = ()
+    failure: Failure | None = None
+
+
+def _run(
+    subject: Subject, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
+    backend: str,
+) -> _Ran:  # fmt: skip
+    """The model as eager code, and through a graph front end if one is to be explained."""
+    ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
+    ledger.notes.clear()  # said of the explanation as a whole
+    if front_end not in ("compile", "export") or failure is not None:
+        return _Ran(ledger, ran_on, _sentences(note, _script_note(subject)), failure=failure)
+    graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, goal, backend)
+    found = graph_ledger(graphs)
+    differences: tuple[DecisionDifference, ...] = ()
+    if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
+        differences = decision_differences(ledger, found)
+    ledger, ran_on = _listed(ledger, ran_on, found, graphs)
+    return _Ran(ledger, ran_on, _sentences(note, eager, _script_note(subject)), graphs, differences)
 
 
 def _goal(goal: Goal, front_end: str) -> Goal:
