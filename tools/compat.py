@@ -1,11 +1,11 @@
-"""Run all tests with every supported torch, and write docs/compatibility.md.
+"""Run all tests with every supported torch, and write docs/reference/compatibility.md.
 
     python tools/compat.py                      each version in a .venv of its own, removed afterwards
     python tools/compat.py --only 2.15          one version; the rows of the others stay
     python tools/compat.py --keep FOLDER        keep the environments there, and use those that are there
 
 torch comes in its default build, which runs on a CPU and brings some gigabytes. What was found is kept beside the page,
-in docs/compatibility.json.
+in docs/reference/compatibility.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE, DATA = ROOT / "docs/compatibility.md", ROOT / "docs/compatibility.json"
+PAGE, DATA = ROOT / "docs/reference/compatibility.md", ROOT / "docs/reference/compatibility.json"
 # torch, and the Python to run it with where that is installed; the one that runs this otherwise.
 MATRIX = {"2.11.0": "3.11", "2.12.1": "3.11", "2.13.0": "3.11", "2.14.1": "3.12", "2.15.0": "3.13"}
 ALONE = ("facenet-pytorch", "scikit-image", "Resemblyzer", "auto3d", "torchani", "ase")

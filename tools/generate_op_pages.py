@@ -1,4 +1,4 @@
-"""Write docs/ops from the policy data: which ops autocast touches on each device type, which never, and what ipex says.
+"""Write docs/reference/ops from the policy data: which ops autocast touches on each device type, which never, and what ipex says.
 
 python tools/generate_op_pages.py          writes the pages
 python tools/generate_op_pages.py --check  exits 1 if a page is not what would be written
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, Rule
 
-FOLDER = Path(__file__).parent.parent / "docs/ops"
+FOLDER = Path(__file__).parent.parent / "docs/reference/ops"
 SECTIONS = [
     (Kind.LOWER, "Computed in the low format", "All eligible tensor arguments are cast to the region's format."),
     (Kind.FULL, "Computed in fp32", "All eligible tensor arguments are cast to fp32."),

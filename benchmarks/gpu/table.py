@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md about GPUs, from the result files. Needs no torch.
+"""The section of docs/internals/benchmarks.md about GPUs, from the result files. Needs no torch.
 
 python benchmarks/gpu/table.py [--print] [--results FOLDER] [--into FILE]
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import results
 
-PAGE = results.ROOT / "docs/benchmarks.md"
+PAGE = results.ROOT / "docs/internals/benchmarks.md"
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 NOTHING = "No results from a GPU yet; `make gpu` on a machine that has one writes them here."
 Result = dict[str, Any]

@@ -185,7 +185,7 @@ def test_a_table_of_nothing_says_so(tmp_path):
 def test_the_page_has_the_markers_and_tells_the_truth():
     """Without results of a GPU it says that there are none."""
     table = load("table")
-    text = (ROOT / "docs/benchmarks.md").read_text()
+    text = (ROOT / "docs/internals/benchmarks.md").read_text()
     assert table.BEGIN in text and table.END in text
     inside = text.partition(table.BEGIN)[2].partition(table.END)[0]
     assert (inside.strip() == table.NOTHING) == (table.section(ROOT / "benchmarks/results/gpu") == table.NOTHING)

@@ -21,7 +21,7 @@ def run(*arguments, **options):
 
 
 def test_the_op_pages_are_what_the_policy_data_says():
-    """Drift of docs/ops is an error; `make docs` mends it."""
+    """Drift of docs/reference/ops is an error; `make docs` mends it."""
     done = run(sys.executable, "tools/generate_op_pages.py", "--check")
     assert done.returncode == 0, done.stdout
 

@@ -2,7 +2,7 @@
 
 Each runs as eager code, compiled, exported, as a script and as a trace; see test_whole_programs.py. The front ends
 wanted are drawn first, then elements that are legal in all of them. No expression occurs twice, for TorchScript makes
-one of equal ones (docs/torchscript.md), and low formats are not mixed, for torch.autocast in eager code reuses a
+one of equal ones (docs/internals/torchscript.md), and low formats are not mixed, for torch.autocast in eager code reuses a
 weight's cast in the other format. What is known to differ stands in LIMITS, with the document that says so, and in
 FAULTS.
 """
@@ -502,14 +502,14 @@ LIMITS = [
     Known("docs/limits.md, graphs: a weight used in two graphs (a part breaks them), or inside and outside of a "
           "checkpointed part, is cast in each, so its gradients add up in fp32",
           lambda front, text: front == "compile" and ("part(" in text or "checkpoint(" in text), 0.05),
-    Known("docs/torchscript.md: the weight cache holds for one call of a script",
+    Known("docs/internals/torchscript.md: the weight cache holds for one call of a script",
           lambda front, text: front in ("eager", "trace") and "part(nc.script" in text, 0.05),
-    Known("docs/torchscript.md: a trace knows no calls of modules and functions inside it",
+    Known("docs/internals/torchscript.md: a trace knows no calls of modules and functions inside it",
           lambda front, text: "part(traced" in text and ("module.call" in text or "function=" in text), "left out"),
-    Known("docs/torchscript.md: what composite ops cast is not recorded in regions inside traced code",
+    Known("docs/internals/torchscript.md: what composite ops cast is not recorded in regions inside traced code",
           lambda front, text: (front == "trace" or "part(traced" in text) and any(name in text for name in COMPOSITES),
           "left out"),
-    Known("docs/torchscript.md: a weight used both cast and uncast in a loop is cast before it",
+    Known("docs/internals/torchscript.md: a weight used both cast and uncast in a loop is cast before it",
           lambda front, text: front in SCRIPTS and (" for " in text or " if " in text) and "autocast(" in text, 1e-5),
 ]  # fmt: skip
 

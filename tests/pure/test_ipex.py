@@ -169,7 +169,7 @@ def test_other_formats_in_the_head_are_refused_with_their_line(line, said):
 
 
 def test_the_difference_from_native_on_xpu_is_told_op_by_op():
-    """One of each kind; docs/ops/ipex.md has them all."""
+    """One of each kind; docs/reference/ops/ipex.md has them all."""
     lines = {str(change) for change in as_policy("native").resolve("xpu").diff(as_policy("ipex").resolve("xpu"))}
     assert lines >= {
         "aten.layer_norm.default: full -> -",

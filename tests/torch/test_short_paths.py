@@ -1,5 +1,5 @@
 """What is done at every region, call and compiled call: functions that run are counted, since clocks on busy machines
-lie. The figures are in docs/benchmarks.md.
+lie. The figures are in docs/internals/benchmarks.md.
 """
 
 import sys

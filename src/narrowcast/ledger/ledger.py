@@ -165,7 +165,7 @@ class Ledger:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.ledger/1` (docs/ledger.md)."""
+        """JSON text under the schema `narrowcast.ledger/1` (docs/reference/ledger.md)."""
         data = {
             "schema": SCHEMA,
             "totals": {**asdict(self.totals()), "share_of_casts": self.totals().share_of_casts},

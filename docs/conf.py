@@ -1,0 +1,44 @@
+"""The site: `make docs` builds it into docs/_build, with warnings as errors."""
+
+import narrowcast
+
+project = "Narrowcast"
+author = "the Narrowcast authors"
+copyright = author  # noqa: A001 (Sphinx's name)
+version = release = narrowcast.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+templates_path = []
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3  # links to headings as GitHub makes them
+suppress_warnings = ["myst.header"]
+highlight_language = "none"
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gp, .go"
+
+# -- the API, from docstrings --------------------------------------------------------------------------------------
+default_role = "code"  # docstrings write `name`
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+# Types of other packages, and private ones: no page is about them, and no network is asked.
+nitpick_ignore_regex = [("py:.*", r"(?!narrowcast\.[a-z]+$).*")]
+
+# -- how it looks --------------------------------------------------------------------------------------------------
+html_theme = "furo"
+html_title = "Narrowcast"
+html_static_path = ["_static"]
+html_css_files = ["narrowcast.css"]
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "friendly"
+pygments_dark_style = "native"

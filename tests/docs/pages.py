@@ -1,0 +1,144 @@
+"""Runs the code blocks of a page, in order, in one namespace and one folder.
+
+What a block is for is said by its language:
+
+    python    runs. A first line `# NAME.py` also saves it under that name.
+    text      is what the block before it printed; `...` stands for anything.
+    toml      is a policy that loads, or a part of one. A first line `# NAME.toml` saves it under that name.
+    json      is JSON.
+    console   is `$ narrowcast ...` with what it prints; `...` stands for anything.
+    bash      is commands: those of `narrowcast` run, those of `make` must have a target.
+    markdown  is text to copy, shown as it is.
+    (none)    is a drawing.
+
+`<!-- invisible-code-block: python ... -->` is run and not shown: what the reader has already, a model for example.
+`<!-- skip: next "the reason" -->` leaves the next block out.
+"""
+
+import contextlib
+import doctest
+import io
+import json
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+from unittest import SkipTest
+
+from sybil import Document
+from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
+from sybil.parsers.myst import CodeBlockParser, SkipParser
+
+from narrowcast.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+LANGUAGES = ("python", "text", "toml", "json", "console", "bash")
+SHOWN = ("markdown",)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# What is run by other parts of `.ci/run` (the wheel, the README's commands) and changes the machine.
+NOT_HERE = ("make", "pip", "cd", "git")
+
+
+def languages(path):
+    """The language of each fenced block with one."""
+    found = FencedCodeBlockLexer(r"[^\n]+")(Document(path.read_text(encoding="utf-8"), str(path)))
+    return [region.lexemes["language"] for region in found]
+
+
+class Page:
+    """One page while it runs."""
+
+    def __init__(self, path, folder):
+        self.folder = folder
+        self.printed = ""
+        parsers = [CodeBlockParser(language, getattr(self, language)) for language in LANGUAGES]
+        self.document = Document.parse(str(path), SkipParser(), *parsers)
+        # TorchScript and inspect read the source of what is defined: a module whose lines are those of the page.
+        self.module = types.ModuleType(f"page_{path.stem}")
+        self.module.__file__ = str(folder / f"{path.stem}.py")
+        self.document.namespace = self.module.__dict__
+        self.lines = [""] * (path.read_text(encoding="utf-8").count("\n") + 1)
+        self.skipped = []
+
+    def run(self):
+        """All blocks; the reasons of those that are left out. Stops at the first that fails."""
+        sys.modules[self.module.__name__] = self.module
+        try:
+            for example in self.document.examples():
+                try:
+                    example.evaluate()
+                except SkipTest as reason:
+                    self.skipped.append(str(reason))
+        finally:
+            del sys.modules[self.module.__name__]
+        return self.skipped
+
+    def saved(self, example):
+        """The block, under the name in its first line, if there is one."""
+        named = re.match(r"# ([\w-]+\.\w+)\n", example.parsed)
+        if named:
+            (self.folder / named[1]).write_text(example.parsed, encoding="utf-8")
+
+    def python(self, example):
+        self.saved(example)
+        start = example.line + example.parsed.line_offset
+        block = example.parsed.splitlines()
+        self.lines[start : start + len(block)] = block
+        file = Path(self.module.__file__)
+        file.write_text("\n".join(self.lines), encoding="utf-8")
+        code = compile("\n" * start + example.parsed, str(file), "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, self.module.__dict__)
+        self.printed = printed.getvalue()
+
+    def text(self, example):
+        return difference(example.parsed, self.printed)
+
+    def toml(self, example):
+        self.saved(example)
+        Policy.parse(example.parsed, "page.toml")
+
+    def json(self, example):
+        json.loads(example.parsed)
+
+    def console(self, example):
+        found = []
+        for part in re.split(r"^\$ ", example.parsed, flags=re.M)[1:]:
+            command, _, wanted = part.partition("\n")
+            printed = narrowcast(command)
+            if wanted.strip():
+                found.append(difference(wanted, printed))
+        return "".join(filter(None, found))
+
+    def bash(self, example):
+        for line in example.parsed.splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] == "narrowcast":
+                narrowcast(line)
+            elif words and words[0] == "make":
+                makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+                assert re.search(rf"^{words[1]}:", makefile, re.M), f"no target of the Makefile: {line}"
+            elif words and words[0] not in NOT_HERE:
+                raise AssertionError(f"nobody tries this command: {line}")
+
+
+def narrowcast(command):
+    """What the command line prints; in this process, as importing torch takes seconds."""
+    from narrowcast.cli import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(said):
+        try:
+            main(shlex.split(command, comments=True)[1:])
+        except SystemExit as stop:
+            assert stop.code in (0, None), f"{command}: exit code {stop.code}\n{printed.getvalue()}{said.getvalue()}"
+    return printed.getvalue()
+
+
+def difference(wanted, printed):
+    """What a reader would say of it; nothing, if what is shown is what was printed."""
+    checker = doctest.OutputChecker()
+    if checker.check_output(wanted, printed, FLAGS):
+        return None
+    return f"shown:\n{wanted}\nprinted:\n{printed}"
