@@ -1,5 +1,7 @@
 """The site: `make docs` builds it into docs/_build, with warnings as errors."""
 
+import re
+
 import narrowcast
 
 project = "Narrowcast"
@@ -42,3 +44,31 @@ html_copy_source = False
 html_show_sphinx = False
 pygments_style = "friendly"
 pygments_dark_style = "native"
+
+
+# -- docstrings ----------------------------------------------------------------------------------------------------
+# The house writes arguments as `name: what it is`, with what follows indented; Sphinx wants definition lists.
+ITEM = re.compile(r"^([a-z_*][\w*, ]*):\s+(?=\S)")
+
+
+def write_definition_lists(app, what, name, obj, options, lines):
+    """Paragraphs that begin with `name: ...` become lists of definitions."""
+    made = []
+    inside = False
+    for i, line in enumerate(lines):
+        begins = i == 0 or not lines[i - 1].strip()
+        item = ITEM.match(line)
+        if begins:
+            inside = bool(item)
+        if not line.strip() or not inside:
+            made.append(line)
+        elif item:
+            made += ["", ", ".join(f"``{part.strip()}``" for part in item[1].split(",")), "    " + line[item.end() :]]
+        else:
+            made.append("    " + line.strip())
+    lines[:] = made
+
+
+def setup(app):
+    """Sphinx calls this."""
+    app.connect("autodoc-process-docstring", write_definition_lists)

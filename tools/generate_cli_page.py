@@ -1,0 +1,57 @@
+"""Write docs/reference/cli.md from the help texts of the `narrowcast` command.
+
+python tools/generate_cli_page.py          writes the page
+python tools/generate_cli_page.py --check  exits 1 if the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent / "docs/reference/cli.md"
+HEAD = """\
+# Command line
+
+<!-- Written by tools/generate_cli_page.py from the help texts; do not edit. -->
+
+Exit codes: 0 done, 1 findings (`policy check`), 2 bad input. An error says what was asked, what was found, where, and
+what to do; `narrowcast --traceback ...` shows Python's traceback as well.
+
+```bash
+narrowcast policy show native               # all rules, the one that wins first
+narrowcast policy diff native safe --device-type cuda
+narrowcast profile path                     # where this device's profile is kept
+```
+
+"""
+
+
+def page() -> str:
+    """The Markdown, from typer's own; without HTML's escapes."""
+    command = [sys.executable, "-m", "typer", "narrowcast.cli.app", "utils", "docs", "--name", "narrowcast"]
+    text = html.unescape(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    text = text[text.index("**Usage**") :]
+    text = re.sub(r"```console\n\$ (.*)\n```", r"`\1`", text)
+    text = re.sub(r"^\*\*(Usage|Options|Arguments|Commands)\*\*:", r"**\1**", text, flags=re.M)
+    text = re.sub(r"^(\* `[\w-]+`): .*[.]{3}$", r"\1", text, flags=re.M)  # typer cuts these; they stand below
+    text = re.sub(r"^(#+) `(.*)`$", r"\1 \2", text, flags=re.M)
+    return HEAD + text.strip() + "\n"
+
+
+def main() -> int:
+    """Write or check the page."""
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print("docs/reference/cli.md is not what the help texts say; run: make docs")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
