@@ -7,6 +7,7 @@ python tools/generate_op_pages.py --check  exits 1 if a page is not what would b
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, Rule
@@ -54,7 +55,11 @@ The op lists that Intel Extension for PyTorch documents for `torch.xpu.amp`. The
 registers for xpu, and hold on every device type:
 
 ```python
-with nc.autocast("xpu", policy="ipex"):  # bf16; nc.autocast("cpu", torch.float16, policy="ipex") likewise
+import torch
+import narrowcast as nc
+
+model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+with nc.autocast("cpu", policy="ipex"):  # "xpu" on Intel's GPUs
     y = model(x)
 ```
 
@@ -74,6 +79,11 @@ with nc.autocast("xpu", policy="ipex"):  # bf16; nc.autocast("cpu", torch.float1
 """
 
 
+def short(text: str, indent: str = "") -> str:
+    """The text in lines of at most 120 columns."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def rows(rules: list[Rule]) -> list[str]:
     """One line per op, with its torch versions if it is not in all."""
     return [f"- `{r.op}`" + (f" (torch {r.torch})" if r.torch else "") for r in sorted(rules, key=lambda r: r.op)]
@@ -91,7 +101,9 @@ def lists(policy: Policy) -> list[str]:
     for kind, title, text in SECTIONS:
         found = [r for r in policy.rules if r.action.kind is kind]
         if found:
-            parts.append("\n".join([f"## {title} (`{kind.value}`): {len(found)}\n", f"{text}\n", *rows(found)]) + "\n")
+            parts.append(
+                "\n".join([f"## {title} (`{kind.value}`): {len(found)}\n", f"{short(text)}\n", *rows(found)]) + "\n"
+            )
     return parts
 
 
@@ -101,13 +113,16 @@ def page(device: str) -> str:
     parts = [
         f"# Autocast on {device}, op by op\n",
         "<!-- Written by tools/generate_op_pages.py from the policy data; do not edit. -->\n",
-        f"{policy.description}. {len(policy.rules)} ops have a rule. Eligible are floating tensors on a "
-        f"{device} device that are not fp64.\n\n"
+        short(
+            f"{policy.description}. {len(policy.rules)} ops have a rule. Eligible are floating tensors on a "
+            f"{device} device that are not fp64."
+        )
+        + "\n\n"
         f"`narrowcast policy show native --device-type {device}` prints the same with file and line of each rule.\n",
         *lists(policy),
     ]
     safe = Policy.safe().rules
-    lines = [f"- `{r.op}`: {r.action}. {r.reason[0].upper()}{r.reason[1:]} ({r.source})." for r in safe]
+    lines = [short(f"- `{r.op}`: {r.action}. {r.reason[0].upper()}{r.reason[1:]} ({r.source}).", "  ") for r in safe]
     parts.append("\n".join(["## What the policy `safe` changes\n", *lines]) + "\n")
     parts.append(NEVER.format(device=device))
     return "\n".join(parts)

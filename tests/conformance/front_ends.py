@@ -30,7 +30,7 @@ NOT_REPEATABLE = (
     "rand", "dropout", "multinomial", "bernoulli", "normal", "empty", "cauchy", "exponential", "geometric", "uniform",
     "rrelu", "resize", "poisson", "log_normal", "linalg.lstsq", "svd_lowrank", "pca_lowrank",
 )  # fmt: skip
-CLOSED = "its kernel calls ops that a script does not see; a warning says so (docs/internals/torchscript.md)"
+CLOSED = "its kernel calls ops that a script does not see; a warning says so (docs/limits.md)"
 CLOSED_OPS = ("linalg.pinv", "nn.functional.bilinear", "nn.functional.linear_cross_entropy")
 SCALED = "on the cpu its kernel calls a product that eager autocast casts; a warning says so (docs/limits.md)"
 SCALED_OPS = ("torch._scaled_mm", "torch._scaled_mm_v2")

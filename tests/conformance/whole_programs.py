@@ -2,8 +2,8 @@
 
 Each runs as eager code, compiled, exported, as a script and as a trace; see test_whole_programs.py. The front ends
 wanted are drawn first, then elements that are legal in all of them. No expression occurs twice, for TorchScript makes
-one of equal ones (docs/internals/torchscript.md), and low formats are not mixed, for torch.autocast in eager code reuses a
-weight's cast in the other format. What is known to differ stands in LIMITS, with the document that says so, and in
+one of equal ones (docs/limits.md), and low formats are not mixed, for torch.autocast in eager code reuses a weight's
+cast in the other format. What is known to differ stands in LIMITS, with the document that says so, and in
 FAULTS.
 """
 
@@ -506,10 +506,10 @@ LIMITS = [
           lambda front, text: front in ("eager", "trace") and "part(nc.script" in text, 0.05),
     Known("docs/internals/torchscript.md: a trace knows no calls of modules and functions inside it",
           lambda front, text: "part(traced" in text and ("module.call" in text or "function=" in text), "left out"),
-    Known("docs/internals/torchscript.md: what composite ops cast is not recorded in regions inside traced code",
+    Known("docs/limits.md, TorchScript: what composite ops cast is not recorded in regions inside traced code",
           lambda front, text: (front == "trace" or "part(traced" in text) and any(name in text for name in COMPOSITES),
           "left out"),
-    Known("docs/internals/torchscript.md: a weight used both cast and uncast in a loop is cast before it",
+    Known("docs/limits.md, TorchScript: a weight used both cast and uncast in a loop is cast before it",
           lambda front, text: front in SCRIPTS and (" for " in text or " if " in text) and "autocast(" in text, 1e-5),
 ]  # fmt: skip
 

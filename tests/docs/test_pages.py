@@ -16,7 +16,7 @@ ROOT = pages.ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if set(pages.languages(page)) & set(pages.LANGUAGES)]
 # Blocks that no test runs, page by page; each says why where it stands.
-SKIPPED = {}
+SKIPPED = {"docs/internals/costs.md": 1}
 
 
 def run(path, folder):
