@@ -82,8 +82,11 @@ lint: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The generated pages, then the site in docs/_build/html; a link that leads nowhere is an error.
 docs: .venv/.ready
 	$(BIN)/python tools/generate_op_pages.py
+	$(BIN)/python tools/generate_cli_page.py
+	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
