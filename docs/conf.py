@@ -6,7 +6,7 @@ import narrowcast
 
 project = "Narrowcast"
 author = "the Narrowcast authors"
-copyright = author  # noqa: A001 (Sphinx's name)
+copyright = author
 version = release = narrowcast.__version__
 
 extensions = [

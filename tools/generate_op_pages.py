@@ -1,4 +1,5 @@
-"""Write docs/reference/ops from the policy data: which ops autocast touches on each device type, which never, and what ipex says.
+"""Write docs/reference/ops from the policy data: which ops autocast touches on each device type, and which never; and
+what ipex says.
 
 python tools/generate_op_pages.py          writes the pages
 python tools/generate_op_pages.py --check  exits 1 if a page is not what would be written

@@ -89,7 +89,7 @@ def _options() -> argparse.Namespace:
         "--budget", type=float, default=float("inf"), metavar="SECONDS", help="start no part after that"
     )
     parser.add_argument("--limit", type=float, default=None, metavar="SECONDS", help="time limit of each part")
-    parser.add_argument("--table", action="store_true", help="write the tables into docs/internals/benchmarks.md, run nothing")
+    parser.add_argument("--table", action="store_true", help="write docs/internals/benchmarks.md, run nothing")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to test the parts")
     parser.add_argument("--small", action="store_true", help="small models: to test the parts")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")

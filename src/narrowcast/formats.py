@@ -43,7 +43,7 @@ class Format:
 
     @property
     def max(self) -> float:
-        """The largest finite value."""
+        """The largest finite value of the format."""
         fraction = (1 << self.mantissa_bits) - 1 - self.top_mantissa_codes_lost
         return float((1 << self.mantissa_bits) + fraction) * 2.0 ** (self.max_exponent - self.mantissa_bits)
 

@@ -64,7 +64,7 @@ def compile(
     backward: under which autocast the backward runs: `as_eager` and `off` (ops of the backward run as their inputs
         are), `same_as_forward`, or a list of keyword sets of torch.autocast. A backward that is called under another
         state than this is an error (BackwardError). Rules of the policy about the backward (`backward.aten.mm`,
-        `dgrad.aten.mm`, `wgrad.aten.mm`) hold besides.
+        `dgrad.aten.mm`, `wgrad.aten.mm`) hold as well.
 
     goal: `exact`: bit for bit eager. `fast`: the formats that take least time on this device; never less precise per op
         than the policy: calls that it lowers may run in fp32 where that is cheaper. Candidates (placed by cost, as the

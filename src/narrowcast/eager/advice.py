@@ -85,7 +85,7 @@ class Adviser:
         self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
     def left(self, region: Any, raised: bool) -> None:
-        """It is left."""
+        """A region is left: add the calls and casts inside to what was seen of it."""
         if threading.get_ident() != self._thread:
             return
         found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)

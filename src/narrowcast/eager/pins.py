@@ -62,7 +62,8 @@ def pin(
     at_least: leave fp64 arguments as they are, and raise the others to fp32; format must be fp32.
 
     Parameters are not converted, and state_dict, hooks and class stay as they are; the pin is copied and pickled with
-    the module. A pin is stronger than rules about `module.call`. `unpin` undoes it. Cost: see docs/internals/benchmarks.md.
+    the module. A pin is stronger than rules about `module.call`. `unpin` undoes it.
+    docs/internals/benchmarks.md has what it costs.
 
     Raises PinError for what has no call to pin, for names of arguments that do not exist, and for what is pinned.
     """

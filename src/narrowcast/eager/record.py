@@ -95,7 +95,7 @@ class Recorder(DispatchMode):
         return state
 
     def begin(self, call: DecidedCall) -> None:
-        """A call reaches a kernel."""
+        """A call reaches a kernel of ours: note its plan, and the casts to be seen until it ends."""
         tensors, plan = call.tensors, call.plan
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
@@ -168,7 +168,7 @@ class Recorder(DispatchMode):
         return "copied" if self._state.executing is not None else "inside"
 
     def fail(self, error: BaseException) -> None:
-        """The call raised."""
+        """The call that began last has raised: close it, and record it as refused if the policy refused it."""
         call = self._state.calls.pop()
         if call.decided.plan.refused is not None:
             site = call.decided.site

@@ -177,12 +177,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
     @property
     def device(self) -> str:
-        """The device type."""
+        """The device type, as given: `cpu`, `cuda` and so on."""
         return self._made.device_type
 
     @property
     def fast_dtype(self) -> torch.dtype:
-        """The low format."""
+        """The low format, as torch.autocast names it: the dtype given, or the default that was taken."""
         return self._made.dtype
 
     @property
@@ -201,12 +201,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
     @property
     def cache(self) -> bool | str | None:
-        """The weight cache, as asked for."""
+        """The grade of the weight cache, as given: a bool, `checked`, `checksum`, or None."""
         return self._made.cache
 
     @property
     def cache_limit_bytes(self) -> int | None:
-        """What it may hold."""
+        """How many bytes the weight cache may hold; None for no limit."""
         return self._made.cache_limit_bytes
 
     def again(self) -> autocast:

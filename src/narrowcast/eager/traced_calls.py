@@ -78,7 +78,7 @@ def traced_results(key: str) -> int:
 
 
 def traced_part(key: str, number: int) -> str:
-    """What one of them is about."""
+    """Which part of what the call returns the cast with this number is about."""
     return _traced[key].plan.results[number].part
 
 

@@ -65,13 +65,13 @@ class Watcher(Protocol):
     whole: frozenset[str]
 
     def begin(self, call: DecidedCall) -> None:
-        """The call is about to run."""
+        """A call is decided and about to run."""
 
     def end(self, result: Any) -> None:
-        """The call's result."""
+        """The call that began last has returned this result."""
 
     def fail(self, error: BaseException) -> None:
-        """The call raised."""
+        """The call that began last has raised this error."""
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these, not even weak ones: they are to be swapped."""

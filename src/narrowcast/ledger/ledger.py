@@ -89,7 +89,7 @@ class Ledger:
         by_module[module_path] = by_module.get(module_path, 0) + 1
 
     def count_call(self, kind: CallKind, moved_bytes: int) -> None:
-        """Add one call."""
+        """Add one call, and the bytes that it moved, to the tally of calls that are alike."""
         tally = self.calls.get(kind)
         if tally is None:
             tally = self.calls[kind] = Tally()
@@ -97,7 +97,7 @@ class Ledger:
         tally.moved_bytes += moved_bytes
 
     def totals(self) -> Totals:
-        """Sums over all records."""
+        """Counts and bytes over all casts, refusals and calls."""
         how, direction = Counter[str](), Counter[str]()
         repeated = cast_bytes = 0
         for cast, tally in self.kinds():
@@ -214,7 +214,7 @@ class Ledger:
 
     @staticmethod
     def load(path: str | Path) -> Ledger:
-        """The ledger in a file."""
+        """The ledger that `save` wrote into a file."""
         return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
 
     def __str__(self) -> str:

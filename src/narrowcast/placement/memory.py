@@ -34,7 +34,7 @@ class KeptBytes:
         self.fused = fused
 
     def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
-        """Nothing: its result is a value."""
+        """What a call costs: nothing, for its result is a value, which is counted as one."""
         return 0.0
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
@@ -70,7 +70,7 @@ class Smallest:
         self.kept, self.slowdown = kept, slowdown
 
     def __call__(self, question: Question) -> Optimum:
-        """The placement."""
+        """The placement that keeps fewest bytes, within the limit on time."""
         energy = question.energy
         fixed = question.fixed / energy.unit if energy.unit else 0.0
         free = minimise(energy)

@@ -98,7 +98,7 @@ class _Lives:
                 held.last = len(self.block.steps)
 
     def _of(self, body: Block) -> _Lives:
-        """The same of a step's body."""
+        """The lives of what a step's body holds, by the same rules."""
         return _Lives(body, self.kept, self.is_fused, self.workspaces, self.size)
 
     def _in_loops(self) -> set[int]:

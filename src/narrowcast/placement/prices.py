@@ -46,7 +46,7 @@ class CastBytes:
     unit = "bytes"
 
     def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
-        """Nothing."""
+        """What a call costs: nothing, for this goal counts the bytes of casts alone."""
         return 0.0
 
     def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:

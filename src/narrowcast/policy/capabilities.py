@@ -54,7 +54,7 @@ class Ability:
         return f"{self.op}|{self.format}|{self.direction}"
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The ability as a dict that JSON can write, by the names of its fields."""
         return asdict(self)
 
 

@@ -13,7 +13,7 @@ from narrowcast.formats import Format, parse_format, tf32
 
 
 class Kind(enum.Enum):
-    """What a rule does to the eligible tensor arguments of a call (docs/reference/policies.md has a row and an example each)."""
+    """What a rule does to the eligible tensor arguments of a call (docs/concepts.md has a row for each)."""
 
     LOWER = "lower"
     FULL = "full"
@@ -132,7 +132,8 @@ class Rule:
     op:       `aten.softmax.int` is one overload, `aten.softmax` every functional overload, and a glob (`aten.*norm*`)
               every op that computes; patterns never reach views, copies, in-place or out= forms: name those exactly.
               `backward.aten.mm` is about what autograd runs in compiled code, `dgrad.` and `wgrad.` about gradients of
-              inputs and of weights alone. `module.call` is about the calls of modules themselves (docs/reference/control.md).
+              inputs and of weights alone. `module.call` is about the calls of modules themselves, see
+              docs/reference/control.md.
     module:   glob on the module path (`encoder.layer.3`, `encoder.layer.*.attention`); it holds for everything
               inside the modules that it names, and for `module.call` for the modules themselves.
     module_class: glob on the class name, qualified or not, of any module around the call; for `module.call` of the
@@ -204,7 +205,7 @@ class Rule:
 
     @property
     def target(self) -> str:
-        """The op without the direction."""
+        """The op without `backward.`, `dgrad.` or `wgrad.` before it."""
         return self.op if self.direction == "forward" else self.op.partition(".")[2]
 
     @property

@@ -51,7 +51,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        """Of the memory that it spans."""
+        """Bytes of the memory that the tensor spans, with its strides."""
         span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if self.shape else 1
         return max(span, 1) * _dtype(self.type).itemsize
 

@@ -117,7 +117,7 @@ class Step:
 
     @property
     def id(self) -> int:
-        """Unique in the program."""
+        """The number of the value, unique in the program."""
         return self.value.id
 
     @property

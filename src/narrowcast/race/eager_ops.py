@@ -67,15 +67,15 @@ class EagerCalls:
             self.kinds.setdefault(call.facts.op, {}).setdefault(str(kept), tree_unflatten(kept, spec))
 
     def end(self, result: Any) -> None:
-        """The call returned."""
+        """The call that began last has returned."""
         self._open.pop()
 
     def fail(self, error: BaseException) -> None:
-        """The call raised."""
+        """The call that began last has raised."""
         self._open.pop()
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
-        """No floating tensor is kept."""
+        """Nothing to do: no tensor of a call is kept here, only its sizes."""
 
 
 def is_raced(region: autocast, goal: Goal) -> bool:

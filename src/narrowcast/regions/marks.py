@@ -25,7 +25,7 @@ class Markable(Protocol):
 
     @property
     def prepared(self) -> Prepared:
-        """What it decides by."""
+        """What the region decides by: its facts and its policy."""
 
     def __enter__(self) -> Any: ...
 

@@ -239,7 +239,7 @@ class Explained:
         ]
 
     def largest_casts(self, count: int = 10) -> list[Cast]:
-        """The casts that move most bytes."""
+        """The casts that move most bytes, largest first."""
         return sorted(self.ledger.casts, key=lambda c: -c.moved_bytes)[:count]
 
     def repeats(self) -> list[RepeatRow]:

@@ -52,7 +52,7 @@ def has_cast(region: Any) -> bool:
 
 
 def leave_off(graph: Any, instance: Any) -> None:
-    """Leave it, where the graph is written to."""
+    """Write the end of the region `instance` where nodes are being inserted into the graph."""
     node = graph.create("prim::Exit", [instance], 1)
     node.output().setType(NONE)
     graph.insertNode(node)

@@ -106,7 +106,7 @@ def linalg_multi_dot(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
 
 
 def chain_matmul(matrices: List[Tensor]) -> Tensor:  # noqa: UP006
-    """The same under its old name."""
+    """What multi_dot computes, under its old name."""
     if len(matrices) == 1:
         return matrices[0].clone()
     return linalg_multi_dot(matrices)

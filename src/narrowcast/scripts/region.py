@@ -12,7 +12,7 @@ from narrowcast.torch_surface.jit import add_script_class
 
 
 class autocast:  # noqa: N801 (in scripts it has this name)
-    """A region as its facts."""
+    """A region in a script: device type, low format, enabled and cache, as TorchScript can hold them."""
 
     def __init__(
         self,

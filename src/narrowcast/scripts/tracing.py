@@ -96,7 +96,7 @@ class _Marker:
             self.open.setdefault(id(region), []).append(mark)
 
     def left(self, region: Any, raised: bool) -> None:
-        """It is left."""
+        """A region is left: close its mark in the graph that is being traced."""
         if self.open.get(id(region)):
             instance, state = self.open[id(region)].pop(), tracing_state()
             if state is not None:
@@ -114,7 +114,7 @@ def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction
 
 
 def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
-    """A traced module, the same."""
+    """The module that torch traced, with explicit casts; regions: those open around the trace."""
     graphs = graphs_of(traced)
     for graph in graphs:
         mark_calls(graph)

@@ -34,7 +34,7 @@ class Outside:
 
     @staticmethod
     def now() -> Outside:
-        """As the Python stack has it."""
+        """The modules around this call, and its site, read off the Python stack."""
         return Outside(tuple(called_modules()), find_site())
 
 

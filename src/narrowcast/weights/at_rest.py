@@ -58,7 +58,7 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
 
 
 def _nobody() -> None:
-    """What refers to no weight."""
+    """Stands in for a weak reference to a weight that is gone."""
 
 
 def _probes(weight: torch.Tensor) -> list[Any]:
