@@ -32,6 +32,18 @@ def test_the_command_line_s_page_is_what_its_help_says():
     assert done.returncode == 0, done.stdout
 
 
+def test_a_changed_page_of_the_command_line_is_caught(tmp_path, monkeypatch):
+    """The check above rejects a page with one option missing."""
+    spec = importlib.util.spec_from_file_location("generate_cli_page", ROOT / "tools/generate_cli_page.py")
+    cli_page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cli_page)
+    monkeypatch.setattr(sys, "argv", ["", "--check"])
+    changed = tmp_path / "cli.md"
+    changed.write_text(cli_page.PAGE.read_text(encoding="utf-8").replace("`--real`", "`--unreal`"), encoding="utf-8")
+    monkeypatch.setattr(cli_page, "PAGE", changed)
+    assert cli_page.main() == 1
+
+
 def test_a_changed_op_page_is_caught(tmp_path, monkeypatch):
     """The check above rejects a page with one op missing."""
     spec = importlib.util.spec_from_file_location("generate_op_pages", ROOT / "tools/generate_op_pages.py")
