@@ -156,7 +156,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
         plan = _apply(rule, call, _floats(call, device) if rule.is_exact else eligible, region.low)
     if overrides:
         plan = _override(plan, overrides, call, eligible, region)
-    lacking = resolved.lacking.get(call.op) if resolved.lacks else None
+    lacking = resolved.lacking.get(call.op)
     return _repair(plan, lacking, call, eligible, resolved, region.low) if lacking else plan
 
 
@@ -353,7 +353,7 @@ def _override(
         if rule.is_exact:
             exactly.add(name)
     formats = list(plan.formats)
-    floats = _floats(call, region.device_type) if exactly else eligible
+    floats = _floats(call, region.device_type)
     for position, a in enumerate(call.arguments):
         if a.name in wanted and (floats if a.name in exactly else eligible)[position]:
             dst = wanted[a.name]
