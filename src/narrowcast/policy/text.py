@@ -140,15 +140,13 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
 def print_policy(policy: Policy) -> str:
     """TOML text that parses to an equal policy, keeping the text it was loaded from where there is one."""
     document = tomlkit.parse(policy.text) if policy.text is not None else _header(policy)
-    done = policy.text_layers if policy.text is not None else 0
-    later = list(policy.layers[done:])
-    if policy.text is not None:
-        if document.get("name") != policy.name:
-            document["name"] = policy.name
-        for key, value in _settings(policy).items():
-            if document.get(key) != value:
-                document[key] = value
-    if later and done == 0 and "rule" not in document:
+    later = list(policy.layers[policy.text_layers :])
+    if document.get("name") != policy.name:
+        document["name"] = policy.name
+    for key, value in _settings(policy).items():
+        if document.get(key) != value:
+            document[key] = value
+    if later and policy.text_layers == 0:
         document["rule"] = _array_of_rules(later.pop(0))
     if later:
         layers = document.get("layer") or tomlkit.aot()
