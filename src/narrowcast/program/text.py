@@ -139,7 +139,7 @@ class _Parser:
     def run(self) -> Program:
         name = self._expect("program ")
         regions = []
-        while self.lines[self.at].startswith("region "):
+        while self._line().startswith("region "):
             found = _REGION.match(self.lines[self.at])
             if found is None:
                 raise self._error("a region")
