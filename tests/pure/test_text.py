@@ -1,5 +1,6 @@
 """The TOML form: comments kept, errors with file and line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,66 @@ def test_lint_finds_what_is_legal_and_probably_a_mistake():
 def test_unknown_ops_of_other_libraries_are_not_judged_here():
     """Only the dispatcher knows them."""
     assert Policy.parse('[[rule]]\nop = "mylib.roi_pool"\naction = "full"\n').rules[0].op == "mylib.roi_pool"
+
+
+def test_a_policy_made_in_python_is_printed_in_full():
+    """Whatever it says, and nothing that it does not say."""
+    rule = Rule("aten.mm", "to(fp16)", module="", module_class="A", function="f", argument="x", reason="why",
+                source="who", override=True, torch=">=2.11")  # fmt: skip
+    policy = Policy("p", ((rule,), (Rule("aten.relu", "full"),)), ("native", "safe"), "about", "off", "full", "bf16",
+                    ("bf16", "fp16"), "policy")  # fmt: skip
+    text = policy.to_toml()
+    assert (
+        text.replace("\n\n", "\n")
+        == """name = "p"
+description = "about"
+extends = ["native", "safe"]
+cache = "off"
+unsupported = "full"
+low = "bf16"
+training = ["bf16", "fp16"]
+inner = "policy"
+[[rule]]
+op = "aten.mm"
+action = "to(fp16)"
+module = ""
+class = "A"
+function = "f"
+argument = "x"
+torch = ">=2.11"
+override = true
+reason = "why"
+source = "who"
+[[layer]]
+[[layer.rule]]
+op = "aten.relu"
+action = "full"
+"""
+    )
+    assert Policy.parse(text) == policy
+    assert Policy("q", extends=()).to_toml() == 'name = "q"\nextends = "nothing"\n'
+
+
+def test_a_changed_policy_keeps_the_comments_of_what_did_not_change():
+    """Also behind a name or a setting; rules that come to a text without any are its own."""
+    text = 'name = "a"  # mine\ncache = "off"  # costs\n'
+    policy = Policy.parse(text)
+    assert policy.to_toml() == text
+    renamed = replace(policy, name="b").to_toml()
+    assert renamed.startswith('name = "b"') and renamed.endswith('cache = "off"  # costs\n')
+    more = policy.with_rules(Rule("aten.mm", "full"), name="a").to_toml()
+    assert more.startswith(text) and "[[rule]]" in more and "layer" not in more
+    layered = text + '[[layer]]\n[[layer.rule]]\nop = "aten.mm"\naction = "full"\n'
+    twice = Policy.parse(layered).with_rules(Rule("aten.relu", "full"), name="a")
+    assert twice.to_toml().startswith(layered) and twice.to_toml().count("[[layer]]") == 2
+    assert Policy.parse(twice.to_toml()) == twice
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path):
+    """The system's words, or the decoder's."""
+    file = tmp_path / "bad.toml"
+    file.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(PolicyError, match="codec can't decode"):
+        Policy.load(file)
+    with pytest.raises(PolicyError, match="No such file"):
+        Policy.load(tmp_path / "none.toml")
