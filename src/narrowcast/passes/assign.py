@@ -157,8 +157,9 @@ def _followed(program: Program, block: Block, step: Step, decided: list[Edit], r
         return
     (now,) = formats
     for result in _results(program, step, readers):
-        if result.value.format is not None and result.value.format is not now:
-            yield from _followed_from(block, result, now, decided[0].why, readers)
+        before = result.value.format
+        if before is not None and before is not now:
+            yield from _followed_from(block, result, before, now, decided[0].why, readers)
 
 
 def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
@@ -168,11 +169,10 @@ def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
     return [reader for reader, _ in readers.get(step.id, ()) if reader.op == "getitem"]
 
 
-def _followed_from(block: Block, step: Step, now: Format, why: Why, readers: Readers) -> Iterator[Edit]:
-    """The edits for one result that has the format `now`."""
-    before = step.value.format
-    if before is None:
-        return
+def _followed_from(
+    block: Block, step: Step, before: Format, now: Format, why: Why, readers: Readers
+) -> Iterator[Edit]:
+    """The edits for one result that had the format `before` and has the format `now`."""
     reached = [step.id]
     for number in reached:
         reached += [r.id for r, _ in readers.get(number, ()) if _is_view(r)]
