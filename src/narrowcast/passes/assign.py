@@ -169,9 +169,7 @@ def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
     return [reader for reader, _ in readers.get(step.id, ()) if reader.op == "getitem"]
 
 
-def _followed_from(
-    block: Block, step: Step, before: Format, now: Format, why: Why, readers: Readers
-) -> Iterator[Edit]:
+def _followed_from(block: Block, step: Step, before: Format, now: Format, why: Why, readers: Readers) -> Iterator[Edit]:
     """The edits for one result that had the format `before` and has the format `now`."""
     reached = [step.id]
     for number in reached:
