@@ -36,6 +36,7 @@ from narrowcast.program import (
     verify,
 )
 from narrowcast.program.aliases import reaching
+from narrowcast.program.model import element_bytes
 
 WHY = Why("test", "because")
 PLACE = nc.Place("encoder.0", ("nn.Linear",), ("model.f",), "/home/me/model.py", 12)
@@ -391,3 +392,45 @@ def test_a_program_prints_itself():
     assert str(parse_program(TWO)) == TWO
     written = parse_program(TWO.replace("self=%2", "self=%2!"))
     assert [step.writes for step in written.body.steps] == [False, False, True, False, False]
+
+
+def test_a_value_knows_its_size():
+    """Whole bytes per element; none where a size is text, or where it is no tensor."""
+    sizes = [(v.elements, v.bytes) for v in (
+        Value(0, "fp32", (2, 3)), Value(0, "bf16", ()), Value(0, "i64", (5,)), Value(0, "bool", (7,)),
+        Value(0, "fp32", (2, "n")), Value(0, "tuple"), Value(0, "u1", (4,)), Value(0, "fp32", (0, 3)),
+    )]  # fmt: skip
+    assert sizes == [(6, 24), (1, 2), (5, 40), (7, 7), (0, 0), (0, 0), (4, 0), (0, 0)]
+    assert all(isinstance(element_bytes(kind), int) for kind in ("fp32", "i64", "bool", "c128"))
+
+
+def test_writes_are_counted_before_a_step():
+    """To what a value shows; those of the step itself and of later ones do not count."""
+    block = parse_program(
+        """program p
+block main(%0: fp32[2] cpu, %1: fp32[2] cpu) {
+  %2: fp32[2] cpu = aten.add_.Tensor(self=%0!) ~0
+  %3: fp32[2] cpu = aten.relu.default(self=%0)
+  %4: fp32[2] cpu = aten.add_.Tensor(self=%2!) ~0
+  %5: fp32[2] cpu = aten.relu.default(self=%0)
+  return %5
+}
+"""
+    ).body
+    writes = Writes(block)
+    assert [writes.count_before(0, step) for step in (2, 3, 4, 5, 99)] == [0, 1, 1, 2, 2]
+    assert [writes.count_before(1, step) for step in (2, 5)] == [0, 0]
+    assert writes.is_written(0, 2, 5) and not writes.is_written(0, 2, 4) and not writes.is_written_after(0, 4)
+    assert writes.is_written_after(0, 3) and writes.is_written(0, -1, 3) and not writes.is_written(1, -1, 99)
+
+
+def test_a_region_may_be_open():
+    """To what only the running program knows; between casts of one tensor its device does not count."""
+    text = "program p\n{}\nblock main(%0: fp32[2] cpu) {{\n  %1: bf16[2] cpu = cast(self=%0) in 0\n  return %1\n}}\n"
+    found = {}
+    for left_open in ("", " open device", " open enabled", " open enabled,device"):
+        made = parse_program(text.format(f"region 0: cpu bf16 enabled cached session 0 policy p{left_open}"))
+        found[left_open] = made.open_region(made.steps[1]), made.open_region(made.steps[1], but_device=True)
+    assert list(found.values()) == [(None, None), (0, None), (0, 0), (0, 0)]
+    outside = parse_program(text.format("region 0: cpu bf16 enabled cached session 0 policy p").replace(" in 0", ""))
+    assert outside.open_region(outside.steps[1]) is None
