@@ -434,3 +434,38 @@ def test_a_region_may_be_open():
     assert list(found.values()) == [(None, None), (0, None), (0, 0), (0, 0)]
     outside = parse_program(text.format("region 0: cpu bf16 enabled cached session 0 policy p").replace(" in 0", ""))
     assert outside.open_region(outside.steps[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ({"region": 1}, "region 1 does not exist"), ({"aliases": (1,)}, "aliases an operand"),
+        ({"region": 0}, None), ({"aliases": (0,)}, None), ({"region": 2}, "region 2 does not exist"),
+    ],
+)  # fmt: skip
+def test_the_verifier_counts_regions_and_operands(broken, says):
+    """The first that is not there is rejected, the last that is there is not."""
+    regions = parse_program(LINEAR).regions[:1]
+    made = program(call(5, 0, **broken))
+    made = replace(made, regions=regions)
+    if says is None:
+        verify(made)
+    else:
+        with pytest.raises(ProgramError, match=says):
+            verify(made)
+
+
+def test_edits_leave_other_steps_and_other_programs_as_they_are():
+    """No edit gives the same program; a step without one is the same step; an inner block returns what it did."""
+    made = parse_program(LINEAR)
+    assert apply_edits(made, []) is made
+    two = parse_program(TWO)
+    assert apply_edits(two, [Remove(5, WHY, instead=2)]).body.steps[0] == two.body.steps[0]
+    inner = apply_edits(made, [CastReturn(3, 1, fp16, WHY)])
+    assert inner.steps[4].blocks[0].returns == (6,) and inner.body.returns == (4, 8)
+    assert inner.steps[8].constants == "" and inner.steps[8].region is None
+    exactly = apply_edits(two, [InsertCast(6, 0, fp16, WHY, exactly=True), InsertCast(5, 0, fp16, WHY, exactly=True)])
+    assert [exactly.steps[n].constants for n in (7, 8)] == ["", "exactly"]
+    regions = replace(two, regions=made.regions)
+    region = apply_edits(regions, [InsertCast(6, 0, fp16, WHY, region=1), InsertCast(5, 0, fp16, WHY)])
+    assert [region.steps[n].region for n in (7, 8)] == [None, 1]

@@ -5,6 +5,7 @@ import pytest
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import bf16, fp16, fp32
 from narrowcast.policy import Lack, Place, Policy, Rule, as_policy, lint_policy, parse_action
+from narrowcast.policy.rules import did_you_mean
 from narrowcast.policy.unmatched import nearest_name
 
 
@@ -289,3 +290,65 @@ def test_a_finding_says_where_it_is():
     """Or that no file is known."""
     (finding,) = lint_policy(Policy("p", ((Rule("aten.mmm", "full"),),), ()))
     assert str(finding).startswith("(no file): unknown op: aten.mmm does not exist")
+
+
+@pytest.mark.parametrize("op", ["mm", "aten.", ".mm", "", "aten", "backward.aten", "backward.aten."])
+def test_an_op_is_a_namespace_and_a_name(op):
+    """Both; after a direction, too."""
+    with pytest.raises(PolicyError, match=r"namespace\.name") as caught:
+        Rule(op, "full")
+    assert caught.value.advice == f"Write aten.{op.strip('.') or 'mm'}, for example."
+
+
+@pytest.mark.parametrize("action", ["lower", "full", "inside", "follow", "to(bf16)", "refuse"])
+def test_a_module_s_call_takes_what_a_module_can_do(action):
+    """For the whole call; of one argument only what is about single tensors."""
+    assert Rule("module.call", action).action == parse_action(action)
+    if action in ("inside", "refuse"):
+        with pytest.raises(PolicyError, match="looks at all arguments"):
+            Rule("module.call", action, argument="x")
+    else:
+        assert Rule("module.call", action, argument="x").argument == "x"
+
+
+def test_a_rule_about_a_result_is_known_by_its_first_word():
+    """Of ops and of modules' calls; to a format is exact for the latter alone."""
+    assert Rule("aten.mm", "full", argument="result.1").is_about_result
+    assert not Rule("aten.mm", "full", argument="results").is_about_result
+    assert not Rule("aten.mm", "full").is_about_result
+    assert Rule("module.call", "to(bf16)").is_exact and not Rule("module.call", "full").is_exact
+    assert not Rule("aten.mm", "to(bf16)").is_exact
+
+
+def test_a_rule_is_unconditional_without_any_condition():
+    """One of a place is enough."""
+    assert Rule("aten.mm", "full").is_unconditional
+    for condition in ("module", "module_class", "function"):
+        assert not Rule("aten.mm", "full", **{condition: "a"}).is_unconditional
+
+
+def test_a_word_that_is_near_to_several_is_told_the_nearest():
+    """One only, or none."""
+    assert did_you_mean("fulll", ["full", "fuller", "lower"]) == " (did you mean 'full'?)"
+    assert did_you_mean("xyz", ["full"]) == ""
+
+
+def test_a_built_in_policy_is_resolved_with_what_it_extends():
+    """Layers that two of them share are there once; settings come from the first that has them."""
+    safe = Policy.load("safe")
+    both = Policy("p", extends=("safe", "ipex")).resolve("cpu")
+    assert len(both.layers) == len(set(both.layers)) > len(safe.resolve("cpu").layers)
+    assert both.cache == safe.cache and both.unsupported == safe.unsupported and both.extends == ()
+    assert Policy("p", extends=("safe",), cache="native").resolve("cpu").cache == "native"
+    fixed = Policy("p", extends=("native:cuda",)).resolve("cpu")
+    assert fixed.layers == Policy.native("cuda").layers != Policy("p").resolve("cpu").layers
+    assert all(rule.torch is None for rule in both.rules)
+    plain = Policy("p", extends=())
+    assert plain.resolve("cpu") is plain and Policy("p").resolve("cpu") is Policy("p").resolve("cpu")
+
+
+def test_a_policy_that_repairs_is_itself():
+    """Another one is made once."""
+    safe, native = Policy.load("safe"), Policy("p")
+    assert safe.repairing() is safe and native.repairing().unsupported == "full"
+    assert native.repairing() is native.repairing()

@@ -5,7 +5,7 @@ import pytest
 import narrowcast as nc
 from narrowcast.errors import RefusedError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.passes import assign_casts, drop_casts, hoist_casts, run_passes, share_casts
+from narrowcast.passes import assign_casts, drop_casts, fold_casts, hoist_casts, run_passes, share_casts
 from narrowcast.passes.pipeline import _record, before_autograd
 from narrowcast.program import (
     CastResult,
@@ -269,3 +269,173 @@ def test_casts_move_before_autograd_only_where_they_keep_strides():
     assert [p for p in before_autograd(frozenset()) if p in (share_casts, drop_casts)] == [
         share_casts, drop_casts, share_casts, drop_casts,
     ]  # fmt: skip
+
+
+def block(parameters, *steps, returns):
+    """A program of these lines, and what it returns."""
+    body = "\n".join(f"  {step}" for step in steps)
+    return parse(f"block main({parameters}) {{\n{body}\n  return {returns}\n}}\n")
+
+
+def shared(*steps, returns="%0", after_autograd=False, parameters="%0: fp32[4] cpu, %1: fp32[4] cpu"):
+    program = block(parameters, *steps, returns=returns)
+    return [(e.step, e.keep) for e in share_casts(program, after_autograd)]
+
+
+def low(number, source=0, more=""):
+    return f"%{number}: bf16[4] cpu{more} = cast(self=%{source})"
+
+
+def test_share_goes_on_after_what_it_does_not_share():
+    """Other steps, casts of one kind alone, casts that may not be shared, and results that would be one."""
+    relu = "%9: fp32[4] cpu = aten.relu.default(self=%1)"
+    assert shared(relu, low(2), relu.replace("9", "8"), low(3, 1), low(4), low(5, 1)) == [(4, 2), (5, 3)]
+    gradient = "%0: fp32[4] cpu grad, %1: fp32[4] cpu"
+    assert shared(low(2, 0, " grad"), low(3, 1), low(4, 0, " grad"), low(5, 1), parameters=gradient) == [(5, 3)]
+    assert shared(low(2), low(3), low(4, 1), low(5, 1), returns="%2, %3") == [(5, 4)]
+    assert shared(low(2), low(3, 0).replace("bf16", "fp16"), low(4)) == [(4, 2)]
+    assert shared(low(2), low(3, 0) + ' with "exactly"', low(4)) == [(4, 2)]
+
+
+def test_share_keeps_apart_what_is_written_to():
+    """The one that stays, or the one that goes; one after that may be shared with it again."""
+    write = "%9: bf16[4] cpu = aten.relu_.default(self=%{}!) ~0"
+    assert shared(low(2), low(3), write.format(2), low(4), low(5)) == [(4, 3), (5, 3)]
+    assert shared(low(2), low(3), write.format(3)) == []
+    source = write.format(0).replace("bf16", "fp32")
+    assert shared(low(2), low(3), source, low(4), low(5)) == [(3, 2), (5, 4)]
+
+
+def test_share_returns_one_of_two_views():
+    """Of two casts whose memory leaves only one may; if the first does not leave yet, it does then."""
+    view = "%{}: bf16[2, 2] cpu = aten.view.default(self=%{}) ~0"
+    two = (low(2), low(3), view.format(8, 2), view.format(9, 3))
+    assert shared(*two, returns="%8, %9") == []
+    assert shared(*two, returns="%9") == shared(*two, returns="%8") == [(3, 2)]
+    three = (low(2), low(3), low(4), view.format(8, 3), view.format(9, 4))
+    assert shared(*three, returns="%8, %9") == [(3, 2)]
+    assert shared(low(2), low(3), low(4), returns="%3") == [(4, 2)]
+
+
+def test_share_after_autograd_keeps_what_records_apart_from_what_does_not():
+    """A cast made without gradient is none for what needs one; the other way round it is."""
+    gradient = "%0: fp32[4] cpu grad, %1: fp32[4] cpu"
+    quiet, loud = low(2, 0) + " nograd", low(3, 0, " grad")
+    assert shared(quiet, loud, after_autograd=True, parameters=gradient) == []
+    assert shared(quiet, loud.replace(" grad ", " "), after_autograd=True, parameters=gradient) == [(3, 2)]
+    assert shared(loud, quiet, after_autograd=True, parameters=gradient) == [(2, 3)]
+    assert shared(low(2, 0, " grad"), loud, after_autograd=True, parameters=gradient) == [(3, 2)]
+    assert shared(low(2, 0, " grad"), loud, parameters=gradient) == []
+    assert shared(quiet, low(3, 0) + " nograd", parameters=gradient) == [(3, 2)]
+
+
+INNER = """block main(%0: {0}[4] cpu, %1: bool) {{
+  %2: other = prim.If(a=%1)
+    block yes() {{
+      {1}
+      return %{2}
+    }}
+    block no() {{
+      return %0
+    }}
+  {3}
+  return %2, %9
+}}
+"""
+
+
+def test_each_block_is_done_by_itself():
+    """What is found in an inner block is added to what is found in the others."""
+    text = INNER.format("fp32", f"{low(3)}\n      {low(4)}\n      %5: bf16[4] cpu = aten.add.Tensor(a=%3, b=%4)", 5,
+                        f"{low(6)}\n  {low(7)}\n  %9: bf16[4] cpu = aten.add.Tensor(a=%6, b=%7)")  # fmt: skip
+    assert [(e.step, e.keep) for e in share_casts(parse(text))] == [(4, 3), (7, 6)]
+    chain = "%{0}: fp32[4] cpu = cast(self=%0)\n%{1}: fp16[4] cpu = cast(self=%{0})"
+    text = INNER.format("bf16", chain.format(3, 4), 4, chain.format(6, 9))
+    assert [(e.step, e.source) for e in fold_casts(parse(text))] == [(4, 0), (9, 0)]
+    unread = low(3) + "\n      %4: fp32[4] cpu = aten.relu.default(self=%0)"
+    text = INNER.format("fp32", unread, 4, low(6) + "\n  %9: fp32[4] cpu = aten.relu.default(self=%0)")
+    assert [e.step for e in drop_casts(parse(text))] == [3, 6]
+
+
+def folded(*steps, parameters="%0: bf16[4] cpu, %1: bf16[4] cpu", returns="%0", **more):
+    return [(e.step, e.source) for e in fold_casts(block(parameters, *steps, returns=returns), **more)]
+
+
+def chain(first, second, source=0, more=""):
+    return (
+        f"%{first}: fp32[4] cpu{more} = cast(self=%{source})", f"%{second}: fp16[4] cpu{more} = cast(self=%{first})"
+    )  # fmt: skip
+
+
+def test_fold_goes_on_after_what_it_does_not_fold():
+    """Chains that round first, that carry a gradient, and that something writes to."""
+    fine = chain(8, 9, 1)
+    assert folded(*fine) == [(9, 1)]
+    rounds = ("%2: e4m3fn[4] cpu = cast(self=%0)", "%3: fp16[4] cpu = cast(self=%2)")
+    assert folded(*rounds, *fine) == [(9, 1)]
+    gradient = ("%0: fp16[4] cpu grad, %1: bf16[4] cpu", chain(2, 3, 0, " grad"))
+    back = "%4: fp32[4] cpu = aten.relu.default(self=%2)"
+    assert folded(*gradient[1], back, *fine, parameters=gradient[0]) == [(9, 1)]
+    for written in (0, 2):
+        kind = "fp32" if written else "bf16"
+        write = f"%5: {kind}[4] cpu = aten.relu_.default(self=%{written}!) ~0"
+        first, second = chain(2, 3)
+        assert folded(first, write, second, *fine) == [(9, 1)]
+        assert folded(first, second, write, *fine) == [(3, 0), (9, 1)]
+
+
+def test_a_chain_of_three_is_folded_to_its_beginning():
+    """As far as nothing is lost."""
+    first, second = chain(2, 3)
+    assert folded(first, "%3: fp64[4] cpu = cast(self=%2)", "%4: fp16[4] cpu = cast(self=%3)") == [(3, 0), (4, 0)]
+    assert folded(first, second, "%4: fp32[4] cpu = cast(self=%3)") == [(3, 0)]
+
+
+def test_a_chain_in_a_region_that_may_be_off_is_left():
+    """One of the two casts may do nothing."""
+    opened = "program p\nregion 0: cpu bf16 enabled cached session 0 policy p{}\nblock main(%0: bf16[4] cpu) {{\n"
+    opened += "  {}{}\n  {}{}\n  return %3\n}}\n"
+    for left_open, first, second, expected in (
+        ("", " in 0", " in 0", [3]), (" open enabled", " in 0", "", []), (" open enabled", "", " in 0", []),
+        (" open enabled", "", "", [3]),
+    ):  # fmt: skip
+        one, two = chain(2, 3)
+        program = parse_program(opened.format(left_open, one, first, two, second))
+        assert [e.step for e in fold_casts(program)] == expected
+        idle = parse_program(opened.format(left_open, "%2: bf16[4] cpu = cast(self=%0)", first,
+                                           "%3: bf16[4] cpu = aten.relu.default(self=%2)", ""))  # fmt: skip
+        assert [e.step for e in drop_casts(idle)] == ([] if first and left_open else [2])
+
+
+def dropped(*steps, returns="%0", parameters="%0: fp32[4] cpu, %1: fp32[4] cpu", **more):
+    return [e.step for e in drop_casts(block(parameters, *steps, returns=returns), **more)]
+
+
+def test_a_cast_of_a_cast_that_nobody_reads_goes_with_it():
+    """Both at once; one that something else reads stays."""
+    second = "%3: fp16[4] cpu = cast(self=%2)"
+    assert dropped(low(2), second) == [3, 2]
+    assert dropped(low(2), second, "%4: fp32[4] cpu = cast(self=%2)") == [4, 3, 2]
+    assert dropped(low(2), second, "%4: bf16[4] cpu = aten.relu.default(self=%2)") == [3]
+    assert dropped(low(2), second, returns="%3") == []
+
+
+def test_an_idle_cast_that_is_returned_stays_where_its_source_leaves_too():
+    """As itself, as a view, or as what the caller gave; another one goes."""
+    idle, made = "%3: fp32[4] cpu = cast(self=%2)", "%2: fp32[4] cpu = aten.relu.default(self=%0)"
+    assert dropped(made, idle, returns="%3") == [3]
+    assert dropped(made, idle, returns="%3, %2") == []
+    view = "%4: fp32[2, 2] cpu = aten.view.default(self=%2) ~0"
+    assert dropped(made, view, idle, returns="%3, %4") == []
+    assert dropped(made, view, idle, returns="%3") == [3]
+    assert dropped("%2: fp32[4] cpu = aten.view.default(self=%0) ~0", idle, returns="%3") == []
+    assert dropped(made, idle, returns="%3, %0") == [3]
+
+
+def test_an_idle_cast_with_a_gradient_goes_if_it_is_its_source_s_one_reader():
+    """Gradients add up where they did."""
+    grad = "%0: fp32[4] cpu grad"
+    idle, read = "%3: fp32[4] cpu grad = cast(self=%0)", "%4: fp32[4] cpu = aten.relu.default(self=%3)"
+    assert dropped(idle, read, parameters=grad, returns="%4") == [3]
+    assert dropped(idle, read, parameters=grad, returns="%4, %0") == []
+    assert dropped(idle, read, parameters=grad, returns="%4, %0", after_autograd=True) == [3]
