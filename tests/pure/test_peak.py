@@ -207,3 +207,17 @@ def test_fused_values_that_a_library_reads_are_in_memory():
     assert peak(block.format(g=""), fused=True)[0] == 32
     assert peak(block.format(g="").replace("return %4", "return %1"), fused=True)[0] == 32
     assert peak(block.format(g=" grad"), fused=True)[1].kept == 16 * KIB
+
+
+def test_what_the_caller_gave_gets_its_gradient_when_its_last_reader_s_backward_runs():
+    """And that stays to the end; what nobody reads gets none."""
+    block = """block main(%0: fp32[64, 64] cpu grad, %1: fp32[64, 64] cpu grad, %2: fp32[64, 64] cpu) {
+  %3: fp32[64, 64] cpu grad = aten.add.Tensor(self=%0, other=%2) computes in 0
+  %4: fp32[64, 64] cpu grad = aten.add.Tensor(self=%3, other=%0) computes in 0
+  return %4
+}
+"""
+    size, found = peak(block)
+    # in the first addition's backward: its result's gradient, and that of the one that the caller gave
+    assert (size, found.kept) == (48, 0) and found.in_backward
+    assert peak(block.replace("other=%0", "other=%1"))[0] == 48
