@@ -214,3 +214,9 @@ def test_names_are_short_for_ops_and_families():
 def test_a_limit_keeps_libraries_from_what_is_above_it(limit, used):
     """Units that no limit is about stay."""
     assert units_in_use(("avx512_bf16", "avx512f", "avx2", "fma", limit)) == used
+
+
+def test_what_was_not_measured_has_no_ratio():
+    """Of what a device raises nothing is."""
+    ratios = {a.state: a.ratio for a in shipped_capabilities("cpu", ("avx2",)).abilities}
+    assert ratios[RAISES] == 0.0 and ratios[EMULATED] > 1

@@ -350,3 +350,10 @@ def test_a_dtype_that_the_caller_gave_is_left():
 def test_align_refuses_formats_that_nothing_holds(given, said):
     """Nothing to align is no fault."""
     assert decide(call("aten.op.default", *given), policy("align"), CPU).refused == said
+
+
+def test_a_rule_about_an_argument_is_found_by_its_name():
+    """Before the call's own."""
+    rules = (Rule("aten.op", "lower"), Rule("aten.op", "full", argument="a0"))
+    plan = decide(call("aten.op.default", bf16), Policy("p", (rules,), ()), CPU)
+    assert plan.rule_about("a0") is rules[1] and plan.rule_for("a0") is rules[1]

@@ -7,6 +7,7 @@ import pytest
 
 from narrowcast.errors import LedgerError
 from narrowcast.ledger import Advice, CallKind, Cast, EditRecord, HidingBlock, Ledger, Refusal, Tally
+from narrowcast.ledger.text import advice_parts, cast_table
 from narrowcast.policy import Place, Rule
 from narrowcast.report import Explanation
 
@@ -283,3 +284,17 @@ def test_a_block_that_hides_the_policy_is_advised_about(policy, kind):
     advice = HidingBlock(policy, "cpu", Place("net", file="a.py", line=3)).advice(7)
     assert (advice.kind, advice.module_path, advice.file, advice.line) == (kind, "net", "a.py", 3)
     assert "for 7 calls" in advice.what and "a.py:3" in advice.what and policy in advice.what
+
+
+def test_calls_of_one_op_in_one_format_are_added_up():
+    """Whatever else is different about them."""
+    made = ledger()
+    for n, computes in enumerate(("bf16", "", "")):
+        made.calls[replace(CALL, line=n, computes=computes)] = Tally(1, 0)
+    assert made.op_formats() == {"aten.linear.default": {"bf16": 3, "-": 2}}
+
+
+def test_modules_and_ops_have_the_room_in_a_table():
+    """In this proportion; without advice there is no line for it."""
+    assert [column.ratio for column in cast_table("t", []).columns][:2] == [5, 4]
+    assert advice_parts(Ledger()) == []

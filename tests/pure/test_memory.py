@@ -147,6 +147,7 @@ def test_what_autograd_follows_keeps_a_copy_per_format_and_anything_else_makes_o
     value, maker, kept = Value(1, "fp32", (4,)), step("aten.mm.default"), KeptBytes(False)
     pairs = {(bf16, fp32), (fp32, bf16)}
     followed = kept.value(value, maker, [step("aten.mm.default")], BOTH)
+    assert kept.call(maker, [], bf16) == 0.0
     assert set(followed.casts) == pairs and not any(followed.casts.values()) and not followed.reads
     assert followed.stores == {bf16: 8.0, fp32: 16.0}
     assert kept.value(value, None, [None, step("aten.mm.default")], BOTH).stores == {bf16: 8.0, fp32: 0.0}

@@ -60,6 +60,7 @@ def test_a_policy_is_divided_into_forward_and_backward():
     assert [[str(r) for r in layer] for layer in both.backward().layers] == [
         ["backward.aten.mm: full"], ["dgrad.aten.mm: lower"],
     ]  # fmt: skip
+    assert Policy.parse(both.forward().to_toml()) == both.forward()
     assert both.backward().extends == () and both.forward().extends == ("native",)
     plain = Policy("p", ((forth,),))
     assert not plain.has_backward_rules and plain.forward() is plain and plain.backward().layers == ()
@@ -196,7 +197,7 @@ def test_a_module_of_a_larger_one_has_two_paths():
     assert Place("a").paths == ("a",)
 
 
-PLACES = [Place("encoder.layer.0", ("lib.Layer", "lib.Encoder")), Place("", ("lib.Net",), around="model")]
+PLACES = [Place("encoder.layer.0", ("lib.Layer", "lib.parts.Encoder")), Place("", ("lib.Net",), around="model")]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,10 @@ PLACES = [Place("encoder.layer.0", ("lib.Layer", "lib.Encoder")), Place("", ("li
                                          " (did you mean 'encoder.layer.0'?)"),
         ({"module": "modell"}, "module \"modell\" names none of the modules (did you mean 'model'?)"),
         ({"module": "zzz"}, 'module "zzz" names none of the modules'),
+        ({"module": "encoder.layr"}, 'module "encoder.layr" names none of the modules'
+         ' (did you mean \'encoder.layer\'?)'),
+        ({"module_class": "Encoders"}, "class \"Encoders\" names none of the modules' classes"
+         " (did you mean 'Encoder'?)"),
         ({"module_class": "Layer"}, ""),
         ({"module_class": "Layers"}, "class \"Layers\" names none of the modules' classes (did you mean 'Layer'?)"),
         ({"module_class": "lib.Laye"}, "class \"lib.Laye\" names none of the modules' classes"
@@ -282,6 +287,8 @@ def test_a_change_says_what_was_and_what_is():
     a, b = Policy("a", ((Rule("aten.mm", "full"),),)), Policy("b", ((Rule("aten.mm", "lower"),),))
     empty = Policy("c")
     assert [str(c) for c in a.diff(b)] == ["aten.mm: full -> lower"]
+    (odd,) = empty.diff(Policy("d", ((Rule("aten.mm", "full", module="a:b"),),)))
+    assert str(odd) == "aten.mm in a:b: - -> full"
     assert [str(c) for c in empty.diff(b)] == ["aten.mm: - -> lower"]
     assert [str(c) for c in a.diff(empty)] == ["aten.mm: full -> -"]
 

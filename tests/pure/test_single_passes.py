@@ -439,3 +439,111 @@ def test_an_idle_cast_with_a_gradient_goes_if_it_is_its_source_s_one_reader():
     assert dropped(idle, read, parameters=grad, returns="%4") == [3]
     assert dropped(idle, read, parameters=grad, returns="%4, %0") == []
     assert dropped(idle, read, parameters=grad, returns="%4, %0", after_autograd=True) == [3]
+
+
+BOUND = """block main(%0: {x}[4] cpu, %1: {y}[4] cpu, %2: {z}[4] cpu) {{
+  %3: {z}[4] cpu = module.call.default(x=%0, y=%1, result=%2) with "result" computes in 0
+  return %3
+}}
+"""
+
+
+def bound(rules, **types):
+    return assign_casts(parse(BOUND.format(**types)), {"native": nc.Policy("p", (rules,), ())})
+
+
+def test_a_module_s_result_comes_in_its_own_format():
+    """Not in that of an argument; and a part is no whole, whatever it is called."""
+    lower = (nc.Rule("module.call", "lower", argument="result"),)
+    assert bound(lower, x="fp32", y="fp16", z="bf16") == []
+    (edit,) = bound(lower, x="bf16", y="bf16", z="fp32")
+    assert edit.src is fp32
+    assert bound((nc.Rule("module.call", "lower", argument="result.result"),), x="fp32", y="fp32", z="fp32") == []
+
+
+def test_a_result_follows_arguments_that_no_rule_keeps():
+    """Those that have a rule of their own are left out."""
+    rules = (nc.Rule("module.call", "follow", argument="result"), nc.Rule("module.call", "follow", argument="x"))
+    (edit,) = bound(rules, x="tensor", y="tensor", z="tensor")
+    assert edit.like == (1,)
+
+
+def test_the_reason_of_the_first_cast_is_that_of_what_follows():
+    """The operands' rules may differ; and what makes a copy is no view."""
+    text = """block main(%0: fp32[4, 4] cpu, %1: bf16[4, 4] cpu) {
+  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes backward in 0
+  %4: bf16[4, 4] cpu = aten.clone.default(self=%2)
+  %5: bf16[4, 4] cpu = aten.relu.default(self=%2) computes ~0
+  %6: bf16[4, 4] cpu = lib.view.default(self=%2) ~0
+  return %4, %5, %6
+}
+"""
+    rules = tuple(nc.Rule("backward.aten.mm", "full", argument=a, reason=a) for a in ("self", "mat2"))
+    edits = assign_casts(parse(text), {"native": nc.Policy("p", (rules,), ())})
+    assert [(type(e).__name__, e.step, e.why.reason) for e in edits[2:]] == [
+        ("Follow", 2, "self"), *(("InsertCast", n, "its other operands have this format") for n in (4, 5, 6)),
+    ]  # fmt: skip
+
+
+def test_a_refusal_without_a_place_names_the_rule_alone():
+    """And without a rule's file nothing."""
+    text = "block main(%0: fp32[4] cpu) {\n  %1: fp32[4] cpu = aten.mm.default(self=%0) computes in 0\n  return %1\n}\n"
+    for origin, where in ((nc.errors.Origin("my.toml", 4), ["my.toml"]), (None, [])):
+        policy = nc.Policy("p", ((nc.Rule("aten.mm", "refuse", origin=origin),),), ())
+        with pytest.raises(RefusedError) as caught:
+            assign_casts(parse(text), {"native": policy})
+        assert [w.file for w in caught.value.where] == where
+
+
+TWO_SESSIONS = "\n".join(
+    f"region {n}: cpu bf16 enabled cached session {n + 1} policy p{more}" for n, more in ((0, "{}"), (1, ""))
+)
+
+
+def test_hoist_goes_on_after_what_it_leaves():
+    """A session that begins nowhere here, and a region that may be off."""
+    body = WEIGHTS.replace("cast(self=%1) in 0", "cast(self=%1) in 1")
+    body = body.replace("  return", "  %7: bf16[2] cpu grad = cast(self=%1) in 1\n  return")
+    both = TWO_SESSIONS.format("")
+    assert hoisted(body, {1: 3, 2: 3}, both) == [(4, (4, 6)), (5, (5, 7))]
+    assert hoisted(body, {1: 99, 2: 3}, both) == [(5, (5, 7))]
+    loop = body.replace(
+        "  %6: bf16[2] cpu grad = cast(self=%0) in 0\n",
+        "  %8: other = prim.Loop(a=%2)\n    block body() {\n      %6: bf16[2] cpu grad = cast(self=%0) in 0\n"
+        "      return %6\n    }\n",
+    ).replace("%4, %5, %6", "%4, %5, %8")
+    assert hoisted(loop, {1: 3, 2: 3}, both) == [(4, (4, 6)), (5, (5, 7))]
+    assert hoisted(loop, {1: 3, 2: 3}, TWO_SESSIONS.format(" open enabled")) == [(5, (5, 7))]
+
+
+def test_hoist_stays_in_the_block_where_the_session_begins():
+    """Casts outside that block are none of it; a step that records nothing holds no cast that does."""
+    given = "%0: fp32[2] cpu grad weight, %2: bool"
+    inside = LOOP.format(given=given, kind="fp32[2] cpu grad weight", inside=0)
+    assert hoisted(inside, {1: 5}) == []
+    quiet = inside.replace("prim.Loop(a=%2)", "prim.Loop(a=%2) nograd")
+    assert hoisted(quiet) == []
+
+
+def test_what_is_taken_from_what_a_branch_left_out_is_not_read():
+    """Elements of its tuple."""
+    text = """%0: tensor[2] cpu, %1: bool, %2: tuple) {
+  %8: tuple = prim.If(a=%1)
+    block yes() {
+      return %2
+    }
+    block no() {
+      %7: tuple = prim.Uninitialized()
+      %9: tensor[2] cpu = getitem(a0=%7) ~0
+      return %9
+    }
+  %3: tensor[2] cpu = prim.Pass(a=%8)
+    block body() {
+      %10: tensor[2] cpu = getitem(a0=%8) ~0
+      return %10
+    }
+  %4: bf16[2] cpu = cast(self=%3) in 0
+  %5: bf16[2] cpu = cast(self=%3) in 0
+  return %4, %5"""
+    assert hoisted(text) == []
+    assert hoisted(text.replace("prim.Uninitialized", "lib.op")) == [(4, (4, 5))]
