@@ -137,7 +137,10 @@ class _Parser:
             raise self._error("a place as JSON") from None
 
     def run(self) -> Program:
-        name = self._expect("program ")
+        start, name = self.lines[0][:8], self.lines[0][8:]
+        if start != "program ":
+            raise self._error("'program '")
+        self.at = 1
         regions = []
         while self._line().startswith("region "):
             found = _REGION.match(self.lines[self.at])
@@ -154,12 +157,6 @@ class _Parser:
         if self.at < len(self.lines):
             raise self._error("the end, or a place")
         return Program(name, body, tuple(regions))
-
-    def _expect(self, start: str) -> str:
-        if self.at >= len(self.lines) or not self.lines[self.at].startswith(start):
-            raise self._error(repr(start))
-        self.at += 1
-        return self.lines[self.at - 1][len(start) :]
 
     def _error(self, wanted: str) -> ProgramError:
         found = self.lines[self.at] if self.at < len(self.lines) else "the end"
