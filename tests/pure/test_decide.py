@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from narrowcast.decide import Argument, Call, Region, decide
+from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
 from narrowcast.formats import bf16, e4m3fn, e5m2, fp16, fp32, fp64
 from narrowcast.policy import Kind, Lack, Place, Policy, Rule
 
@@ -357,3 +357,22 @@ def test_a_rule_about_an_argument_is_found_by_its_name():
     rules = (Rule("aten.op", "lower"), Rule("aten.op", "full", argument="a0"))
     plan = decide(call("aten.op.default", bf16), Policy("p", (rules,), ()), CPU)
     assert plan.rule_about("a0") is rules[1] and plan.rule_for("a0") is rules[1]
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"set_dtype": True}, {"append_dtype": True}, {"results": (Result("", bf16),)}, {"refused": "no"},
+             {"undecided": Kind.ALIGN}, {"shields": True}, {"formats": (bf16,)}],
+)  # fmt: skip
+def test_a_plan_that_says_anything_changes_something(told):
+    """Each by itself."""
+    assert Plan(**{"formats": (None,), **told}).changes_nothing is (not told)
+
+
+def test_a_pattern_about_what_the_op_is_made_of_counts():
+    """For an op that no rule names, and that lacks what it calls."""
+    lack = Lack("aten.op.default", bf16, "no inner", inside="aten.inner.default")
+    for action, repaired in (("lower", True), ("full", False), ("to(bf16)", True), ("to(fp16)", False)):
+        made = Policy("p", ((Rule("aten.inner", action),),), (), unsupported="full").without((lack,))
+        plan = decide(call("aten.op.default", fp32), made, CPU)
+        assert (plan.rule is not None) is repaired
+        assert [r.format for r in plan.results] == ([bf16] if repaired else [])

@@ -181,3 +181,13 @@ def test_memory_is_paid_once_per_format_if_one_reader_needs_it_there():
         energy = Energy((), (Flow(FIXED, (fp32,), order, {(fp32, bf16): 3}, {fp32: 5}, {bf16: 7, fp32: 11}),))
         assert energy.evaluate(()) == 15
     assert Energy((), (Flow(FIXED, (fp32,), tuple(readers[::2]), {(fp32, bf16): 3}),)).evaluate(()) == 3
+
+
+@pytest.mark.parametrize("solver", [minimise_by_cut, minimise_by_integer_program])
+def test_what_no_cost_is_given_for_costs_nothing(solver):
+    """Reading in a format, having it in memory."""
+    both = (bf16, fp32)
+    flow = Flow(0, both, (), {}, {fp32: 1})
+    assert solver(Energy((Choice(both, (1, 0)),), (flow, flow))).chosen == (bf16,)
+    stored = Flow(FIXED, (fp32,), (Reader(0, both, stores=True),), {(fp32, bf16): 0}, {}, {fp32: 1})
+    assert solver(Energy((Choice(both, (1, 0)),), (stored, stored))).chosen == (bf16,)

@@ -469,3 +469,20 @@ def test_edits_leave_other_steps_and_other_programs_as_they_are():
     regions = replace(two, regions=made.regions)
     region = apply_edits(regions, [InsertCast(6, 0, fp16, WHY, region=1), InsertCast(5, 0, fp16, WHY)])
     assert [region.steps[n].region for n in (7, 8)] == [None, 1]
+
+
+def test_a_place_is_noted_as_far_as_it_is_known():
+    """A module without a line; the root without a name."""
+    step = call(5, 0)
+    for place, note in ((nc.Place("a"), "a"), (nc.Place(file="/x/m.py", line=3), "(root), m.py:3")):
+        text = print_program(program(replace(step, place=place)))
+        assert f" at 0: {note}\n" in text
+        assert parse_program(text).body.steps[0].place == place
+
+
+@pytest.mark.parametrize("end", ["junk", "place 0: {}\njunk", "\njunk", "place 0: {}\njunk\nplace 1: {}"])
+def test_what_follows_a_program_is_rejected(end):
+    """Unless it is a place, or nothing."""
+    with pytest.raises(ProgramError, match="the end, or a place in a program: found 'junk'"):
+        parse_program(TWO + end)
+    assert parse_program(TWO + "place 0: {}\n\nplace 1: {}\n") == parse_program(TWO)

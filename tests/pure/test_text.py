@@ -337,3 +337,10 @@ def test_a_contradiction_in_python_names_no_line():
     with pytest.raises(PolicyConflictError, match=r"disagree about aten\.mm in a\b") as caught:
         Policy("p", ((Rule("aten.mm", "full", module="a"), Rule("aten.mm", "to(bf16)", module="a")),))
     assert [(o.file, o.line) for o in caught.value.where] == [("rule", 0), ("rule", 0)]
+
+
+def test_a_changed_setting_is_written_and_others_are_left():
+    """Lists, too."""
+    text = 'name = "a"\ncache = "off"\ntraining = ["bf16"]  # mine\n'
+    changed = replace(Policy.parse(text), cache="native", low="fp16").to_toml()
+    assert 'cache = "native"' in changed and 'training = ["bf16"]  # mine' in changed and 'low = "fp16"' in changed
