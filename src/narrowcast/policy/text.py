@@ -124,7 +124,7 @@ def parse_policy(text: str, file: str, folder: Path | None = None, inside: tuple
             low=data.get("low"),
             training=tuple(data.get("training", ())),
             inner=data.get("inner"),
-            text=None if below else text,
+            text=text,
             text_layers=sum(1 for layer in layers if layer),
         )
     except NarrowcastError as error:
