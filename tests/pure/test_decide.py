@@ -345,7 +345,8 @@ def test_a_dtype_that_the_caller_gave_is_left():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [((e4m3fn, e5m2), "no format holds all of e4m3fn, e5m2"), ((), None), ((None,), None)]
+    ("given", "said"),
+    [((e4m3fn, e5m2), "no format holds all of e4m3fn, e5m2"), ((e5m2, e5m2), None), ((), None), ((None,), None)],
 )
 def test_align_refuses_formats_that_nothing_holds(given, said):
     """Nothing to align is no fault."""

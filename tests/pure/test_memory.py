@@ -197,3 +197,20 @@ def test_a_placement_says_what_it_saves_and_how_far_it_is_from_its_bound():
     assert [call.saved for call in calls] == [0.0, 4.0, 4.0]
     assert (placed.gap, placed.raised) == (0.2, 2)
     assert Placement((), "ns", 0.0, 0.0, 0.0, "m").gap == 0.0
+
+
+@pytest.mark.parametrize(("slower", "larger"), [(1000, 1), (1, 1000), (1000, 1000), (1, 1)])
+def test_prices_are_found_however_time_and_bytes_compare(slower, larger):
+    """A nanosecond may be worth a thousandth of a byte, or thousands of them."""
+    time = Energy(tuple(Choice(BOTH, (slower * slow, 0)) for slow in (1, 10, 100)), ())
+    kept = Energy((Choice(BOTH, (10 * larger, 20 * larger)),) * 3, (), unit=8.0)
+    for limit, expected in ((400, "lhh"), (320, "llh"), (240, "lll")):
+        assert lows(place_within(kept, limit * larger)(question(time))) == expected
+    for slowdown, expected in ((1.005, "hhh"), (1.01, "lhh"), (1.11, "llh"), (3.0, "lll")):
+        assert lows(Smallest(kept, slowdown)(question(time, 100.0 * slower))) == expected
+
+
+def test_nothing_kept_is_within_any_limit():
+    """Also of no bytes."""
+    free = Energy((Choice(BOTH, (0, 0)),) * 3, ())
+    assert lows(place_within(free, 0)(question(TIME))) == "hhh"

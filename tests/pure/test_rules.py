@@ -1,10 +1,12 @@
 """Rules and policies one at a time: what they match, what they say of themselves, and how they are put together."""
 
+from importlib import metadata
+
 import pytest
 
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.policy import Lack, Place, Policy, Rule, as_policy, lint_policy, parse_action
+from narrowcast.policy import Lack, Place, Policy, Rule, as_policy, installed_torch, lint_policy, parse_action
 from narrowcast.policy.rules import did_you_mean
 from narrowcast.policy.unmatched import nearest_name
 
@@ -299,7 +301,7 @@ def test_a_finding_says_where_it_is():
     assert str(finding).startswith("(no file): unknown op: aten.mmm does not exist")
 
 
-@pytest.mark.parametrize("op", ["mm", "aten.", ".mm", "", "aten", "backward.aten", "backward.aten."])
+@pytest.mark.parametrize("op", ["mm", "aten.", ".mm", ".mm.x", "", "aten", "backward.aten", "backward.aten."])
 def test_an_op_is_a_namespace_and_a_name(op):
     """Both; after a direction, too."""
     with pytest.raises(PolicyError, match=r"namespace\.name") as caught:
@@ -359,3 +361,47 @@ def test_a_policy_that_repairs_is_itself():
     safe, native = Policy.load("safe"), Policy("p")
     assert safe.repairing() is safe and native.repairing().unsupported == "full"
     assert native.repairing() is native.repairing()
+
+
+def test_each_setting_is_part_of_a_digest():
+    """Whichever value it has; names and reasons are of the wording alone."""
+    digests = {
+        Policy("p", **{key: value}).digest
+        for key, values in {
+            "cache": (None, "off", "native"), "unsupported": ("full", "raise"), "low": ("bf16", "fp16"),
+            "inner": ("policy", "native"), "training": (("bf16",), ("fp16",)), "extends": ((), ("safe",)),
+        }.items()
+        for value in values
+    }  # fmt: skip
+    assert len(digests) == 13
+    plain, said = Rule("aten.mm", "full"), Rule("aten.mm", "full", reason="r")
+    worded = [Policy("p"), Policy("q"), Policy("p", description="d")]
+    worded += [Policy("p", ((rule,),)) for rule in (plain, said)]
+    assert len({p.wording for p in worded}) == 5 and len({p.digest for p in worded}) == 2
+
+
+def test_a_policy_is_taken_as_itself():
+    """A name with two colons is none; a resolved one has what it extends."""
+    policy = Policy("p")
+    assert as_policy(policy) is policy
+    with pytest.raises(PolicyError, match="no autocast lists are known"):
+        as_policy("native:cuda:0")
+    assert Policy.safe("cpu").extends == () and Policy.safe().extends == ("native",)
+    for builtin in (Policy.safe(), Policy.native("cpu"), Policy.safe("cpu")):
+        assert len(Policy.parse(builtin.to_toml()).rules) == len(builtin.rules)
+
+
+def test_duplicates_are_named_with_their_place():
+    """Whatever is in it."""
+    with pytest.raises(PolicyError, match=r"duplicate rows about aten\.mm in a:b"):
+        Policy("p", ((Rule("aten.mm", "full", module="a:b"),) * 2,))
+
+
+def test_without_torch_a_version_is_assumed(monkeypatch):
+    """The one that Narrowcast is developed on."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert installed_torch() == "2.13.0"

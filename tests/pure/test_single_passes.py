@@ -254,6 +254,7 @@ def test_the_record_of_an_edit_says_what_is_cast_and_what_it_moves():
         ("insert", "self, other", "", "", 0), ("remove", "", "fp32", "bf16", 30), ("share", "", "fp32", "bf16", 0),
         ("remove", "", "", "", 0),
     ]  # fmt: skip
+    assert all(isinstance(row.moved_bytes, int) for row in rows)
     assert (rows[0].action, rows[0].rule, rows[0].reason, rows[0].policy) == ("to(fp16)", str(rule), "why", "p")
     assert (rows[1].action, rows[1].rule) == ("", "")
 

@@ -344,3 +344,61 @@ def test_a_changed_setting_is_written_and_others_are_left():
     text = 'name = "a"\ncache = "off"\ntraining = ["bf16"]  # mine\n'
     changed = replace(Policy.parse(text), cache="native", low="fp16").to_toml()
     assert 'cache = "native"' in changed and 'training = ["bf16"]  # mine' in changed and 'low = "fp16"' in changed
+
+
+def test_without_torch_nothing_is_declared(monkeypatch):
+    """The list that comes with Narrowcast is all there is then."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert declared_ops.__wrapped__() == frozenset()
+
+
+LAYERS = """[[rule]]
+op = "aten.mm"
+action = "full"
+[[layer]]
+[[layer.rule]]
+op = "aten.add"
+action = "full"
+[[layer.rule]]
+action = "full"
+op = 'aten.relu'
+[[layer]]
+[[layer.rule]]
+op = ["aten.exp", "aten.mul"]
+action = "full"
+[[layer]]
+[[layer.rule]]
+reason = "not aten.sub"
+op = "aten.sub"
+action = "full"
+"""
+
+
+def test_rules_of_layers_have_their_lines():
+    """Each layer's rows follow those of the layers before it; quotes may be single ones."""
+    assert [r.origin.line for r in Policy.parse(LAYERS, "x.toml").rules] == [2, 6, 10, 13, 13, 18]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ('name = "a"\n\nlow = "bf16', 3, "not TOML"), ('name = "a"\nlow = = 3\n', 2, "not TOML"),
+        ('[[rule]]\nop = []\naction = "full"\n', 2, "an empty list"),
+        ('[[rule]]\nop = [3]\naction = "full"\n', 2, "a list of other things than strings"),
+        ('[[rule]]\nop = 3\naction = "full"\n', 2, "Give a value of type str or list"),
+        ('name = 3\n', 1, "Give a value of type str."), ("rule = [3]\n", 1, "a list of other things than tables"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_value_is_said_with_its_line(text, line, said):
+    """Also where the text ends too early."""
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(text, "x.toml")
+    assert said in str(caught.value) and caught.value.where[0].line == line
+
+
+def test_a_policy_over_a_file_is_printed_with_its_rules(tmp_path):
+    """It stands by itself then."""
+    (tmp_path / "base.toml").write_text('[[rule]]\nop = "aten.mm"\naction = "full"\n')
+    (tmp_path / "top.toml").write_text('extends = "base.toml"\n[[rule]]\nop = "aten.relu"\naction = "full"\n')
+    policy = Policy.load(tmp_path / "top.toml")
+    assert Policy.parse(policy.to_toml()) == policy and len(policy.rules) == 2
