@@ -221,3 +221,14 @@ def test_what_the_caller_gave_gets_its_gradient_when_its_last_reader_s_backward_
     # in the first addition's backward: its result's gradient, and that of the one that the caller gave
     assert (size, found.kept) == (48, 0) and found.in_backward
     assert peak(block.replace("other=%0", "other=%1"))[0] == 48
+
+
+def test_a_value_without_elements_takes_nothing():
+    """Nor does one whose size is text."""
+    block = """block main(%0: fp32[64, 64] cpu) {
+  %1: fp32[0, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %2: fp32["n", 64] cpu = aten.relu.default(self=%0) computes in 0
+  return %1, %2
+}
+"""
+    assert peak(block)[0] == 0

@@ -548,3 +548,14 @@ def test_what_is_taken_from_what_a_branch_left_out_is_not_read():
   return %4, %5"""
     assert hoisted(text) == []
     assert hoisted(text.replace("prim.Uninitialized", "lib.op")) == [(4, (4, 5))]
+
+
+def test_a_weight_that_the_first_step_writes_to_is_not_hoisted():
+    """Whatever that step's number is."""
+    text = """%0: fp32[2] cpu grad weight) {
+  %1: fp32[2] cpu = aten.relu_.default(self=%0!) ~0
+  %4: bf16[2] cpu grad = cast(self=%0) in 0
+  %5: bf16[2] cpu grad = cast(self=%0) in 0
+  return %4, %5"""
+    assert hoisted(text) == []
+    assert hoisted(text.replace("relu_.default(self=%0!) ~0", "relu.default(self=%0)")) == [(4, (4, 5))]
