@@ -178,7 +178,7 @@ def _header(policy: Policy) -> tomlkit.TOMLDocument:
 def _settings(policy: Policy) -> dict[str, Any]:
     """What the policy itself says in its head, as TOML has it."""
     values = {key: getattr(policy, key) for key in _SETTINGS}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v}
+    return {k: v for k, v in values.items() if v}
 
 
 def _array_of_rules(rules: tuple[Rule, ...]) -> tomlkit.items.AoT:
