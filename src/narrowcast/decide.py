@@ -156,7 +156,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
         plan = _apply(rule, call, _floats(call, device) if rule.is_exact else eligible, region.low)
     if overrides:
         plan = _override(plan, overrides, call, eligible, region)
-    lacking = resolved.lacking.get(call.op) if resolved.lacks else None
+    lacking = resolved.lacking.get(call.op)
     return _repair(plan, lacking, call, eligible, resolved, region.low) if lacking else plan
 
 
@@ -302,7 +302,7 @@ def _repair_kernel(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool
 def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) -> Format | None:
     """The format of the op that the call is made of; None if no rule is about that one."""
     inside = next((lack.inside for lack in lacking.values()), "")
-    rules = policy.table.candidates(inside, True).whole if inside else ()
+    rules = policy.table.candidates(inside, True).whole
     action = next((rule.action for rule in rules if rule.matches_site(call.site)), None)
     return None if action is None else {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: action.format}.get(action.kind)
 
@@ -353,7 +353,7 @@ def _override(
         if rule.is_exact:
             exactly.add(name)
     formats = list(plan.formats)
-    floats = _floats(call, region.device_type) if exactly else eligible
+    floats = _floats(call, region.device_type)
     for position, a in enumerate(call.arguments):
         if a.name in wanted and (floats if a.name in exactly else eligible)[position]:
             dst = wanted[a.name]

@@ -50,9 +50,12 @@ class _Parser:
             raise self._error("a site as JSON") from None
 
     def run(self) -> Program:
-        name = self._expect("program ")
+        start, name = self.lines[0][:8], self.lines[0][8:]
+        if start != "program ":
+            raise self._error("'program '")
+        self.at = 1
         regions = []
-        while self.lines[self.at].startswith("region "):
+        while self._line().startswith("region "):
             found = _REGION.match(self.lines[self.at])
             if found is None:
                 raise self._error("a region")
@@ -67,12 +70,6 @@ class _Parser:
         if self.at < len(self.lines):
             raise self._error("the end, or a site")
         return Program(name, body, tuple(regions))
-
-    def _expect(self, start: str) -> str:
-        if self.at >= len(self.lines) or not self.lines[self.at].startswith(start):
-            raise self._error(repr(start))
-        self.at += 1
-        return self.lines[self.at - 1][len(start) :]
 
     def _error(self, wanted: str) -> ProgramError:
         found = self.lines[self.at] if self.at < len(self.lines) else "the end"

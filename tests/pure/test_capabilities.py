@@ -5,7 +5,7 @@ import pytest
 from narrowcast import Argument, Call, Policy, Region, Rule, decide
 from narrowcast.errors import PolicyError
 from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.policy import Lack, known_ops
+from narrowcast.policy import Kind, Lack, known_ops
 from narrowcast.policy.capabilities import (
     EMULATED,
     RAISES,
@@ -14,9 +14,12 @@ from narrowcast.policy.capabilities import (
     Capabilities,
     device_label,
     missing_kernels,
+    one_format,
     shipped_capabilities,
+    short_name,
     units_in_use,
 )
+from narrowcast.policy.lacks import ONE_FORMAT
 
 MM = "aten.mm.default"
 NO_MM = Lack(MM, bf16, "cpu (toy) has no bf16 mm")
@@ -162,3 +165,58 @@ def test_missing_kernels_are_ops_that_exist():
     lacks = missing_kernels("cpu")
     assert len(lacks) > 100 and missing_kernels("cuda") == ()
     assert {lack.op for lack in lacks} <= set(known_ops())
+
+
+def test_an_ability_says_what_it_is_about():
+    """As a key, and as JSON has it."""
+    ability = Ability("aten.mm.default", "bf16", "forward", EMULATED, 4.0)
+    assert ability.key == "aten.mm.default|bf16|forward"
+    assert ability.to_data() == {
+        "op": "aten.mm.default", "format": "bf16", "direction": "forward", "state": EMULATED, "ratio": 4.0, "error": "",
+    }  # fmt: skip
+
+
+def test_ops_that_take_one_format_are_ops_that_exist():
+    """Each with its reason; few of them run where the first tensor alone is low."""
+    found = one_format()
+    assert found and {lack.op for lack in found} <= set(known_ops())
+    assert all(lack.format is None and lack.reason and lack.rule.action.kind is Kind.ALIGN for lack in found)
+    assert 0 < sum(lack.low_first for lack in found) < len(found) / 2
+
+
+def test_what_stands_for_a_lack_is_a_rule():
+    """fp32 for a format, one format for several; it says why, and that no policy wrote it."""
+    full, align = NO_MM.rule, Lack(MM, None, "takes one").rule
+    assert (full.action.kind, full.reason, full.source) == (Kind.FULL, NO_MM.reason, "capabilities of the device")
+    assert (align.action.kind, align.reason, align.source) == (Kind.ALIGN, "takes one", ONE_FORMAT)
+
+
+def test_a_device_that_nobody_has_tried_lacks_nothing_known():
+    """It has its label all the same."""
+    assert shipped_capabilities("toaster", ("fast",)) == Capabilities("toaster (fast)")
+
+
+def test_names_are_short_for_ops_and_families():
+    """`mm`, and `lstm` for what runs it."""
+    assert [short_name(op) for op in ("aten.mm.default", "gemm", "aten.mkldnn_rnn_layer.default", "a.b")] == [
+        "mm", "gemm", "lstm", "b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [
+        ("ONEDNN_MAX_CPU_ISA=AVX2", ("avx2", "fma")), ("DNNL_MAX_CPU_ISA=avx512_core", ("avx512f", "avx2", "fma")),
+        ("ONEDNN_MAX_CPU_ISA=SSE41", ("fma",)), ("ATEN_CPU_CAPABILITY=avx2", ("avx512_bf16", "avx512f", "avx2", "fma")),
+        ("ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16=x", ("avx512_bf16", "avx512f", "avx2", "fma")),
+    ],
+)  # fmt: skip
+def test_a_limit_keeps_libraries_from_what_is_above_it(limit, used):
+    """Units that no limit is about stay."""
+    assert units_in_use(("avx512_bf16", "avx512f", "avx2", "fma", limit)) == used
+
+
+def test_what_was_not_measured_has_no_ratio():
+    """Of what a device raises nothing is."""
+    ratios = {a.state: a.ratio for a in shipped_capabilities("cpu", ("avx2",)).abilities}
+    assert ratios[RAISES] == 0.0 and ratios[EMULATED] > 1

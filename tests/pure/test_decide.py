@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from narrowcast.decide import Argument, Call, Region, decide
-from narrowcast.formats import bf16, e4m3fn, fp16, fp32, fp64
-from narrowcast.policy import Policy, Rule, Site
+from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
+from narrowcast.formats import bf16, e4m3fn, e5m2, fp16, fp32, fp64
+from narrowcast.policy import Kind, Lack, Policy, Rule, Site
 
 CPU = Region("cpu", bf16)
 
@@ -189,3 +189,191 @@ def test_a_decision_is_a_few_function_calls():
     finally:
         sys.setprofile(None)
     assert 5 < calls < 60
+
+
+MIXED = Lack("aten.op.default", None, "takes one format")
+LOW_FIRST = Lack("aten.op.default", None, "takes one format, or a low first one", low_first=True)
+UNKNOWN = Argument("u", None, unknown=True)
+
+
+def mixed(*given, lack=MIXED, rules=(), op="aten.op.default"):
+    """The plan for an op that takes one format, under a policy that repairs."""
+    arguments = tuple(g if isinstance(g, Argument) else Argument(f"a{n}", g) for n, g in enumerate(given))
+    repairing = Policy("p", (rules,) if rules else (), (), unsupported="full").without((lack,))
+    return decide(Call(op, arguments), repairing, CPU)
+
+
+@pytest.mark.parametrize(
+    ("given", "lack", "expected"),
+    [
+        ((bf16, fp32), MIXED, (fp32, None)),
+        ((bf16, fp16), MIXED, (fp32, fp32)),
+        ((bf16, bf16), MIXED, (None, None)),
+        ((fp32, None), MIXED, (None, None)),
+        ((None, None), MIXED, (None, None)),
+        ((bf16, fp16, fp32), MIXED, (fp32, fp32, None)),
+        ((bf16, fp32), LOW_FIRST, (None, None)),
+        ((bf16, fp32, fp32), LOW_FIRST, (None, None, None)),
+        ((fp32, bf16), LOW_FIRST, (None, fp32)),
+        ((bf16, fp16), LOW_FIRST, (fp32, fp32)),
+        ((bf16, fp32, bf16), LOW_FIRST, (fp32, None, fp32)),
+        ((bf16,), LOW_FIRST, (None,)),
+    ],
+)
+def test_an_op_that_takes_one_format_is_given_one(given, lack, expected):
+    """Where several come that are not such as it takes."""
+    plan = mixed(*given, lack=lack)
+    assert plan.formats == expected
+    assert (plan.rule is not None) == any(expected)
+
+
+def test_formats_that_nothing_holds_are_left_to_the_op():
+    """What could not be aligned runs, or raises, as it came."""
+    plan = mixed(e4m3fn, e5m2)
+    assert plan.refused is None and plan.changes_nothing
+
+
+def test_an_op_that_takes_one_format_is_decided_when_unknown_ones_are_there():
+    """Unless the policy casts already, or they are not eligible."""
+    assert mixed(fp32, UNKNOWN).undecided is Kind.ALIGN
+    assert mixed(fp32, Argument("u", None, "cuda", unknown=True)).undecided is None
+    lower = Rule("aten.op", "lower", argument="a0")
+    assert mixed(fp32, UNKNOWN, rules=(lower,)).formats == (bf16, None)
+    assert mixed(fp32, UNKNOWN, rules=(lower,)).undecided is None
+    assert mixed(fp32, bf16, rules=(Rule("aten.op", "refuse"),)).refused is not None
+    assert mixed(fp32, UNKNOWN, rules=(Rule("aten.op", "promote"),)).undecided is None
+    assert mixed(bf16, UNKNOWN, rules=(Rule("aten.op", "promote"),)).undecided is Kind.PROMOTE
+
+
+def test_what_was_promised_of_results_holds_for_an_op_that_takes_one_format():
+    """The rules about results stay, those about arguments go."""
+    rules = (Rule("aten.op", "full", argument="result"), Rule("aten.op", "lower", argument="a0"))
+    plan = mixed(fp32, fp16, rules=rules)
+    assert plan.formats == (fp32, fp32) or plan.formats == (None, fp32)
+    assert [name for name, _ in plan.argument_rules] == ["result"]
+    assert [(r.part, r.format) for r in plan.results] == [("", fp32)]
+
+
+def test_a_plan_names_the_rules_that_decided():
+    """One about a part of a result will do for the whole; the call's own otherwise."""
+    whole, part = Rule("aten.op", "lower"), Rule("aten.op", "full", argument="result.logits")
+    plan = decide(call("aten.op.default", fp32), Policy("p", ((whole, part),), ()), CPU)
+    assert plan.rules == (part, whole)
+    assert plan.rule_about("result") is part and plan.rule_about("a0") is whole
+    assert plan.rule_for("result") is whole and plan.rule_for("result.logits") is part
+    plan = decide(call("aten.op.default", fp32), Policy("p", ((part,),), ()), CPU)
+    assert plan.rules == (part,) and plan.rule_for("a0") is None
+    assert decide(call("aten.op.default", fp32), Policy("p", extends=()), CPU).rules == ()
+
+
+def test_a_rule_about_an_argument_that_the_call_lacks_decides_nothing():
+    """And the next one still does."""
+    rules = (Rule("aten.op", "full", argument="zz"), Rule("aten.op", "lower", argument="a0"))
+    plan = decide(call("aten.op.default", fp32), Policy("p", (rules,), ()), CPU)
+    assert plan.argument_rules == (("a0", rules[1]),) and plan.formats == (bf16,)
+
+
+def module_call(*given, rules):
+    arguments = tuple(g if isinstance(g, Argument) else Argument(f"a{n}", g) for n, g in enumerate(given))
+    return decide(Call("module.call.default", arguments), Policy("p", (rules,), ()), CPU)
+
+
+def test_to_of_a_module_s_call_casts_fp64_too():
+    """Exactly that format is meant; but no other device's tensors, nothing that is written, and no integers."""
+    given = (fp64, None, Argument("c", fp64, "cuda"), Argument("w", fp64, written=True), UNKNOWN)
+    exact = module_call(*given, rules=(Rule("module.call", "to(bf16)"),))
+    assert exact.formats == (bf16, None, None, None, bf16)
+    plan = module_call(*given, fp64, rules=(Rule("module.call", "to(bf16)", argument="a0"),))
+    assert plan.formats == (bf16, None, None, None, None, None)
+    lower = (Rule("module.call", "lower", argument="a0"), Rule("module.call", "to(fp16)", argument="a1"))
+    assert module_call(fp64, fp64, rules=lower).formats == (None, fp16)
+    assert module_call(fp32, fp32, rules=lower).formats == (bf16, fp16)
+    assert module_call(bf16, fp16, rules=lower).formats == (None, None)
+
+
+def test_a_result_that_follows_has_the_format_of_the_first_argument_that_is_cast():
+    """Those that rules of their own keep do not count, unless these are all; nothing floats: nothing follows."""
+    follow = Rule("module.call", "follow", argument="result")
+    assert [r.format for r in module_call(None, fp16, rules=(follow,)).results] == [fp16]
+    assert module_call(None, None, rules=(follow,)).results == ()
+    assert [r.format for r in module_call(None, UNKNOWN, rules=(follow,)).results] == [None]
+    kept = (follow, Rule("module.call", "follow", argument="a0"))
+    assert [r.format for r in module_call(bf16, fp16, rules=kept).results] == [fp16]
+    assert [r.format for r in module_call(bf16, None, rules=kept).results] == [bf16]
+    more = (follow, Rule("module.call", "lower", argument="result.1"))
+    assert {r.part: r.format for r in module_call(fp32, rules=more).results} == {"": fp32, "1": bf16}
+    after = (Rule("module.call", "full", argument="result"), Rule("module.call", "follow", argument="result.1"))
+    assert {r.part: r.format for r in module_call(bf16, rules=after).results} == {"": fp32, "1": bf16}
+
+
+def test_what_unknown_formats_decide_together_is_left_open():
+    """The plan shields what is inside, as the rule does; one fp32 decides a promotion, and nothing else."""
+    for action, kind in (("promote", Kind.PROMOTE), ("align", Kind.ALIGN), ("inside", Kind.INSIDE)):
+        plan = decide(Call("aten.op.default", (Argument("a", bf16), UNKNOWN)), policy(action), CPU)
+        assert plan.undecided is kind and plan.shields and plan.formats == (None, None)
+        plan = decide(Call("aten.op.default", (Argument("a", fp32), UNKNOWN)), policy(action), CPU)
+        assert plan.undecided is (None if kind is Kind.PROMOTE else kind) and plan.shields
+        assert plan.formats == ((None, fp32) if kind is Kind.PROMOTE else (None, None))
+    other = (Argument("a", fp32, "cuda"), UNKNOWN)
+    assert decide(Call("aten.op.default", other), policy("promote"), CPU).undecided is Kind.PROMOTE
+
+
+@pytest.mark.parametrize(
+    ("action", "given", "shields", "computes_in"),
+    [
+        ("lower", (fp32,), True, bf16), ("full", (bf16,), True, fp32), ("to(fp16)", (fp32,), True, fp16),
+        ("follow", (fp32,), True, None), ("refuse", (fp32,), False, None), ("inside", (bf16,), True, fp32),
+        ("align", (bf16, fp32), True, fp32), ("promote", (bf16,), True, bf16), ("promote", (fp32, bf16), True, fp32),
+        ("promote", (fp16,), True, None), ("align", (e4m3fn, e5m2), True, None),
+        ("full_set_dtype", (bf16,), True, fp32), ("full_set_dtype", (fp64,), True, None),
+        ("full_append_dtype", (bf16,), True, fp32), ("full_append_dtype", (fp64,), True, None),
+        ("full_append_dtype", (), True, None),
+    ],
+)  # fmt: skip
+def test_a_plan_says_what_the_call_computes_in_and_what_it_shields(action, given, shields, computes_in):
+    """Whatever a rule decides shields the ops inside, except a refusal."""
+    plan = decide(call("aten.op.default", *given), policy(action), CPU)
+    assert (plan.shields, plan.computes_in) == (shields, computes_in)
+    assert plan.append_dtype == (action == "full_append_dtype" and computes_in is fp32)
+    assert plan.set_dtype == (action == "full_set_dtype" and computes_in is fp32)
+
+
+def test_a_dtype_that_the_caller_gave_is_left():
+    """And nothing is said then of what the call computes in."""
+    plan = decide(call("aten.op.default", bf16, given=frozenset({"dtype"})), policy("full_set_dtype"), CPU)
+    assert not plan.set_dtype and plan.computes_in is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((e4m3fn, e5m2), "no format holds all of e4m3fn, e5m2"), ((e5m2, e5m2), None), ((), None), ((None,), None)],
+)
+def test_align_refuses_formats_that_nothing_holds(given, said):
+    """Nothing to align is no fault."""
+    assert decide(call("aten.op.default", *given), policy("align"), CPU).refused == said
+
+
+def test_a_rule_about_an_argument_is_found_by_its_name():
+    """Before the call's own."""
+    rules = (Rule("aten.op", "lower"), Rule("aten.op", "full", argument="a0"))
+    plan = decide(call("aten.op.default", bf16), Policy("p", (rules,), ()), CPU)
+    assert plan.rule_about("a0") is rules[1] and plan.rule_for("a0") is rules[1]
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"set_dtype": True}, {"append_dtype": True}, {"results": (Result("", bf16),)}, {"refused": "no"},
+             {"undecided": Kind.ALIGN}, {"shields": True}, {"formats": (bf16,)}],
+)  # fmt: skip
+def test_a_plan_that_says_anything_changes_something(told):
+    """Each by itself."""
+    assert Plan(**{"formats": (None,), **told}).changes_nothing is (not told)
+
+
+def test_a_pattern_about_what_the_op_is_made_of_counts():
+    """For an op that no rule names, and that lacks what it calls."""
+    lack = Lack("aten.op.default", bf16, "no inner", inside="aten.inner.default")
+    for action, repaired in (("lower", True), ("full", False), ("to(bf16)", True), ("to(fp16)", False)):
+        made = Policy("p", ((Rule("aten.inner", action),),), (), unsupported="full").without((lack,))
+        plan = decide(call("aten.op.default", fp32), made, CPU)
+        assert (plan.rule is not None) is repaired
+        assert [r.format for r in plan.results] == ([bf16] if repaired else [])

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from narrowcast.placement import (
     Choice,
     Energy,
     Flow,
+    Optimum,
     Reader,
     minimise,
     minimise_by_cut,
@@ -47,6 +49,8 @@ def random_energy(seed, formats, free):
         stores = {f: rng.randint(0, 10) for f in formats}
         reads = {f: rng.randint(0, 10) for f in formats}
         rounded = frozenset([formats[0]] if rng.random() < 0.25 else [])
+        if rng.random() < 0.2:  # a value that costs nothing but its casts
+            reads, stores = {}, {}
         flows.append(Flow(maker, own, tuple(readers), casts, reads, stores, rounded))
     return Energy(tuple(choices), tuple(flows))
 
@@ -77,7 +81,7 @@ def test_the_integer_program_is_what_brute_force_finds():
                 minimise_by_integer_program(energy)
             continue
         found = minimise_by_integer_program(energy)
-        assert found.cost == best, seed
+        assert found.cost == found.bound == best, seed
         assert found.gap == 0
         assert minimise(energy).cost == best
 
@@ -117,3 +121,73 @@ def test_no_choice_is_an_optimum_too():
     flow = Flow(FIXED, (fp32,), (Reader(FIXED, (bf16,)),), {(fp32, bf16): 7})
     found = minimise(Energy((), (flow,)))
     assert (found.cost, found.gap, found.method) == (7, 0, "nothing to choose")
+
+
+def test_the_gap_is_what_the_bound_leaves_open():
+    """As a part of the cost; of nothing it is nothing."""
+    assert Optimum((), 8, 6, "m").gap == 0.25 and Optimum((), 0, 0, "m").gap == 0.0
+
+
+def test_an_integer_program_may_have_nothing_to_choose():
+    """Its cost is what is fixed."""
+    flow = Flow(FIXED, (fp32,), (Reader(FIXED, (bf16,)),), {(fp32, bf16): 7}, {fp32: 2})
+    found = minimise_by_integer_program(Energy((), (flow,)))
+    assert (found.chosen, found.cost, found.bound, found.method) == ((), 9, 9, "integer program")
+
+
+@pytest.mark.parametrize(("total", "fits"), [(2**30, True), (2**30 + 1, False)])
+def test_costs_may_fill_what_the_solver_holds(total, fits):
+    """Together, to the last one."""
+    energy = Energy((Choice((bf16, fp32), (total - 3, 3)),) , (Flow(0, (bf16, fp32), (Reader(FIXED, (bf16,)),),
+                    {(fp32, bf16): 6, (bf16, fp32): 0}),))  # fmt: skip
+    if fits:
+        assert minimise_by_cut(energy).chosen == (fp32,) and minimise_by_cut(energy).cost == 9
+    else:
+        with pytest.raises(EnergyError, match="costs of"):
+            minimise_by_cut(energy)
+
+
+def test_what_a_cut_cannot_say_is_refused():
+    """A result, or a need, in the other format than the call has itself; and a cost below nothing."""
+    both, casts = (bf16, fp32), {(bf16, fp32): 1, (fp32, bf16): 1}
+    choice = Choice(both, (1, 2))
+    with pytest.raises(EnergyError, match="whose result has the other format"):
+        minimise_by_cut(Energy((choice,), (Flow(0, both[::-1], (Reader(FIXED, (bf16,)),), casts),)))
+    with pytest.raises(EnergyError, match="needs the other format"):
+        minimise_by_cut(Energy((choice,), (Flow(FIXED, (fp32,), (Reader(0, both[::-1]),), casts),)))
+    with pytest.raises(EnergyError, match="a cost of -1"):
+        minimise_by_cut(Energy((choice,), (Flow(FIXED, (fp32,), (Reader(0, both),), {**casts, (fp32, bf16): -1}),)))
+
+
+def test_a_placement_that_is_forbidden_has_no_energy():
+    """A reader that keeps every bit must not be given what was rounded, unless it takes that as it is."""
+    both, casts = (bf16, fp32), {(bf16, fp32): 1, (fp32, bf16): 1}
+    flow = Flow(0, both, (Reader(FIXED, (fp32,), keeps=True),), casts, rounded=frozenset([bf16]))
+    energy = Energy((Choice(both, (0, 9)),), (flow,))
+    assert energy.evaluate((bf16,)) is None and energy.evaluate((fp32,)) == 9
+    assert minimise(energy).chosen == (fp32,)
+    tied = Energy((Choice((bf16,), (0,)),), (replace(flow, formats=(bf16,)),))
+    for solver in (minimise_by_cut, minimise_by_integer_program):
+        with pytest.raises(EnergyError):
+            solver(tied)
+    lenient = replace(flow, readers=(Reader(FIXED, (bf16,), keeps=True),))
+    assert Energy(energy.choices, (lenient,)).evaluate((bf16,)) == 0
+
+
+def test_memory_is_paid_once_per_format_if_one_reader_needs_it_there():
+    """Whichever of them it is."""
+    readers = [Reader(FIXED, (bf16,)), Reader(FIXED, (bf16,), stores=True), Reader(FIXED, (bf16,))]
+    for order in itertools.permutations(readers):
+        energy = Energy((), (Flow(FIXED, (fp32,), order, {(fp32, bf16): 3}, {fp32: 5}, {bf16: 7, fp32: 11}),))
+        assert energy.evaluate(()) == 15
+    assert Energy((), (Flow(FIXED, (fp32,), tuple(readers[::2]), {(fp32, bf16): 3}),)).evaluate(()) == 3
+
+
+@pytest.mark.parametrize("solver", [minimise_by_cut, minimise_by_integer_program])
+def test_what_no_cost_is_given_for_costs_nothing(solver):
+    """Reading in a format, having it in memory."""
+    both = (bf16, fp32)
+    flow = Flow(0, both, (), {}, {fp32: 1})
+    assert solver(Energy((Choice(both, (1, 0)),), (flow, flow))).chosen == (bf16,)
+    stored = Flow(FIXED, (fp32,), (Reader(0, both, stores=True),), {(fp32, bf16): 0}, {}, {fp32: 1})
+    assert solver(Energy((Choice(both, (1, 0)),), (stored, stored))).chosen == (bf16,)

@@ -103,3 +103,16 @@ def test_epsilon_is_the_step_above_one():
     """Two to the minus mantissa bits."""
     assert fp32.epsilon == 2.0**-23
     assert math.isclose(bf16.epsilon, 0.0078125)
+
+
+def test_a_format_says_its_name_in_a_debugger():
+    """And in a text."""
+    assert repr(FORMATS["bf16"]) == "Format(bf16)" and str(FORMATS["bf16"]) == "bf16"
+
+
+def test_the_widest_of_nothing_is_nothing():
+    """And what takes no part in promotion is named."""
+    with pytest.raises(FormatError, match="no formats"):
+        widest([])
+    with pytest.raises(FormatError, match="e5m2 takes no part in promotion"):
+        widest([FORMATS["fp32"], FORMATS["e5m2"]])

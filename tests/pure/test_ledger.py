@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from narrowcast.errors import LedgerError
-from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
+from narrowcast.ledger import Advice, CallKind, Cast, EditRecord, HidingBlock, Ledger, Refusal, Tally
+from narrowcast.ledger.text import advice_parts, cast_table
+from narrowcast.policy import Rule, Site
 from narrowcast.report import Explanation
 
 CAST = Cast(
@@ -141,3 +143,158 @@ def test_the_representation_is_one_line_and_html_a_small_table():
     assert "\n" not in repr(ledger) and len(repr(ledger)) < 120 and "501 casts" in repr(ledger)
     html = ledger._repr_html_()
     assert html.count("<tr>") == 5 and "&lt;b&gt;" in html and "<b>" not in html and len(html) < 3000
+
+
+def everything():
+    """A ledger in which there is one of each."""
+    made = ledger(
+        CAST, replace(CAST, how="shared", moved_bytes=0, argument="input", kind="input"),
+        replace(CAST, repeated=True, direction="backward", argument="bias", kind="activation"),
+        replace(CAST, how="cached", moved_bytes=0, repeated=True, module_path="", file=""),
+    )  # fmt: skip
+    made.calls[replace(CALL, computes="")] = Tally(3, 50)
+    made.refusals.append(Refusal("aten.mm.default", "head", "", 0, "native", "no [mm]"))
+    made.advice[Advice("no casts", "nothing [was] cast", "Cast.", "encoder", "/x/model.py", 3)] = 2
+    made.advice[Advice("switched off", "it is off", "Leave it.", "", "", 0)] = 1
+    made.note("slow here")
+    made.count_match("aten.mm: full", "a")
+    made.edits.append(EditRecord("insert", "assign", "o", "a", "m", "f", 1, "fp32", "bf16", 6, "forward", "lower",
+                                 "r", "why", "p"))  # fmt: skip
+    return made
+
+
+def test_the_text_of_a_ledger_says_each_thing_once_in_its_place():
+    """Sums, casts, refusals and advice, with what is not known left out."""
+    lines = [" ".join(line.replace("│", " ").split()) for line in str(everything()).splitlines()]
+    for line in (
+        "slow here",
+        "4 casts (2 copied, 1 from the weight cache, 1 shared, 0 inside the op; 3 forward, 1 backward)",
+        "2 refusals, 5 calls",
+        "casts moved 1.2 KiB of 3.2 KiB (36.9%)",
+        "encoder.0 aten.linear weight model.py:7 fp32 -> bf16 600 B copied lower",
+        "encoder.0 aten.linear input model.py:7 fp32 -> bf16 0 B shared lower",
+        "encoder.0 aten.linear bias, activation model.py:7 fp32 -> bf16 600 B again, backward lower",
+        "(root) aten.linear weight ?:7 fp32 -> bf16 0 B cached lower",
+        "aten.bce.default (root) model.py:9 unsafe",
+        "aten.mm.default head ?:0 no [mm]",
+        "advice: no casts (2 times), model.py:3 in encoder",
+        "nothing [was] cast",
+        "advice: switched off, ?",
+    ):
+        assert lines.count(line) == 1, line
+    plain = str(ledger(CAST))
+    assert "shared" not in plain and "advice" not in plain and plain.endswith("\n") == str(Ledger()).endswith("\n")
+
+
+def test_a_thousand_casts_are_printed_one_by_one_and_one_more_by_kind(monkeypatch):
+    """The kinds that move most come first, and the title says how many are left out."""
+    monkeypatch.setattr("narrowcast.ledger.text.LINES", 4)
+    four = Ledger([replace(CAST, line=n, moved_bytes=10 * n + 10) for n in range(4)])
+    assert "alike" not in str(four) and "4 casts" in str(four)
+    five = Ledger([*four.casts, replace(CAST, line=3, moved_bytes=100)])
+    text = str(five)
+    assert "5 casts, alike ones together" in text and "that move most" not in text
+    rows = [" ".join(line.split()) for line in text.splitlines() if "model.py" in line]
+    assert [row.partition("bf16 ")[2] for row in rows] == [
+        "2 140 B copied lower", "1 30 B copied lower", "1 20 B copied lower", "1 10 B copied lower",
+    ]  # fmt: skip
+    six = Ledger([*five.casts, replace(CAST, line=9, moved_bytes=1)])
+    assert "6 casts, alike ones together; the 4 of 5 that move most" in " ".join(str(six).split())
+
+
+def test_a_notebook_shows_twelve_kinds_and_says_how_many_are_left():
+    """Cells in the order of their heads."""
+    kinds = [replace(CAST, line=n, moved_bytes=100 - n) for n in range(14)]
+    assert "kinds more" not in Ledger(kinds[:12])._repr_html_()
+    html = Ledger(kinds)._repr_html_()
+    assert "<p>and 2 kinds more: print shows them</p>" in html and html.count("<tr>") == 13
+    assert "<tr><td>encoder.0</td><td>aten.linear weight</td><td>model.py:0</td>" in html
+    assert "<td>fp32 -&gt; bf16</td><td>1</td><td>100 B</td></tr>" in html
+
+
+def test_merge_adds_up_whatever_both_have():
+    """Records follow each other, numbers are added, and a note is said once."""
+    one = everything()
+    both, alone = one.merge(one), Ledger().merge(one)
+    assert alone == one
+    assert both.refusals == one.refusals * 2 and both.edits == one.edits * 2 and both.notes == one.notes
+    assert both.advice == {advice: 2 * times for advice, times in one.advice.items()}
+    assert both.matches == {"aten.mm: full": {"a": 2}}
+    assert {k: (t.calls, t.moved_bytes) for k, t in both.calls.items()} == {
+        k: (2 * t.calls, 2 * t.moved_bytes) for k, t in one.calls.items()
+    }
+    assert one.op_formats() == {"aten.linear.default": {"bf16": 2, "-": 3}}
+    totals = both.totals()
+    assert (totals.repeated, totals.copied, totals.cached, totals.shared, totals.inside) == (2, 4, 2, 2, 0)
+
+
+def test_notes_are_said_once_and_matches_counted():
+    """Nothing is no note."""
+    made = Ledger()
+    for sentence in ("a", "", "b", "a"):
+        made.note(sentence)
+    for path in ("x", "y", "x"):
+        made.count_match("r", path)
+    assert made.notes == ["a", "b"] and made.matches == {"r": {"x": 2, "y": 1}}
+    assert everything().select(lambda c: c.how == "shared") == [everything().casts[1]]
+
+
+def test_a_ledger_of_casts_that_are_counted_knows_no_sizes(monkeypatch):
+    """Of one kind there are many; the file is indented by one."""
+    monkeypatch.setattr("narrowcast.ledger.ledger.LISTED", 0)
+    made = Ledger()
+    made.add(CAST)
+    ((kind, tally),) = made.counted.items()
+    assert (kind.elements, kind.moved_bytes, tally.calls, tally.moved_bytes) == (0, 0, 1, 600)
+
+
+def test_a_saved_ledger_is_text_of_many_lines(tmp_path):
+    """Indented by one; what is loaded is equal, with each of its records."""
+    file = tmp_path / "ledger.json"
+    everything().save(file)
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith('{\n "schema"') and text.endswith("}\n")
+    assert Ledger.load(file) == everything()
+
+
+def test_a_change_of_casts_is_a_line():
+    """The direction and the module are said where there is something to say."""
+    (change,) = Ledger().diff(Ledger([CAST]))
+    assert str(change) == "aten.linear.default weight in encoder.0: fp32 -> bf16: 0 -> 1"
+    (change,) = Ledger().diff(Ledger([replace(CAST, direction="backward", module_path="")]))
+    assert str(change) == "aten.linear.default weight: fp32 -> bf16 (backward): 0 -> 1"
+
+
+def test_a_cast_has_the_words_of_the_rule_that_asked_for_it():
+    """Its text where it gives no reason; none where no rule asked."""
+    facts = {"src": "fp32", "dst": "bf16", "elements": 1, "moved_bytes": 6, "how": "copied", "direction": "forward",
+             "kind": "input", "policy": "p"}  # fmt: skip
+    site = Site("encoder", file="a.py", line=3)
+    made = Cast.of("aten.mm.default", "self", site, Rule("aten.mm", "full", reason="why", source="who"), **facts)
+    assert (made.action, made.rule, made.reason, made.source) == ("full", "aten.mm: full", "why", "who")
+    assert (made.module_path, made.site) == ("encoder", "a.py:3")
+    assert Cast.of("o", "a", site, Rule("aten.mm", "full"), **facts).reason == "aten.mm: full"
+    none = Cast.of("o", "a", Site(), None, **facts)
+    assert (none.action, none.rule, none.reason, none.source, none.site) == ("", "", "", "", "?")
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("mine", "hidden policy"), ("", "switched off")])
+def test_a_block_that_hides_the_policy_is_advised_about(policy, kind):
+    """With its place, and how many calls ran in it."""
+    advice = HidingBlock(policy, "cpu", Site("net", file="a.py", line=3)).advice(7)
+    assert (advice.kind, advice.module_path, advice.file, advice.line) == (kind, "net", "a.py", 3)
+    assert "for 7 calls" in advice.what and "a.py:3" in advice.what and policy in advice.what
+
+
+def test_calls_of_one_op_in_one_format_are_added_up():
+    """Whatever else is different about them."""
+    made = ledger()
+    for n, computes in enumerate(("bf16", "", "")):
+        made.calls[replace(CALL, line=n, computes=computes)] = Tally(1, 0)
+    assert made.op_formats() == {"aten.linear.default": {"bf16": 3, "-": 2}}
+
+
+def test_modules_and_ops_have_the_room_in_a_table():
+    """In this proportion; without advice there is no line for it."""
+    assert [column.ratio for column in cast_table("t", []).columns][:2] == [5, 4]
+    assert advice_parts(Ledger()) == []

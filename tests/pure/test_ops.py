@@ -79,3 +79,9 @@ def test_an_unknown_fact_is_an_error():
     """Not an empty list of ops."""
     with pytest.raises(KeyError):
         named("result.kept")
+
+
+def test_a_fusing_compiler_leaves_products_to_a_library():
+    """And what nothing is known of; the rest becomes part of its neighbours' loops."""
+    fused = {op: op_kind(f"aten.{op}.default").is_fused for op in ("mm", "relu", "softmax", "cat", "no_such_op")}
+    assert fused == {"mm": False, "relu": True, "softmax": True, "cat": True, "no_such_op": False}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import narrowcast as nc
 from narrowcast.errors import RefusedError
+from narrowcast.formats import bf16, fp16, fp32
 from narrowcast.passes import (
     AFTER_AUTOGRAD,
     BEFORE_AUTOGRAD,
@@ -282,3 +283,117 @@ def test_all_passes_together_end(program):
     """Running them again changes nothing."""
     made = run_passes(program, AFTER_AUTOGRAD * 3).program
     assert run_passes(made, AFTER_AUTOGRAD).program == made
+
+
+def boundary(rule, line, types="fp32[4] cpu", policy=None):
+    """The edits that `assign` makes for one value at the edge of a module's call."""
+    given = policy or nc.Policy("p", extends=()).with_rules(rule)
+    program = parse(f"block main(%0: {types}, %1: {types}) {{\n  {line}\n  return %2\n}}\n")
+    return assign_casts(program, {"native": given})
+
+
+ARGUMENT = '%2: fp32[4] cpu = module.call.default(x=%0) with "argument" computes in 0'
+RESULT_LINE = '%2: {type} cpu = module.call.default(x=%0, result=%1) with "result{part}" computes in 0'
+
+
+def test_a_value_that_goes_into_a_module_is_cast_by_the_rule_of_its_argument():
+    """By that of the whole call otherwise, and exactly where the rule says so."""
+    (edit,) = boundary(nc.Rule("module.call", "lower", argument="x", reason="narrow"), ARGUMENT)
+    assert (edit.step, edit.operand, edit.dst, edit.exactly) == (2, 0, bf16, False)
+    assert edit.why.reason == "narrow" and edit.why.policy == "p+" and edit.region == 0
+    (edit,) = boundary(nc.Rule("module.call", "to(fp16)"), ARGUMENT)
+    assert edit.dst is fp16 and edit.exactly
+    assert boundary(nc.Rule("module.call", "lower", argument="y"), ARGUMENT) == []
+    assert boundary(nc.Rule("module.call", "full"), ARGUMENT) == []
+
+
+def test_what_comes_out_of_a_module_is_cast_by_the_rule_of_its_result():
+    """The part that the rule names, or all; nothing where it has the format, or is no float."""
+    whole = RESULT_LINE.format(type="fp32[4]", part="")
+    second = RESULT_LINE.format(type="fp32[4]", part=" 1")
+    (edit,) = boundary(nc.Rule("module.call", "lower", argument="result", reason="out"), whole)
+    assert (edit.step, edit.src, edit.dst, edit.exactly, edit.like) == (2, fp32, bf16, False, ())
+    assert edit.why.reason == "out"
+    (edit,) = boundary(nc.Rule("module.call", "to(fp16)", argument="result.1"), second)
+    assert edit.dst is fp16 and edit.exactly
+    assert boundary(nc.Rule("module.call", "lower", argument="result.1"), whole) == []
+    first = RESULT_LINE.format(type="fp32[4]", part=" 0")
+    assert boundary(nc.Rule("module.call", "lower", argument="result.1"), first) == []
+    assert boundary(nc.Rule("module.call", "full", argument="result"), whole) == []
+    integers = RESULT_LINE.format(type="i64[4]", part="")
+    assert boundary(nc.Rule("module.call", "lower", argument="result"), integers, "i64[4] cpu") == []
+    assert boundary(nc.Rule("module.call", "lower", argument="x"), whole) == []
+
+
+def test_a_rule_about_all_of_a_result_reaches_the_parts_that_have_none():
+    """And what the region's format is for one, another one may be for its neighbour."""
+    rules = (nc.Rule("module.call", "lower", argument="result", reason="all"),
+             nc.Rule("module.call", "to(fp16)", argument="result.1"))  # fmt: skip
+    (edit,) = boundary(None, RESULT_LINE.format(type="fp32[4]", part=" 0"), policy=nc.Policy("p", (rules,), ()))
+    assert edit.dst is bf16 and edit.why.reason == "all"
+
+
+def test_a_result_that_follows_what_only_the_running_program_knows_is_cast_like_the_arguments():
+    """Except those that rules of their own let follow, unless these are all."""
+    line = '%2: tensor[4] cpu = module.call.default(x=%0, y=%0, result=%1) with "result" computes in 0'
+    follow = nc.Rule("module.call", "follow", argument="result")
+    (edit,) = boundary(follow, line, "tensor[4] cpu")
+    assert edit.src is None and edit.dst is None and edit.like == (0, 0)
+    kept = nc.Policy("p", ((follow, nc.Rule("module.call", "follow", argument="x")),), ())
+    (edit,) = boundary(None, line, "tensor[4] cpu", kept)
+    assert edit.like == (0,)
+    both = nc.Policy("p", ((follow, *(nc.Rule("module.call", "follow", argument=a) for a in "xy")),), ())
+    (edit,) = boundary(None, line, "tensor[4] cpu", both)
+    assert edit.like == (0, 0)
+
+
+def test_a_module_s_call_may_be_refused():
+    """As an op may."""
+    with pytest.raises(RefusedError, match="keep out"):
+        boundary(nc.Rule("module.call", "refuse", reason="keep out"), ARGUMENT)
+
+
+BACKWARD = """block main(%0: fp32[4, 4] cpu, %1: bf16[4, 4] cpu) {{
+  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes backward in 0
+  {between}%3: fp32[4, 4] cpu = cast(self=%{last})
+  %4: bf16[4, 4] cpu = aten.mul.Tensor(self=%{last}, other=%1) computes
+  return {returns}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "last", "returns", "expected"),
+    [
+        ("", 2, "%3, %4", ["Follow 2", "InsertCast 4"]),
+        ("%9: bf16[4, 4] cpu = aten.t.default(self=%2) ~0\n  ", 9, "%3, %4", ["Follow 2", "Follow 9", "InsertCast 4"]),
+        ("", 2, "%2, %3, %4", ["CastResult 2"]),
+        ("%9: bf16[4, 4] cpu = aten.t.default(self=%2) ~0\n  ", 9, "%9, %3, %4", ["CastResult 2"]),
+    ],
+    ids=["read", "read through a view", "returned", "returned through a view"],
+)
+def test_the_result_of_a_raised_backward_op_keeps_its_format_for_all_but_casts(between, last, returns, expected):
+    """Nobody captured it in the new format: casts take it, other readers get what they had."""
+    program = parse(BACKWARD.format(between=between, last=last, returns=returns))
+    policy = nc.Policy("p", extends=()).with_rules(nc.Rule("backward.aten.mm", "full"))
+    edits = assign_casts(program, {"native": policy})
+    assert [f"{type(e).__name__} {e.step}" for e in edits] == ["InsertCast 2", "InsertCast 2", *expected]
+    assert verify(apply_edits(program, edits)) is None
+
+
+def test_the_elements_of_a_raised_backward_op_s_tuple_follow():
+    """Each by itself; what is no float, or has the format, stays."""
+    program = parse(
+        """block main(%0: fp32[4, 4] cpu, %1: bf16[4, 4] cpu) {
+  %2: tuple = aten.linear_backward.default(self=%1, grad_output=%1, weight=%1) computes backward in 0
+  %3: bf16[4, 4] cpu = getitem(a0=%2) with "0" ~0
+  %4: fp32[4, 4] cpu = getitem(a0=%2) with "1" ~0
+  %5: i64[4] cpu = getitem(a0=%2) with "2" ~0
+  %6: bf16[4, 4] cpu = aten.relu.default(self=%3) computes
+  return %4, %5, %6
+}
+"""
+    )
+    policy = nc.Policy("p", extends=()).with_rules(nc.Rule("backward.aten.linear_backward", "full"))
+    edits = assign_casts(program, {"native": policy})
+    assert [f"{type(e).__name__} {e.step}" for e in edits] == [*["InsertCast 2"] * 3, "Follow 3", "InsertCast 6"]

@@ -117,3 +117,123 @@ def test_convolutions_without_units_unfold_what_comes(op, x, weight, result, emu
     operands = [program.values[o.value] for o in step.operands]
     slow = {"bf16": frozenset(["conv", "gemm"])} if emulated else {}
     assert Workspaces(slow, {})(step, operands)[0] == wanted
+
+
+def test_memory_is_freed_after_the_last_step_that_knows_it():
+    """Returned values live to the end; tuples and what is no tensor take nothing."""
+    block = """block main(%0: fp32[64, 64] cpu) {
+  %1: fp32[64, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %2: tuple = lib.op.default(self=%1) computes in 0
+  %3: bf16[64, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %4: bf16[64, 64] cpu = aten.relu.default(self=%3) computes in 0
+  %5: bf16[64, 64] cpu = aten.relu.default(self=%4) computes in 0
+  return %5
+}
+"""
+    assert peak(block)[0] == 16
+    assert peak(block.replace("return %5", "return %5, %1"))[0] == 32
+    assert peak(block.replace("return %5", "return %5, %3"))[0] == 24
+    assert peak(block.replace("return %5", "return %0"))[0] == 16
+
+
+def test_a_view_that_is_larger_takes_its_size():
+    """What shares memory is as large as the largest of it, wherever it is made."""
+    block = """block main(%0: fp32[64, 64] cpu) {
+  %1: fp32[32, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %2: fp32[64, 64] cpu = lib.grown.default(self=%1) ~0
+  %3: fp32[16, 64] cpu = lib.shrunk.default(self=%2) ~0
+  return %3
+}
+"""
+    assert peak(block)[0] == 16
+
+
+BODY = """block main(%0: fp32[64, 64] cpu, %1: i64 cpu) {
+  %2: fp32[64, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %3: fp32[64, 64] cpu = prim.Loop(a=%1)
+    block body(%4: fp32[64, 64] cpu) {
+      %5: fp32[64, 64] cpu = aten.relu.default(self=%4) computes in 0
+      %6: fp32[64, 64] cpu = aten.relu.default(self=%5) computes in 0
+      %7: fp32[64, 64] cpu = aten.relu.default(self=%6) computes in 0
+      return %7
+    }
+    block small() {
+      return %2
+    }
+  return %3, %2
+}
+"""
+
+
+def test_what_a_body_takes_is_taken_while_its_step_runs():
+    """The largest of several bodies, beside what lives around them."""
+    size, found = peak(BODY)
+    assert (size, found.op) == (16 + 16 + 32, "prim.Loop")
+    assert peak(BODY, beside={6: (KIB, 0)})[0] == 65 and peak(BODY, beside={3: (KIB, 0)})[0] == 65
+    assert peak(BODY, beside={2: (KIB, 0)})[0] == 64
+
+
+def test_a_backward_has_gradients_only_where_they_flow():
+    """Of values that have one, and of what the caller gave, which stay; and it needs one step that records."""
+    quiet = TRAINED.replace("in 0", "nograd in 0").replace("cast(self=%1)", "cast(self=%1) nograd")
+    assert not peak(quiet)[1].in_backward and peak(quiet)[1].kept == 0
+    size, found = peak(TRAINED, beside={2: (0, 100 * KIB)})
+    assert found.in_backward and found.op == "aten.mm.default" and found.workspace == 100 * KIB
+    assert size > 100 and found.kept == 24 * KIB
+
+
+def test_an_empty_program_takes_nothing():
+    """There is no call at which it would."""
+    size, found = peak("block main(%0: fp32[64, 64] cpu) {\n  return %0\n}\n")
+    assert (size, found.workspace, found.kept, found.op) == (0, 0, 0, "")
+
+
+def test_the_first_of_equal_peaks_is_named():
+    """Later ones are no higher."""
+    block = """block main(%0: fp32[64, 64] cpu) {
+  %1: fp32[64, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %2: fp32[64, 64] cpu = aten.exp.default(self=%0) computes in 0
+  return %0
+}
+"""
+    assert peak(block)[1].op == "aten.relu.default"
+
+
+def test_fused_values_that_a_library_reads_are_in_memory():
+    """So are those that are kept, and returned; a value that nobody reads is in none."""
+    block = """block main(%0: fp32[64, 64] cpu{g}) {{
+  %1: fp32[64, 64] cpu{g} = aten.gelu.default(self=%0) computes in 0
+  %2: fp32[64, 64] cpu{g} = aten.mm.default(self=%1, mat2=%1) computes in 0
+  %3: fp32[64, 64] cpu{g} = aten.gelu.default(self=%2) computes in 0
+  %4: fp32[64, 64] cpu{g} = aten.gelu.default(self=%2) computes in 0
+  return %4
+}}
+"""
+    assert peak(block.format(g=""), fused=True)[0] == 32
+    assert peak(block.format(g="").replace("return %4", "return %1"), fused=True)[0] == 32
+    assert peak(block.format(g=" grad"), fused=True)[1].kept == 16 * KIB
+
+
+def test_what_the_caller_gave_gets_its_gradient_when_its_last_reader_s_backward_runs():
+    """And that stays to the end; what nobody reads gets none."""
+    block = """block main(%0: fp32[64, 64] cpu grad, %1: fp32[64, 64] cpu grad, %2: fp32[64, 64] cpu) {
+  %3: fp32[64, 64] cpu grad = aten.add.Tensor(self=%0, other=%2) computes in 0
+  %4: fp32[64, 64] cpu grad = aten.add.Tensor(self=%3, other=%0) computes in 0
+  return %4
+}
+"""
+    size, found = peak(block)
+    # in the first addition's backward: its result's gradient, and that of the one that the caller gave
+    assert (size, found.kept) == (48, 0) and found.in_backward
+    assert peak(block.replace("other=%0", "other=%1"))[0] == 48
+
+
+def test_a_value_without_elements_takes_nothing():
+    """Nor does one whose size is text."""
+    block = """block main(%0: fp32[64, 64] cpu) {
+  %1: fp32[0, 64] cpu = aten.relu.default(self=%0) computes in 0
+  %2: fp32["n", 64] cpu = aten.relu.default(self=%0) computes in 0
+  return %1, %2
+}
+"""
+    assert peak(block)[0] == 0

@@ -450,3 +450,81 @@ def test_pipelines_have_what_their_names_say():
     assert len(AFTER_AUTOGRAD) > len(BEFORE_AUTOGRAD)
     assert {EXACT, FREE} == {"exact", "free"}
     assert set(FORMATS) >= {"fp32", "bf16"}
+
+
+class Large(FastInFp32):
+    """So much that costs are scaled for the solver."""
+
+    def call(self, step, operands, format):
+        return 1e9 * super().call(step, operands, format)
+
+    def value(self, value, maker, readers, formats):
+        return ValuePrice({(a, b): 1e9 for a in formats for b in formats if a is not b}, dict.fromkeys(formats, 2e9))
+
+
+SCALED = """block main(%0: fp32[4, 4] cpu, %1: fp32[4, 4] cpu) {
+  %2: bf16[4, 4] cpu = cast(self=%0)
+  %3: bf16[4, 4] cpu = cast(self=%1)
+  %4: bf16[4, 4] cpu = aten.mm.default(self=%2, mat2=%3) computes
+  %5: bf16[4, 4] cpu = lib.op.default(self=%4) computes
+  return %5
+}
+"""
+
+
+def test_a_placement_s_totals_are_in_the_prices_unit():
+    """However the solver's costs are scaled; calls that cannot choose are in all of them."""
+    edits, placed = place_formats(parse(SCALED), Large())
+    # three values are read for 2 each; raised, the product is cast for the call that has no choice
+    calls, values = 100.0 + 10.0, 8.0
+    assert placed.fixed == pytest.approx(100e9)
+    assert placed.cost == pytest.approx(placed.bound) == pytest.approx((calls + values + 1) * 1e9, rel=1e-6)
+    assert placed.policy_cost == pytest.approx((200 + values + 2) * 1e9, rel=1e-6)
+    assert placed.method == "minimum cut" and placed.gap == 0 and placed.unit == "ns"
+    assert [(c.step, c.op, c.formats, c.chosen, c.saved) for c in placed.calls] == [
+        (4, "aten.mm.default", (bf16, fp32), fp32, 90e9)
+    ]
+    assert edits
+
+
+def test_in_the_mode_exact_nothing_moves_that_gains_nothing():
+    """An equal placement is no reason; the policy's own is the answer then."""
+    program = parse(SCALED)
+    edits, placed = place_formats(program, CastBytes(), EXACT)
+    assert edits == [] and placed.cost == placed.policy_cost == placed.bound
+    assert place_formats(program, Large(), choose=as_the_policy)[1].raised == 0
+    assert place_formats(program, Large(), choose=as_high)[1].raised == 1
+
+
+def readers_of(body, number=0, mode=FREE):
+    """Who reads a value: the formats that each of them needs."""
+    question = find_choices(parse(body), CastBytes(), mode)
+    return [read.reader.needs for read in question.reads[number]]
+
+
+@pytest.mark.parametrize(
+    ("step", "needs"),
+    [
+        ("%2: fp32[4] cpu = aten.add.Tensor(self=%0, other=%1) computes", None),
+        ("%2: bf16[4] cpu = aten.add.Tensor(self=%0, other=%1) computes", bf16),
+        ("%2: fp32[4] cpu = aten.add_.Tensor(self=%0!, other=%1) ~0", bf16),
+        ("%2: fp32[4] cpu = aten.add.Tensor(self=%0, other=%1) given dtype computes", bf16),
+        ('%2: fp32[4] cpu = aten.where.self(self=%0, other=%1) with "x" given dtype computes', bf16),
+        ("%2: fp32[4] cpu = lib.add.Tensor(self=%0, other=%1) computes", bf16),
+        ("%2: fp32[4] cpu = aten.sum.default(self=%0, other=%1) given dtype computes", bf16),
+    ],
+)
+def test_what_promotes_by_itself_takes_a_low_operand_in_any_format(step, needs):
+    """A pointwise call beside fp32, which has no choice and writes to nothing."""
+    body = f"block main(%0: bf16[4] cpu, %1: fp32[4] cpu) {{\n  {step} effects order\n  return %2\n}}\n"
+    assert readers_of(body) == [(needs,)]
+    assert readers_of(body, 1) == [(fp32,)]
+
+
+def test_the_bytes_of_casts_are_those_of_both_sides():
+    """At least of one element; calls and memory cost nothing."""
+    price = CastBytes().value(Value(0, "fp32", (5,)), None, [], (bf16, fp32))
+    assert price.casts == {(bf16, fp32): 30.0, (fp32, bf16): 30.0} and not price.reads and not price.stores
+    assert CastBytes().value(Value(0, "fp32", ("n",)), None, [], (bf16, fp32)).casts[bf16, fp32] == 6.0
+    step = parse(SCALED).steps[4]
+    assert CastBytes().call(step, [], bf16) == 0.0 and CastBytes().stores(step) is False

@@ -1,6 +1,7 @@
 """The program: its text form, its verifier and its edits."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from narrowcast.program import (
     ASSIGNED,
     Block,
     CastResult,
+    CastReturn,
+    CastTogether,
+    Follow,
+    Hoist,
     InsertCast,
     Move,
     OpenedRegion,
@@ -31,6 +36,8 @@ from narrowcast.program import (
     print_program,
     verify,
 )
+from narrowcast.program.aliases import reaching
+from narrowcast.program.model import element_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program
@@ -246,3 +253,240 @@ def test_writes_reach_views_and_what_they_are_views_of():
     assert writes.is_written(0, after=3, before=4) and not writes.is_written(3, after=1, before=4)
     assert not writes.is_written(0, after=2, before=4) and not writes.is_written(0, after=1, before=2)
     assert writes.is_written_after(1, 3) and not writes.is_written_after(1, 2)
+
+
+def applied(text, *edits):
+    """The steps after the edits, as text."""
+    made = apply_edits(parse_program(text), edits)
+    verify(made)
+    return [line.strip() for line in print_program(made).splitlines()[1:-1]]
+
+
+TWO = """program p
+block main(%0: fp32[2] cpu grad weight, %1: tensor[2] cpu grad) {
+  %2: bf16[2] cpu grad = cast(self=%0)
+  %3: bf16[2] cpu grad = cast(self=%1)
+  %4: bf16[2] cpu grad = aten.mul.Tensor(self=%2, other=%3) computes
+  %5: bf16[2] cpu grad = cast(self=%0)
+  %6: bf16[2] cpu grad = cast(self=%1)
+  return %4, %5, %6
+}
+"""
+
+
+def test_a_weight_s_casts_are_hoisted_into_one_that_replaces_them():
+    """What may turn out to be a weight is cast if it is one, and the casts read that."""
+    assert applied(TWO, Hoist(2, 2, (2, 5), WHY), Hoist(3, 2, (3, 6), WHY)) == [
+        "block main(%0: fp32[2] cpu grad weight, %1: tensor[2] cpu grad) {",
+        "%7: bf16[2] cpu grad = cast(self=%0)",
+        '%8: tensor[2] cpu grad = cast.weight(self=%1) with "bf16" ~0',
+        "%3: bf16[2] cpu grad = cast(self=%8)",
+        "%4: bf16[2] cpu grad = aten.mul.Tensor(self=%7, other=%3) computes",
+        "%6: bf16[2] cpu grad = cast(self=%8)",
+        "return %4, %7, %6",
+    ]
+
+
+def test_what_is_cast_together_is_taken_from_one_tuple():
+    """Each with the gradient that it had, if autograd records here; and the rule's action is said."""
+    rule = nc.Rule("aten.mul", "promote")
+    text = TWO.replace("computes\n", "computes nograd\n", 1)
+    together = CastTogether(4, (0, 1), Why("test", "because", rule))
+    assert applied(TWO, together, CastTogether(5, (0,), WHY), InsertCast(6, 0, fp16, WHY))[3:-1] == [
+        '%7: tuple grad = cast.together(self=%2, other=%3) with "promote"',
+        '%8: tensor[2] cpu grad = getitem(a0=%7) with "0" ~0',
+        '%9: tensor[2] cpu grad = getitem(a0=%7) with "1" ~0',
+        "%4: bf16[2] cpu grad = aten.mul.Tensor(self=%8, other=%9) computes",
+        "%10: tuple grad = cast.together(self=%0)",
+        '%11: tensor[2] cpu grad = getitem(a0=%10) with "0" ~0',
+        "%5: bf16[2] cpu grad = cast(self=%11)",
+        "%12: fp16[2] cpu grad = cast(self=%1)",
+        "%6: bf16[2] cpu grad = cast(self=%12)",
+    ]
+    without = applied(text, together)[3:6]
+    assert without == [
+        '%7: tuple = cast.together(self=%2, other=%3) with "promote" nograd',
+        '%8: tensor[2] cpu = getitem(a0=%7) with "0" nograd ~0',
+        '%9: tensor[2] cpu = getitem(a0=%7) with "1" nograd ~0',
+    ]
+
+
+def test_a_result_is_cast_back_to_the_format_of_what_came():
+    """To one that is known, or like the values that are named; readers and returns take the cast."""
+    results = [CastResult(4, None, None, WHY, like=(2, 3)), CastReturn(5, 1, fp32, WHY)]
+    assert applied(TWO, *results, InsertCast(6, 0, fp16, WHY))[3:] == [
+        "%4: tensor[2] cpu grad = aten.mul.Tensor(self=%2, other=%3) computes",
+        "%7: tensor[2] cpu grad = cast.back(result=%4, like=%2, like=%3)",
+        "%5: bf16[2] cpu grad = cast(self=%0)",
+        "%8: fp16[2] cpu grad = cast(self=%1)",
+        "%6: bf16[2] cpu grad = cast(self=%8)",
+        "%9: fp32[2] cpu grad = cast(self=%5)",
+        "return %7, %9, %6",
+    ]
+    known = applied(TWO, CastResult(4, fp32, fp16, WHY, exactly=True))[3:5]
+    assert known == [
+        "%4: fp32[2] cpu grad = aten.mul.Tensor(self=%2, other=%3) computes",
+        "%7: fp16[2] cpu grad = cast(result=%4)",
+    ]
+    exactly = applied(TWO, CastResult(4, None, fp16, WHY, exactly=True))[4]
+    assert exactly == '%7: fp16[2] cpu grad = cast(result=%4) with "exactly"'
+
+
+def test_a_call_is_given_a_dtype_and_a_result_another_format():
+    """With the overload that takes it, where that is another."""
+    made = applied(TWO, SetDtype(4, fp32, WHY, "aten.mul.dtype"), Follow(5, fp16, WHY), SetDtype(6, fp32, WHY))
+    assert made[3:6] == [
+        "%4: bf16[2] cpu grad = aten.mul.dtype(self=%2, other=%3) given dtype=fp32 computes",
+        "%5: fp16[2] cpu grad = cast(self=%0)",
+        "%6: bf16[2] cpu grad = cast(self=%1) given dtype=fp32",
+    ]
+
+
+def test_an_edit_about_what_is_not_there_or_no_cast_is_refused():
+    """Only casts and regions' edges are removed, shared, moved or read anew."""
+    with pytest.raises(ProgramError, match="no such step"):
+        apply_edits(parse_program(TWO), [Remove(99, WHY)])
+    for edit in (Remove(4, WHY), Share(4, 2, WHY), Move(4, 2, WHY), Retarget(4, 0, WHY), Hoist(4, 2, (4,), WHY)):
+        with pytest.raises(ProgramError, match="is no cast"):
+            apply_edits(parse_program(TWO), [edit])
+
+
+def test_what_blocks_return_is_reached_through_views():
+    """And through views of views, in each block."""
+    block = parse_program(
+        """program p
+block main(%0: fp32[2] cpu, %1: fp32[2] cpu) {
+  %2: fp32[2] cpu = aten.view.default(self=%0) ~0
+  %3: fp32[2] cpu = aten.view.default(self=%1) ~0
+  %4: fp32[2] cpu = aten.t.default(self=%2) ~0
+  return %4
+}
+"""
+    ).body
+    assert reaching((block,)) == {4, 2, 0}
+    assert reaching((block, replace(block, returns=(3,)))) == {4, 2, 0, 3, 1}
+
+
+def test_an_error_about_a_program_has_the_step_s_line():
+    """Where one is known."""
+    site = nc.Site(file="m.py", line=3)
+    broken = program(call(5, 9))
+    for here, where in ((site, ["m.py:3"]), (nc.Site(), [])):
+        steps = tuple(replace(step, site=here) for step in broken.body.steps)
+        with pytest.raises(ProgramError) as caught:
+            verify(replace(broken, body=replace(broken.body, steps=steps)))
+        assert [str(origin) for origin in caught.value.where] == where
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("program p\n", "found ''"), ("program p", "found 'the end'"), ("nothing", "found 'nothing'"),
+        ("program p\nblock main() {", "found 'the end'"), ("program p\nblock main() {\n  return\n", "found ''"),
+    ],
+)  # fmt: skip
+def test_text_that_ends_too_early_says_so(text, found):
+    """With what stands there instead."""
+    with pytest.raises(ProgramError, match=found):
+        parse_program(text)
+
+
+def test_a_program_prints_itself():
+    """In its text form; a step knows whether it writes."""
+    assert print_program(parse_program(TWO)) == TWO
+    written = parse_program(TWO.replace("self=%2", "self=%2!"))
+    assert [step.writes for step in written.body.steps] == [False, False, True, False, False]
+
+
+def test_a_value_knows_its_size():
+    """Whole bytes per element; none where a size is text, or where it is no tensor."""
+    sizes = [(v.elements, v.bytes) for v in (
+        Value(0, "fp32", (2, 3)), Value(0, "bf16", ()), Value(0, "i64", (5,)), Value(0, "bool", (7,)),
+        Value(0, "fp32", (2, "n")), Value(0, "tuple"), Value(0, "u1", (4,)), Value(0, "fp32", (0, 3)),
+    )]  # fmt: skip
+    assert sizes == [(6, 24), (1, 2), (5, 40), (7, 7), (0, 0), (0, 0), (4, 0), (0, 0)]
+    assert all(isinstance(element_bytes(kind), int) for kind in ("fp32", "i64", "bool", "c128"))
+
+
+def test_writes_are_counted_before_a_step():
+    """To what a value shows; those of the step itself and of later ones do not count."""
+    block = parse_program(
+        """program p
+block main(%0: fp32[2] cpu, %1: fp32[2] cpu) {
+  %2: fp32[2] cpu = aten.add_.Tensor(self=%0!) ~0
+  %3: fp32[2] cpu = aten.relu.default(self=%0)
+  %4: fp32[2] cpu = aten.add_.Tensor(self=%2!) ~0
+  %5: fp32[2] cpu = aten.relu.default(self=%0)
+  return %5
+}
+"""
+    ).body
+    writes = Writes(block)
+    assert [writes.count_before(0, step) for step in (2, 3, 4, 5, 99)] == [0, 1, 1, 2, 2]
+    assert [writes.count_before(1, step) for step in (2, 5)] == [0, 0]
+    assert writes.is_written(0, 2, 5) and not writes.is_written(0, 2, 4) and not writes.is_written_after(0, 4)
+    assert writes.is_written_after(0, 3) and writes.is_written(0, -1, 3) and not writes.is_written(1, -1, 99)
+
+
+def test_a_region_may_be_open():
+    """To what only the running program knows; between casts of one tensor its device does not count."""
+    text = "program p\n{}\nblock main(%0: fp32[2] cpu) {{\n  %1: bf16[2] cpu = cast(self=%0) in 0\n  return %1\n}}\n"
+    found = {}
+    for left_open in ("", " open device", " open enabled", " open enabled,device"):
+        made = parse_program(text.format(f"region 0: cpu bf16 enabled cached session 0 policy p{left_open}"))
+        found[left_open] = made.open_region(made.steps[1]), made.open_region(made.steps[1], but_device=True)
+    assert list(found.values()) == [(None, None), (0, None), (0, 0), (0, 0)]
+    outside = parse_program(text.format("region 0: cpu bf16 enabled cached session 0 policy p").replace(" in 0", ""))
+    assert outside.open_region(outside.steps[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ({"region": 1}, "region 1 does not exist"), ({"aliases": (1,)}, "aliases an operand"),
+        ({"region": 0}, None), ({"aliases": (0,)}, None), ({"region": 2}, "region 2 does not exist"),
+    ],
+)  # fmt: skip
+def test_the_verifier_counts_regions_and_operands(broken, says):
+    """The first that is not there is rejected, the last that is there is not."""
+    regions = parse_program(LINEAR).regions[:1]
+    made = program(call(5, 0, **broken))
+    made = replace(made, regions=regions)
+    if says is None:
+        verify(made)
+    else:
+        with pytest.raises(ProgramError, match=says):
+            verify(made)
+
+
+def test_edits_leave_other_steps_and_other_programs_as_they_are():
+    """No edit gives the same program; a step without one is the same step; an inner block returns what it did."""
+    made = parse_program(LINEAR)
+    assert apply_edits(made, []) is made
+    two = parse_program(TWO)
+    assert apply_edits(two, [Remove(5, WHY, instead=2)]).body.steps[0] == two.body.steps[0]
+    inner = apply_edits(made, [CastReturn(3, 1, fp16, WHY)])
+    assert inner.steps[4].blocks[0].returns == (6,) and inner.body.returns == (4, 8)
+    assert inner.steps[8].constants == "" and inner.steps[8].region is None
+    exactly = apply_edits(two, [InsertCast(6, 0, fp16, WHY, exactly=True), InsertCast(5, 0, fp16, WHY, exactly=True)])
+    assert [exactly.steps[n].constants for n in (7, 8)] == ["", "exactly"]
+    regions = replace(two, regions=made.regions)
+    region = apply_edits(regions, [InsertCast(6, 0, fp16, WHY, region=1), InsertCast(5, 0, fp16, WHY)])
+    assert [region.steps[n].region for n in (7, 8)] == [None, 1]
+
+
+def test_a_place_is_noted_as_far_as_it_is_known():
+    """A module without a line; the root without a name."""
+    step = call(5, 0)
+    for site, note in ((nc.Site("a"), "a"), (nc.Site(file="/x/m.py", line=3), "(root), m.py:3")):
+        text = print_program(program(replace(step, site=site)))
+        assert f" at 0: {note}\n" in text
+        assert parse_program(text).body.steps[0].site == site
+
+
+@pytest.mark.parametrize("end", ["junk", "site 0: {}\njunk", "\njunk", "site 0: {}\njunk\nsite 1: {}"])
+def test_what_follows_a_program_is_rejected(end):
+    """Unless it is a place, or nothing."""
+    with pytest.raises(ProgramError, match="the end, or a site in a program: found 'junk'"):
+        parse_program(TWO + end)
+    assert parse_program(TWO + "site 0: {}\n\nsite 1: {}\n") == parse_program(TWO)

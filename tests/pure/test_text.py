@@ -1,11 +1,15 @@
 """The TOML form: comments kept, errors with file and line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from narrowcast.errors import PolicyConflictError, PolicyError, UnknownOpError
+import narrowcast
+from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError
 from narrowcast.policy import Policy, Rule, lint_policy
+from narrowcast.policy.known_ops import declared_ops, listed_ops, unknown_op
+from narrowcast.policy.versions import in_range
 
 TEXT = """\
 # Our training policy.
@@ -162,3 +166,239 @@ def test_lint_finds_what_is_legal_and_probably_a_mistake():
 def test_unknown_ops_of_other_libraries_are_not_judged_here():
     """Only the dispatcher knows them."""
     assert Policy.parse('[[rule]]\nop = "mylib.roi_pool"\naction = "full"\n').rules[0].op == "mylib.roi_pool"
+
+
+def test_a_policy_made_in_python_is_printed_in_full():
+    """Whatever it says, and nothing that it does not say."""
+    rule = Rule("aten.mm", "to(fp16)", module="", module_class="A", function="f", argument="x", reason="why",
+                source="who", override=True, torch=">=2.11")  # fmt: skip
+    policy = Policy("p", ((rule,), (Rule("aten.relu", "full"),)), ("native", "safe"), "about", "off", "full", "bf16",
+                    ("bf16", "fp16"), "policy")  # fmt: skip
+    text = policy.to_toml()
+    assert (
+        text.replace("\n\n", "\n")
+        == """name = "p"
+description = "about"
+extends = ["native", "safe"]
+cache = "off"
+unsupported = "full"
+low = "bf16"
+training = ["bf16", "fp16"]
+inner = "policy"
+[[rule]]
+op = "aten.mm"
+action = "to(fp16)"
+module = ""
+class = "A"
+function = "f"
+argument = "x"
+torch = ">=2.11"
+override = true
+reason = "why"
+source = "who"
+[[layer]]
+[[layer.rule]]
+op = "aten.relu"
+action = "full"
+"""
+    )
+    assert Policy.parse(text) == policy
+    assert Policy("q", extends=()).to_toml() == 'name = "q"\nextends = "nothing"\n'
+
+
+def test_a_changed_policy_keeps_the_comments_of_what_did_not_change():
+    """Also behind a name or a setting; rules that come to a text without any are its own."""
+    text = 'name = "a"  # mine\ncache = "off"  # costs\n'
+    policy = Policy.parse(text)
+    assert policy.to_toml() == text
+    renamed = replace(policy, name="b").to_toml()
+    assert renamed.startswith('name = "b"') and renamed.endswith('cache = "off"  # costs\n')
+    more = policy.with_rules(Rule("aten.mm", "full"), name="a").to_toml()
+    assert more.startswith(text) and "[[rule]]" in more and "layer" not in more
+    layered = text + '[[layer]]\n[[layer.rule]]\nop = "aten.mm"\naction = "full"\n'
+    twice = Policy.parse(layered).with_rules(Rule("aten.relu", "full"), name="a")
+    assert twice.to_toml().startswith(layered) and twice.to_toml().count("[[layer]]") == 2
+    assert Policy.parse(twice.to_toml()) == twice
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path):
+    """The system's words, or the decoder's."""
+    file = tmp_path / "bad.toml"
+    file.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(PolicyError, match="codec can't decode"):
+        Policy.load(file)
+    with pytest.raises(PolicyError, match="No such file"):
+        Policy.load(tmp_path / "none.toml")
+
+
+def found(*rules, extends=()):
+    return [(f.kind, str(f.rule)) for f in lint_policy(Policy("p", (rules,), extends))]
+
+
+def test_lint_goes_on_after_what_it_finds():
+    """Each rule by itself; the error says where the stronger one stands, or that no file is known."""
+    unknown, weak = Rule("aten.mmm", "full"), Rule("aten.mm", "lower", override=True)
+    assert found(unknown, Rule("aten.mmmm", "full")) == [
+        ("unknown op", "aten.mmm: full"), ("unknown op", "aten.mmmm: full"),
+    ]  # fmt: skip
+    for origin, where in ((None, "no file"), (Origin("my.toml", 3), "my.toml:3")):
+        strong = replace(weak, op="aten.mm.default", action="full", origin=origin)
+        never, other = Policy("p", ((Rule("aten.mm.default", "lower"),), (strong,)), ()), "(no file): never matches: "
+        (finding,) = lint_policy(never)
+        assert str(finding) == f"{other}aten.mm.default: lower can never apply: {strong} ({where}) always comes first"
+
+
+def test_lint_knows_rules_about_modules_and_other_libraries():
+    """Also where nothing lists their ops."""
+    for op in ("module.call", "lib.op.default", "lib.op"):
+        weak, strong = Rule(op, "lower"), Rule(op, "full")
+        (finding,) = lint_policy(Policy("p", ((weak,), (strong,)), ()))
+        assert (finding.kind, finding.rule) == ("never matches", weak)
+        assert found(weak) == []
+        assert found(weak, extends=("native",)) == []
+
+
+def test_lint_finds_what_a_base_says_anyway():
+    """On every device, for every op of a pattern; not for an argument, a place, or another action."""
+    assert found(Rule("aten.mm.default", "lower"), extends=("native",)) == [
+        ("changes nothing", "aten.mm.default: lower")
+    ]
+    assert found(Rule("aten.mm.default", "lower")) == []
+    for rule in (
+        Rule("aten.mm.default", "full"), Rule("aten.mm.default", "lower", module="a"), Rule("aten.relu", "lower"),
+        Rule("aten.mm.default", "lower", argument="self"), Rule("aten.mm.default", "refuse"), Rule("aten.*", "lower"),
+    ):  # fmt: skip
+        assert found(rule, extends=("native",)) == [], rule
+    base = Rule("aten.binary_cross_entropy", "refuse")
+    assert ("changes nothing", str(base)) not in found(base, extends=("native:cuda",))
+
+
+def test_lint_finds_overlaps_that_order_decides():
+    """Equally specific rules about places that may both hold; fixed paths that differ are apart."""
+
+    def overlap(a, b, **second):
+        rules = Rule("aten.mm", "full", **a), Rule("aten.mm", second.pop("action", "lower"), **b, **second)
+        return [f.message for f in lint_policy(Policy("p", (rules,), ()))]
+
+    assert overlap({"module": "a.b"}, {"module": "a.c"}) == []
+    assert len(overlap({"module": "a.*"}, {"module": "*.b"})) == 1
+    assert len(overlap({"module": "a?"}, {"module": "ab", "module_class": None})) == 0
+    assert len(overlap({"function": "f"}, {"function": "g"})) == 1
+    assert len(overlap({"module": "a", "function": "f"}, {"module": "a", "function": "g"})) == 1
+    assert overlap({"module": "a", "function": "f"}, {"module": "b", "function": "f"}) == []
+    assert overlap({"function": "f"}, {"function": "g"}, action="full") == []
+    assert overlap({"function": "f"}, {"function": "g"}, override=True) == []
+    (message,) = overlap({"function": "f", "origin": Origin("my.toml", 3)}, {"function": "g"})
+    assert "(my.toml:3)" in message
+    assert "(no file)" in overlap({"function": "f"}, {"function": "g"})[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [
+        ("aten.mmm", " (did you mean 'aten.mm'?)"), ("aten.mm.defaul", " (did you mean 'aten.mm.default'?)"),
+        ("aten.zzzzzzzzzzzz", ""), ("aten.mm", None), ("aten.mm.default", None), ("aten.[m]m.*", None),
+        ("aten.m?.*", None), ("aten.mm*", None), ("lib.mmm", None), ("backward.aten.mm", None),
+        ("backward.aten.mmm", " (did you mean 'aten.mm'?)"),
+    ],
+)  # fmt: skip
+def test_an_unknown_op_is_told_the_nearest(op, said):
+    """Overloads for overloads, ops for ops; other libraries are not judged, nor rules for some torch."""
+    assert unknown_op(Rule(op, "full")) == said
+    assert unknown_op(Rule(op, "full", torch=">=2.11")) is None
+
+
+@pytest.mark.parametrize("op", ["aten.zz?", "aten.zz*", "aten.zz[ab]", "aten.zz?*", "aten.zz.*"])
+def test_a_pattern_that_names_no_op_is_unknown(op):
+    """Whichever wildcards it has."""
+    assert unknown_op(Rule(op, "full")) is not None
+
+
+def test_ops_are_those_that_torch_declares_and_those_that_are_listed():
+    """Also the overloads that it generates; by version, where an op came or went."""
+    declared, listed = declared_ops(), {v: listed_ops(v) for v in ("2.11.0", "2.13.0", "2.15.0")}
+    assert {"aten.mm.default", "aten.mm.out", "aten.rms_norm.default"} <= declared
+    assert {"aten.mul.Tensor", "aten.abs.out"} <= declared and not any(op.count(".") != 2 for op in declared)
+    assert "aten.zeros_like.out" in declared and "aten.ones_like.out" in declared  # generated ones
+    assert all("aten.mm.default" in ops for ops in listed.values())
+    assert listed["2.11.0"] != listed["2.15.0"]
+    lines = (Path(narrowcast.__file__).parent / "policy/builtin/aten_ops.txt").read_text(encoding="utf-8").splitlines()
+    assert all(lines[1].split()[0] in ops for ops in listed.values()) and len(listed["2.13.0"]) > 0.9 * len(lines)
+
+
+def test_a_version_is_in_a_range_whatever_its_build():
+    """Of a release that is still to come, too."""
+    assert in_range(">=2.12", "2.13.0+cpu") and not in_range(">=2.14", "2.13.0+cpu")
+    assert in_range(">=2.12", "2.13.0.dev20260101") and in_range("", "2.13.0")
+
+
+def test_a_contradiction_in_python_names_no_line():
+    """`rule` stands for both; the subject is what both are about."""
+    with pytest.raises(PolicyConflictError, match=r"disagree about aten\.mm in a\b") as caught:
+        Policy("p", ((Rule("aten.mm", "full", module="a"), Rule("aten.mm", "to(bf16)", module="a")),))
+    assert [(o.file, o.line) for o in caught.value.where] == [("rule", 0), ("rule", 0)]
+
+
+def test_a_changed_setting_is_written_and_others_are_left():
+    """Lists, too."""
+    text = 'name = "a"\ncache = "off"\ntraining = ["bf16"]  # mine\n'
+    changed = replace(Policy.parse(text), cache="native", low="fp16").to_toml()
+    assert 'cache = "native"' in changed and 'training = ["bf16"]  # mine' in changed and 'low = "fp16"' in changed
+
+
+def test_without_torch_nothing_is_declared(monkeypatch):
+    """The list that comes with Narrowcast is all there is then."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert declared_ops.__wrapped__() == frozenset()
+
+
+LAYERS = """[[rule]]
+op = "aten.mm"
+action = "full"
+[[layer]]
+[[layer.rule]]
+op = "aten.add"
+action = "full"
+[[layer.rule]]
+action = "full"
+op = 'aten.relu'
+[[layer]]
+[[layer.rule]]
+op = ["aten.exp", "aten.mul"]
+action = "full"
+[[layer]]
+[[layer.rule]]
+reason = "not aten.sub"
+op = "aten.sub"
+action = "full"
+"""
+
+
+def test_rules_of_layers_have_their_lines():
+    """Each layer's rows follow those of the layers before it; quotes may be single ones."""
+    assert [r.origin.line for r in Policy.parse(LAYERS, "x.toml").rules] == [2, 6, 10, 13, 13, 18]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ('name = "a"\n\nlow = "bf16', 3, "not TOML"), ('name = "a"\nlow = = 3\n', 2, "not TOML"),
+        ('[[rule]]\nop = []\naction = "full"\n', 2, "an empty list"),
+        ('[[rule]]\nop = [3]\naction = "full"\n', 2, "a list of other things than strings"),
+        ('[[rule]]\nop = 3\naction = "full"\n', 2, "Give a value of type str or list"),
+        ('name = 3\n', 1, "Give a value of type str."), ("rule = [3]\n", 1, "a list of other things than tables"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_value_is_said_with_its_line(text, line, said):
+    """Also where the text ends too early."""
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(text, "x.toml")
+    assert said in str(caught.value) and caught.value.where[0].line == line
+
+
+def test_a_policy_over_a_file_is_printed_with_its_rules(tmp_path):
+    """It stands by itself then."""
+    (tmp_path / "base.toml").write_text('[[rule]]\nop = "aten.mm"\naction = "full"\n')
+    (tmp_path / "top.toml").write_text('extends = "base.toml"\n[[rule]]\nop = "aten.relu"\naction = "full"\n')
+    policy = Policy.load(tmp_path / "top.toml")
+    assert Policy.parse(policy.to_toml()) == policy and len(policy.rules) == 2

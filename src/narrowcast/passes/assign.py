@@ -18,7 +18,7 @@ from narrowcast.decide import Argument, Call, Plan, Result, decide
 from narrowcast.errors import RefusedError
 from narrowcast.formats import Format, fp32, widest
 from narrowcast.passes.readers import Readers, find_readers
-from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy
+from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Rule
 from narrowcast.program import (
     ENTER,
     EXIT,
@@ -98,10 +98,9 @@ def _decided_in(
     for position, (operand, dst) in enumerate(zip(step.operands, plan.formats, strict=True)):
         if dst is not None:
             rule = plan.rule_for(operand.name)
-            reason = rule.reason if rule is not None else ""
             exactly = rule is not None and rule.is_exact
-            yield InsertCast(step.id, position, dst, Why(NAME, reason, rule, policy.name), number, exactly)
-    why = Why(NAME, plan.rule.reason if plan.rule else "", plan.rule, policy.name)
+            yield InsertCast(step.id, position, dst, _why(rule, policy), number, exactly)
+    why = _why(plan.rule, policy)
     if plan.undecided is not None:
         tensors = (n for n, o in enumerate(step.operands) if _may_float(program.values[o.value]) and not o.written)
         yield CastTogether(step.id, tuple(tensors), why)
@@ -111,8 +110,11 @@ def _decided_in(
         yield SetDtype(step.id, fp32, why, overload_with_dtype(step.op))
     for wanted in plan.results:
         rule = plan.rule_for(f"{RESULT}.{wanted.part}".rstrip("."))
-        because = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
-        yield from _cast_results(program, step, plan, wanted, because)
+        yield from _cast_results(program, step, plan, wanted, _why(rule, policy))
+
+
+def _why(rule: Rule | None, policy: Policy) -> Why:
+    return Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
 
 
 def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: Policy) -> Iterator[Edit]:
@@ -126,15 +128,14 @@ def _at_boundary(program: Program, step: Step, number: int, plan: Plan, policy: 
         (operand,), (dst,) = step.operands, plan.formats
         if dst is not None:
             rule = plan.rule_for(operand.name)
-            why = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
-            yield InsertCast(step.id, 0, dst, why, number, rule is not None and rule.is_exact)
+            yield InsertCast(step.id, 0, dst, _why(rule, policy), number, rule is not None and rule.is_exact)
         return
     part = step.constants.partition(" ")[2]
     wanted = next((r for r in reversed(plan.results) if r.part in ("", part)), None)
     if wanted is None or not _may_float(step.value):
         return
     rule = plan.rule_for(f"{RESULT}.{wanted.part}".rstrip("."))
-    why = Why(NAME, rule.reason if rule is not None else "", rule, policy.name)
+    why = _why(rule, policy)
     src = program.values[step.operands[-1].value].format
     followed = {name for name, rule in plan.argument_rules if rule.action.kind is Kind.FOLLOW}
     arguments = [o for o in step.operands[:-1] if o.name not in followed]
@@ -158,8 +159,9 @@ def _followed(program: Program, block: Block, step: Step, decided: list[Edit], r
         return
     (now,) = formats
     for result in _results(program, step, readers):
-        if result.value.format is not None and result.value.format is not now:
-            yield from _followed_from(block, result, now, decided[0].why, readers)
+        before = result.value.format
+        if before is not None and before is not now:
+            yield from _followed_from(block, result, before, now, decided[0].why, readers)
 
 
 def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
@@ -169,11 +171,8 @@ def _results(program: Program, step: Step, readers: Readers) -> list[Step]:
     return [reader for reader, _ in readers.get(step.id, ()) if reader.op == "getitem"]
 
 
-def _followed_from(block: Block, step: Step, now: Format, why: Why, readers: Readers) -> Iterator[Edit]:
-    """The edits for one result that has the format `now`."""
-    before = step.value.format
-    if before is None:
-        return
+def _followed_from(block: Block, step: Step, before: Format, now: Format, why: Why, readers: Readers) -> Iterator[Edit]:
+    """The edits for one result that had the format `before` and has the format `now`."""
     reached = [step.id]
     for number in reached:
         reached += [r.id for r, _ in readers.get(number, ()) if _is_view(r)]

@@ -58,4 +58,4 @@ def _exact(program: Program, first: int, middle: Step, last: Step) -> bool:
 
 def _exact_back(last: Step, middle: Step, readers: dict[int, int]) -> bool:
     b, c = middle.value.format, last.value.format
-    return b is not None and c is not None and is_exact(c, b) and readers.get(middle.id, 0) == 1
+    return b is not None and c is not None and is_exact(c, b) and readers[middle.id] == 1

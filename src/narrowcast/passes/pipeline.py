@@ -103,9 +103,7 @@ def _record(program: Program, edit: Edit) -> EditRecord:
     value, argument, dst = _subject(program, step, edit)
     why: Why = edit.why
     src = value.type if value is not None and value.shape is not None else ""
-    moved = 0
-    if src and dst:
-        moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
+    moved = value.bytes + value.elements * FORMATS[dst].bits // 8 if value is not None and dst in FORMATS else 0
     return EditRecord(
         kind=_KINDS[type(edit)],
         by=why.by,

@@ -72,7 +72,7 @@ class Smallest:
     def __call__(self, question: Question) -> Optimum:
         """The placement that keeps fewest bytes, within the limit on time."""
         energy = question.energy
-        fixed = question.fixed / energy.unit if energy.unit else 0.0
+        fixed = question.fixed / energy.unit
         free = minimise(energy)
         most = self.slowdown * (free.cost + fixed) - fixed
         heavy = max(energy_total(energy), 1)

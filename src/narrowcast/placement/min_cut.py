@@ -35,12 +35,16 @@ def minimise_by_cut(energy: Energy) -> Optimum:
     return Optimum(chosen, cost, flow + network.constant, "minimum cut")
 
 
+def _by_bits(format: Format) -> tuple[int, str]:
+    return format.bits, format.name
+
+
 class _Network:
     """The graph of the cut: the choices, then source and sink, then auxiliary nodes."""
 
     def __init__(self, energy: Energy) -> None:
         self.energy = energy
-        ordered = sorted(energy.formats, key=lambda f: (f.bits, f.name))
+        ordered = sorted(energy.formats, key=_by_bits)
         self.low: Format | None = ordered[0] if len(ordered) > 1 else None
         self.high: Format | None = ordered[-1]
         self.source = len(energy.choices)
@@ -57,11 +61,10 @@ class _Network:
         """Pay if `start` is on the source's side and `end` on the sink's."""
         if cost < 0:
             raise EnergyError("a placement of least cost", f"a cost of {cost}", advice="Costs are 0 or more.")
-        if cost and start != end and end != self.source and start != self.sink:
-            if start == self.source and end == self.sink:
-                self.constant += cost
-            else:
-                self.edges.append((start, end, cost))
+        if start == self.source and end == self.sink:
+            self.constant += cost
+        elif cost:
+            self.edges.append((start, end, cost))
 
     def _unary(self, node: int, if_low: int, if_high: int) -> None:
         least = min(if_low, if_high)
@@ -101,8 +104,6 @@ class _Network:
                 self._once(storing, format, flow.stores[format], None)
 
     def _maker(self, flow: Flow) -> int:
-        if flow.maker == FIXED:
-            return self.source if flow.formats[0] is self.low else self.sink
         if len(set(flow.formats)) == 1:
             return self.source if flow.formats[0] is self.low else self.sink
         formats = self.energy.choices[flow.maker].formats
@@ -112,14 +113,12 @@ class _Network:
 
     def _cast(self, flow: Flow, maker: int, format: Format, needing: list[Reader]) -> None:
         other = self.high if format is self.low else self.low
-        if other is None or other is format:
+        if other is None:
             return
         for reader in needing:
             if reader.keeps and other in flow.rounded:
                 node = self._node(reader, format)
-                start, end = (node, maker) if format is self.low else (maker, node)
-                if start != end:
-                    self.never.append((start, end))
+                self.never.append((node, maker) if format is self.low else (maker, node))
         if (other, format) in flow.casts:
             self._once(needing, format, flow.casts[other, format], maker)
 
@@ -158,17 +157,16 @@ class _Network:
         never = [(start, end, total + 1) for start, end in self.never]
         edges = np.array([*self.edges, *never], dtype=np.int64).reshape(-1, 3)
         shape = (self.nodes, self.nodes)
-        capacities = csr_matrix((np.minimum(edges[:, 2], 2**31 - 1), (edges[:, 0], edges[:, 1])), shape=shape)
-        capacities.data = np.minimum(capacities.data, total + 1).astype(np.int32)
-        result: Any = maximum_flow(capacities.astype(np.int32), self.source, self.sink, method="dinic")
-        residual = capacities.astype(np.int32) - result.flow
-        residual.data[residual.data < 0] = 0
+        capacities = csr_matrix((edges[:, 2], (edges[:, 0], edges[:, 1])), shape=shape)
+        capacities.data = np.minimum(capacities.data, total + 1)
+        capacities = capacities.astype(np.int32)
+        result: Any = maximum_flow(capacities, self.source, self.sink, method="dinic")
+        residual = capacities - result.flow
         residual.eliminate_zeros()
         lows = set(breadth_first_order(residual, self.source, return_predecessors=False).tolist())
         chosen = tuple(self._format(number, number in lows) for number in range(len(self.energy.choices)))
         return chosen, int(result.flow_value)
 
     def _format(self, number: int, is_low: bool) -> Format:
-        formats = self.energy.choices[number].formats
-        wanted = self.low if is_low else self.high
-        return formats[0] if len(formats) == 1 or wanted is None else wanted
+        lowest_or_highest = min if is_low else max
+        return lowest_or_highest(self.energy.choices[number].formats, key=_by_bits)

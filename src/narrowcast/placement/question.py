@@ -119,17 +119,13 @@ class _Finder:
             self.often[step.id], self.home[step.id] = often, block
             for position, operand in enumerate(step.operands):
                 self.readers.setdefault(operand.value, []).append((step, position))
-            makes_new = step.op == "getitem" and not self._aliases_of(step.operands[0].value)
+            maker = self.steps.get(step.operands[0].value) if step.op == "getitem" else None
+            makes_new = maker is not None and not maker.aliases  # a parameter's elements may share any memory
             for position in () if makes_new else step.aliases:
                 self.roots[self._root(step.id)] = self._root(step.operands[position].value)
             loops = "loop" in step.op.lower()
             for inner in step.blocks:
                 self._survey(inner, often * TRIPS if loops else often)
-
-    def _aliases_of(self, value: int) -> tuple[int, ...]:
-        """The operands that a tuple's elements may share memory with; a parameter's may share any."""
-        maker = self.steps.get(value)
-        return maker.aliases if maker is not None else (0,)
 
     def _root(self, value: int) -> int:
         while self.roots.get(value, value) != value:

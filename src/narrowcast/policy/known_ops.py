@@ -59,10 +59,9 @@ def _packets() -> frozenset[str]:
 
 def unknown_op(rule: Rule) -> str | None:
     """None where the rule's op exists or cannot be judged; else a phrase naming the nearest op (maybe empty)."""
-    namespace = rule.target.partition(".")[0]
-    if namespace != "aten" or rule.torch is not None:
+    if not rule.target.startswith("aten.") or rule.torch is not None:
         return None
-    if "*" in rule.target or "?" in rule.target or "[" in rule.target:
+    if rule.is_glob:
         known = any(fnmatchcase(op, rule.target) for op in known_ops())
     elif rule.is_pattern:
         known = rule.target in _packets()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from narrowcast.errors import Origin
 from narrowcast.policy.policy import Policy
-from narrowcast.policy.rules import MODULE_CALL, Kind, Rule
+from narrowcast.policy.rules import Kind, Rule
 from narrowcast.policy.settings import DEVICE_TYPES
 from narrowcast.policy.table import Table
 
@@ -40,9 +40,8 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
             if nearest is not None:
                 findings.append(Finding("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
                 continue
-            covered = [op for op in ops if rule.matches_op(op)] or [
-                f"{MODULE_CALL}.default" if rule.is_module_call else rule.target
-            ]
+            is_name = rule.is_pattern and not rule.is_glob  # of a module's call, or of an op that is not listed
+            covered = [op for op in ops if rule.matches_op(op)] or [rule.target + ".default" * is_name]
             shadow = _shadow(policy, number, rule, covered)
             if shadow is not None:
                 message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"

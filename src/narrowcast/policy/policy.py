@@ -282,17 +282,17 @@ class Policy:
     @cached_property
     def effective_cache(self) -> str:
         """`native` or `off`: its own setting, or that of what it extends."""
-        return self.resolve("cpu").cache or "native" if self.extends else self.cache or "native"
+        return self.resolve("cpu").cache or "native"
 
     @cached_property
     def effective_low(self) -> str | None:
         """The low format of regions that name none: its own, or that of what it extends; None is the device type's."""
-        return self.resolve("cpu").low if self.extends else self.low
+        return self.resolve("cpu").low
 
     @cached_property
     def effective_inner(self) -> str:
         """What rules in `torch.autocast` blocks inside: its own setting, or that of what it extends."""
-        return (self.resolve("cpu").inner if self.extends else self.inner) or INNER[0]
+        return self.resolve("cpu").inner or INNER[0]
 
     def trains_in(self, low: Format) -> bool:
         """Whether a region in this low format is one to train in. Of a resolved policy."""
@@ -368,7 +368,7 @@ def as_policy(wanted: Policy | str | Path | None) -> Policy:
         return wanted
     if wanted is None or wanted == "native":
         return Policy.native()
-    in_use = known_policy(str(wanted)) if len(str(wanted)) == 64 else None
+    in_use = known_policy(str(wanted))
     if in_use is not None:
         return in_use
     if str(wanted).endswith(".toml"):
@@ -408,7 +408,7 @@ def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Poli
         below = [_load(folder / name, inside) for name in said.extends if name.endswith(".toml")]
         policy = Policy(
             said.name, said.layers, tuple(n for n in said.extends if not n.endswith(".toml")) or (NOTHING,),
-            said.description, text=None if below else text, text_layers=len(said.layers), **said.settings,
+            said.description, text=text, text_layers=len(said.layers), **said.settings,
         )  # fmt: skip
     except NarrowcastError as error:
         if error.where:

@@ -21,14 +21,13 @@ def print_text(
 ) -> str:
     """TOML text that says this. Where there is a text that says the first layers already, its comments stay."""
     document = tomlkit.parse(text) if text is not None else _header(name, extends, description)
-    if text is None or document.get("name") != name:
+    if document.get("name") != name:
         document["name"] = name
     for key, value in settings.items():
         if value and document.get(key) != value:
             document[key] = list(value) if isinstance(value, tuple) else value
-    done = text_layers if text is not None else 0
-    later = list(layers[done:])
-    if later and done == 0 and "rule" not in document:
+    later = list(layers[text_layers:])
+    if later and text_layers == 0:
         document["rule"] = _array_of_rules(later.pop(0))
     if later:
         written = document.get("layer") or tomlkit.aot()
