@@ -180,28 +180,28 @@ class _Finder:
 
     def _choice(self, step: Step) -> tuple[Format, ...]:
         """The formats that a step may have, the policy's first; none if it is tied."""
-        kind = op_kind(step.op)
-        tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
-        if not kind.is_known or tied or self.program.open_region(step) is not None:
+        kind, read, given = op_kind(step.op), [self.values[o.value] for o in step.operands], self._results(step)
+        if not kind.is_known or self._is_tied(step) or self._would_show([*read, step.value], given):
             return ()
-        inputs = [self.values[o.value] for o in step.operands]
-        came = [v.format for v in inputs if v.format is not None]
-        results = [v.format for v in self._results(step) if v.format is not None]
-        allowed = (fp32, *self.lows)
-        if not came or any(f not in allowed for f in (*came, *results)):
+        came, results = ([v.format for v in values if v.format is not None] for values in (read, given))
+        if not came or not {*came, *results} <= {fp32, *self.lows}:
             return ()
+        if kind.commutes and not kind.in_place and results and len({*came, *results}) == 1:
+            return (came[0], *(self.lows if came[0] is fp32 else [fp32]))
         lows = {f for f in came if f is not fp32}
-        alike = len({*came, *results}) == 1
-        if self.mode == EXACT and (not self.after_autograd and any(v.gradient for v in (*inputs, step.value))):
-            return ()
-        if self.dense is not None and any(v.id not in self.dense for v in (*inputs, *self._results(step))):
-            return ()
-        if kind.commutes and alike and not kind.in_place and results:
-            own = came[0]
-            return (own, *(self.lows if own is fp32 else [fp32]))
-        if self.mode == EXACT or len(lows) != 1 or not lows.issuperset(results[:1]):
-            return ()
-        return (*lows, fp32)
+        runs_low = len(lows) == 1 and lows.issuperset(results[:1])
+        return (*lows, fp32) if runs_low and self.mode != EXACT else ()
+
+    def _is_tied(self, step: Step) -> bool:
+        """Whether something else than the policy says in which format it runs."""
+        tied = step.blocks or step.given or step.id in self.pinned or "order" in step.effects
+        return bool(tied) or self.program.open_region(step) is not None
+
+    def _would_show(self, values: list[Value], results: list[Value]) -> bool:
+        """Whether another format would change more than rounding: how gradients add up, or the strides of results."""
+        if self.mode == EXACT and not self.after_autograd and any(v.gradient for v in values):
+            return True
+        return self.dense is not None and any(v.id not in self.dense for v in (*values[:-1], *results))
 
     def _results(self, step: Step) -> list[Value]:
         """The step's value, or those taken from the tuple that it makes."""
