@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowcast.errors import Origin
+from narrowcast.policy.known_ops import known_ops, unknown_op
 from narrowcast.policy.policy import Policy
 from narrowcast.policy.rules import Kind, Rule
 from narrowcast.policy.settings import DEVICE_TYPES
@@ -29,8 +30,6 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
 
     Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
     """
-    from narrowcast.policy.known_ops import known_ops, unknown_op
-
     ops = known_ops()
     bases = [Policy("base", extends=policy.extends).resolve(d).table for d in DEVICE_TYPES] if policy.extends else []
     findings: list[Finding] = []
