@@ -14,7 +14,7 @@ from narrowcast.decide import Region
 from narrowcast.graphs.operands import operands_of
 from narrowcast.ledger import HidingBlock
 from narrowcast.policy import NOWHERE, Policy, Site
-from narrowcast.program import CAST, ENTER, EXIT, Block, OpenedRegion, Operand, Program, Step, Value, Writes
+from narrowcast.program import CAST, ENTER, EXIT, Block, Memories, OpenedRegion, Operand, Program, Step, Value, Writes
 from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
 from narrowcast.regions.ruling import region_on
 from narrowcast.regions.stack import Prepared
@@ -115,7 +115,7 @@ class _Reader:
         self.ids: dict[Node, int] = {}
         self.values: dict[int, Value] = {}
         self.modules: list[GraphModule] = []
-        self.roots: dict[int, int] = {}
+        self.memories = Memories()
         self.taken: set[int] = set()  # memory that an in-place op made part of autograd
         self.sites: dict[tuple[Any, ...], Site] = {}
         self.hidden: dict[HidingBlock, int] = {}
@@ -255,7 +255,7 @@ class _Reader:
         if hiding is not None and facts.computes:
             self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
         if gradient and any(o.written for o in operands):
-            self.taken.update(self._memory(o.value) for o in operands if o.written)
+            self.taken.update(self.memories.of(o.value) for o in operands if o.written)
         return Step(
             value,
             facts.id,
@@ -274,19 +274,14 @@ class _Reader:
 
     # -- gradients that in-place ops bring to what shares memory with their target
 
-    def _memory(self, value: int) -> int:
-        while self.roots.get(value, value) != value:
-            value = self.roots[value]
-        return value
-
     def _join(self, value: int, source: int) -> None:
-        root, other = self._memory(source), self._memory(value)
-        self.roots[other] = root
-        if other in self.taken:
-            self.taken.add(root)
+        was_taken = self.memories.of(value) in self.taken
+        self.memories.join(value, source)
+        if was_taken:
+            self.taken.add(self.memories.of(value))
 
     def _has_gradient(self, value: Value) -> bool:
-        return value.gradient or (bool(self.taken) and self._memory(value.id) in self.taken)
+        return value.gradient or (bool(self.taken) and self.memories.of(value.id) in self.taken)
 
     def _other(self, graph: GraphModule, node: Node) -> Step:
         """A higher-order op, an attribute, or a Python function."""

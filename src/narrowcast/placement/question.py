@@ -14,7 +14,7 @@ from narrowcast.formats import Format, fp32, is_exact
 from narrowcast.ops import POINTWISE, op_kind
 from narrowcast.placement import FIXED, Choice, Energy, Flow, Reader
 from narrowcast.placement.prices import Prices, ValuePrice
-from narrowcast.program import CAST, Block, Program, Step, Value, Writes
+from narrowcast.program import CAST, Block, Memories, Program, Step, Value, Writes
 
 EXACT, FREE = "exact", "free"
 TRIPS = 10
@@ -91,14 +91,16 @@ class _Finder:
         self.pinned: set[int] = set()
         self.returned = frozenset(program.body.returns)
         self.readers: dict[int, list[tuple[Step, int]]] = {}
-        self.roots: dict[int, int] = {}
+        self.memories = Memories()
         self._survey(program.body, 1)
-        self.written = {self._root(o.value) for s in self.steps.values() for o in s.operands if o.written}
-        outside = {self._root(v.id) for v in program.body.parameters}
-        outside |= {self._root(v) for v in self.returned if v not in self.steps or not self.steps[v].is_cast}
+        self.written = {self.memories.of(o.value) for s in self.steps.values() for o in s.operands if o.written}
+        outside = {self.memories.of(v.id) for v in program.body.parameters}
+        outside |= {self.memories.of(v) for v in self.returned if v not in self.steps or not self.steps[v].is_cast}
         for cast in program.casts():  # a copy that must be one in any case: idle, it would be one for nothing
             source = cast.operands[0].value
-            if self._root(cast.id) in self.written or (cast.id in self.returned and self._root(source) in outside):
+            if self.memories.of(cast.id) in self.written or (
+                cast.id in self.returned and self.memories.of(source) in outside
+            ):
                 self.pinned.add(source)
         self.casts = {s.id: s for s in program.casts() if (ours is None or s.id in ours) and self._is_free_cast(s)}
         self.lows = sorted(
@@ -122,20 +124,14 @@ class _Finder:
             maker = self.steps.get(step.operands[0].value) if step.op == "getitem" else None
             makes_new = maker is not None and not maker.aliases  # a parameter's elements may share any memory
             for position in () if makes_new else step.aliases:
-                self.roots[self._root(step.id)] = self._root(step.operands[position].value)
+                self.memories.join(step.id, step.operands[position].value)
             loops = "loop" in step.op.lower()
             for inner in step.blocks:
                 self._survey(inner, often * TRIPS if loops else often)
 
-    def _root(self, value: int) -> int:
-        while self.roots.get(value, value) != value:
-            self.roots[value] = self.roots.get(self.roots[value], self.roots[value])
-            value = self.roots[value]
-        return value
-
     def _has_own_memory(self, cast: Step) -> bool:
         """Whether a cast is returned, or written to."""
-        return cast.id in self.returned or self._root(cast.id) in self.written
+        return cast.id in self.returned or self.memories.of(cast.id) in self.written
 
     def _is_free_cast(self, cast: Step) -> bool:
         """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whoever
@@ -144,7 +140,11 @@ class _Finder:
         if self.program.open_region(cast) is not None or cast.id in self.pinned:
             return False
         source = self.values[cast.operands[0].value]
-        if source.format is None or self._root(cast.id) in self.written or self._root(source.id) in self.written:
+        if (
+            source.format is None
+            or self.memories.of(cast.id) in self.written
+            or self.memories.of(source.id) in self.written
+        ):
             return False
         home = self.home[cast.id]
         if any(s.op == CAST or self.home[s.id] is not home for s, _ in self.readers.get(cast.id, ())):
@@ -223,8 +223,8 @@ class _Finder:
         """Whatever shares memory that is written to has one format: one choice for all, or none."""
         groups: dict[int, list[int]] = {}
         for number in self.values:
-            if self._root(number) in self.written:
-                groups.setdefault(self._root(number), []).append(number)
+            if self.memories.of(number) in self.written:
+                groups.setdefault(self.memories.of(number), []).append(number)
         for group in groups.values():
             variables = [self.variable.get(number) for number in group]
             known = list(dict.fromkeys(v for v in variables if v is not None))

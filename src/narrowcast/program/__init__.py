@@ -1,6 +1,6 @@
 """The program: a graph as data, its text form, its verifier, and the edits that may change it."""
 
-from narrowcast.program.aliases import Writes, reaching
+from narrowcast.program.aliases import Memories, Writes, reaching
 from narrowcast.program.edits import (
     CastResult,
     CastReturn,
@@ -57,6 +57,7 @@ __all__ = [
     "Follow",
     "Hoist",
     "InsertCast",
+    "Memories",
     "Move",
     "OpenedRegion",
     "Operand",

@@ -7,6 +7,29 @@ from bisect import bisect_right
 from narrowcast.program.model import Block
 
 
+class Memories:
+    """Which values may show one memory: each shows its own, until two are joined."""
+
+    __slots__ = ("_root",)
+
+    def __init__(self) -> None:
+        self._root: dict[int, int] = {}
+
+    def of(self, value: int) -> int:
+        """The same number for all values that may show the same memory."""
+        path = []
+        while self._root.get(value, value) != value:
+            path.append(value)
+            value = self._root[value]
+        for passed in path:
+            self._root[passed] = value
+        return value
+
+    def join(self, a: int, b: int) -> None:
+        """Let two values, and all that share with either, show one memory: that of `b`."""
+        self._root[self.of(a)] = self.of(b)
+
+
 class Writes:
     """The writes of one block by what they may reach: values that may share memory count as one.
 
@@ -15,41 +38,29 @@ class Writes:
     """
 
     def __init__(self, block: Block) -> None:
-        self._root: dict[int, int] = {}
+        self._memories = Memories()
         self.position = {step.id: n for n, step in enumerate(block.steps)}
         self._last = len(block.steps)
         for step in block.steps:
             for operand in step.aliases:
-                self._join(step.id, step.operands[operand].value)
+                self._memories.join(step.id, step.operands[operand].value)
         self._at: dict[int, list[int]] = {}
         for n, step in enumerate(block.steps):
             for o in step.operands:
                 if o.written:
-                    self._at.setdefault(self._find(o.value), []).append(n)
-
-    def _find(self, value: int) -> int:
-        path = []
-        while self._root.get(value, value) != value:
-            path.append(value)
-            value = self._root[value]
-        for step in path:
-            self._root[step] = value
-        return value
-
-    def _join(self, a: int, b: int) -> None:
-        self._root[self._find(a)] = self._find(b)
+                    self._at.setdefault(self._memories.of(o.value), []).append(n)
 
     def memory(self, value: int) -> int:
         """The same number for values that may be views of one memory."""
-        return self._find(value)
+        return self._memories.of(value)
 
     def share_memory(self, a: int, b: int) -> bool:
         """Whether two values may be views of one memory."""
-        return self._find(a) == self._find(b)
+        return self._memories.of(a) == self._memories.of(b)
 
     def is_written(self, value: int, after: int, before: int) -> bool:
         """Whether a step between two steps (ids; neither of them counts) may write to what the value shows."""
-        at = self._at.get(self._find(value))
+        at = self._at.get(self._memories.of(value))
         if not at:
             return False
         start, end = self.position.get(after, -1), self.position.get(before, self._last)
@@ -58,7 +69,7 @@ class Writes:
 
     def count_before(self, value: int, step: int) -> int:
         """How many writes to what the value shows come before a step."""
-        at = self._at.get(self._find(value))
+        at = self._at.get(self._memories.of(value))
         return bisect_right(at, self.position.get(step, self._last) - 1) if at else 0
 
     def is_written_after(self, value: int, step: int) -> bool:
