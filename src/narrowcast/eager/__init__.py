@@ -1,8 +1,8 @@
 """The eager front end: regions, kernels at the Autocast keys, recording."""
 
 from narrowcast.eager.caching import cache_info, invalidate
+from narrowcast.eager.call_hook import ask_at_calls
 from narrowcast.eager.functions import custom_bwd, custom_fwd
-from narrowcast.eager.module_calls import ask_at_calls
 from narrowcast.eager.opening import changed_ops
 from narrowcast.eager.pins import pin, unpin
 from narrowcast.eager.record import record

@@ -1,4 +1,4 @@
-"""Modules' calls under pins and under rules about `module.call`.
+"""The hook at modules' calls: pins, and rules about `module.call`, are asked for there.
 
 torch's `Module._call_impl` is replaced once, when the first pin is set or the first region opened whose policy has such
 rules. It asks for the pin of the module and for the region that rules, and calls torch's own; no hook is put on a
