@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from narrowcast.decide import Argument, Call, Plan, Region, decide
 from narrowcast.formats import Format
-from narrowcast.policy import MODULE_CALL_OP, RESULT, Kind, Policy, Rule, Site
+from narrowcast.policy import MODULE_CALL_OP, Kind, Policy, Rule, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,6 @@ class ModuleCall:
 
     def plan(self, name: str = "") -> Plan:
         """What is decided about the argument of that name; without a name, about the call as a whole."""
-        if name.partition(".")[0] == RESULT:  # an argument of that name has none of its own: it means what is returned
-            name = ""
         argument = Argument(name, None, self.region.device_type, unknown=True)
         return decide(Call(MODULE_CALL_OP, (argument,), self.site), self.policy, self.region)
 

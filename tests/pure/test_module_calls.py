@@ -52,3 +52,5 @@ def test_the_name_result_means_what_is_returned():
     assert made.cast_of("result") == (None, False) and made.inside().goes_on
     (result,) = made.plan().results
     assert result.format is fp16
+    kept = Rule("module.call", "follow", module_class="Pool", argument="result")
+    assert call(Rule("module.call", "full", module_class="Pool"), kept).cast_of("result") == (fp32, False)

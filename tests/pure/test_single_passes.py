@@ -8,7 +8,7 @@ import pytest
 import narrowcast as nc
 from narrowcast.errors import RefusedError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.passes import assign_casts, drop_casts, fold_casts, hoist_casts, run_passes, share_casts
+from narrowcast.passes import assign_casts, call_of, drop_casts, fold_casts, hoist_casts, run_passes, share_casts
 from narrowcast.passes.pipeline import _record, before_autograd
 from narrowcast.program import (
     CastResult,
@@ -564,3 +564,11 @@ def test_a_weight_that_the_first_step_writes_to_is_not_hoisted():
   return %4, %5"""
     assert hoisted(text) == []
     assert hoisted(text.replace("relu_.default(self=%0!) ~0", "relu.default(self=%0)")) == [(4, (4, 5))]
+
+
+def test_a_call_outside_of_regions_is_on_no_device_that_a_region_says():
+    """Its tensors' own device is asked for; where that is unknown there is none."""
+    program = parse_program(
+        "program p\nblock main(%0: fp32[2]) {\n  %1: fp32[2] = aten.relu.default(self=%0)\n  return %1\n}"
+    )
+    assert [a.device for a in call_of(program, program.steps[1]).arguments] == [""]

@@ -402,3 +402,10 @@ def test_a_policy_over_a_file_is_printed_with_its_rules(tmp_path):
     (tmp_path / "top.toml").write_text('extends = "base.toml"\n[[rule]]\nop = "aten.relu"\naction = "full"\n')
     policy = Policy.load(tmp_path / "top.toml")
     assert Policy.parse(policy.to_toml()) == policy and len(policy.rules) == 2
+
+
+def test_a_built_in_policy_is_printed_whole():
+    """It has no text of its own any more: all its layers are written, and read as the same policy."""
+    for name in ("safe", "native:cpu"):
+        built_in = Policy.load(name)
+        assert Policy.parse(built_in.to_toml()) == built_in
