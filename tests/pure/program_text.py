@@ -78,7 +78,7 @@ class _Parser:
     def _line(self) -> str:
         if self.at >= len(self.lines):
             raise self._error("a step")
-        return self.lines[self.at].strip()
+        return self.lines[self.at].lstrip()  # a note at the end may be blank
 
     def _block(self) -> Block:
         head = _BLOCK.match(self._line())

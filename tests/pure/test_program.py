@@ -490,3 +490,11 @@ def test_what_follows_a_program_is_rejected(end):
     with pytest.raises(ProgramError, match="the end, or a site in a program: found 'junk'"):
         parse_program(TWO + end)
     assert parse_program(TWO + "site 0: {}\n\nsite 1: {}\n") == parse_program(TWO)
+
+
+def test_a_site_whose_note_is_blank_is_read_back():
+    """A module may be registered under a name of one blank."""
+    made = parse_program("program p\nblock main(%0: fp32) {\n  %1: fp32 = f(a=%0)\n  return %1\n}")
+    (step,) = made.body.steps
+    blank = replace(made, body=replace(made.body, steps=(replace(step, site=nc.Site(" ")),)))
+    assert parse_program(print_program(blank)) == blank
