@@ -52,9 +52,9 @@ class ModuleCall:
         """The rule about an argument, or about `result`, or else about the whole."""
         return self.plan(name).rule_about(name)
 
-    def inside(self) -> Inside:
-        """What regions hold inside."""
-        rule = self.plan().rule
+    def inside(self, plan: Plan) -> Inside:
+        """What regions hold inside; plan: of the call as a whole."""
+        rule = plan.rule
         if rule is None:
             return Inside(True, None)
         kind = rule.action.kind

@@ -24,13 +24,13 @@ def call(*rules):
 def test_an_action_says_what_goes_in_and_what_holds_inside(action, inside, cast):
     """As docs/control.md has it."""
     made = call(Rule("module.call", action, module_class="Pool"))
-    assert made.inside() == inside and made.cast_of("x") == cast
+    assert made.inside(made.plan()) == inside and made.cast_of("x") == cast
 
 
 def test_without_a_rule_nothing_changes():
     """A rule about another class is none."""
     made = call(Rule("module.call", "full", module_class="Other"))
-    assert made.inside() == Inside(True, None) and made.cast_of("x") == (None, False)
+    assert made.inside(made.plan()) == Inside(True, None) and made.cast_of("x") == (None, False)
     assert made.rule_about("x") is None
 
 
@@ -43,13 +43,14 @@ def test_an_argument_may_have_a_rule_of_its_own():
     assert made.cast_of("rois") == (None, False) and made.cast_of("x") == (fp32, False)
     assert made.names("rois") and not made.names("x")
     assert made.rule_about("rois") is rois and made.rule_about("x") is whole
-    assert call(rois).inside() == Inside(True, None)
+    alone = call(rois)
+    assert alone.inside(alone.plan()) == Inside(True, None)
 
 
 def test_the_name_result_means_what_is_returned():
     """An argument that is named so has no rule of its own."""
     made = call(Rule("module.call", "to(fp16)", module_class="Pool", argument="result"))
-    assert made.cast_of("result") == (None, False) and made.inside().goes_on
+    assert made.cast_of("result") == (None, False) and made.inside(made.plan()).goes_on
     (result,) = made.plan().results
     assert result.format is fp16
     kept = Rule("module.call", "follow", module_class="Pool", argument="result")

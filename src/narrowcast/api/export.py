@@ -68,9 +68,10 @@ def export(
     if wanted.places:  # a goal never raises where fp32 runs
         chosen = chosen.repairing()
     around: Callable[[], Any] = nullcontext
-    made_on = for_target(chosen, device_type_of(model) or "cpu")[1]
+    is_on = device_type_of(model)
+    made_on = for_target(chosen, is_on or "cpu")[1]
     if asked.is_there:
-        device = asked.device_type or device_type_of(model) or device_type_of(args, kwargs) or "cpu"
+        device = asked.device_type or is_on or device_type_of(args, kwargs) or "cpu"
         chosen, made_on = for_target(chosen, device, made_for)
         opened = asked.on(device, chosen)
         around = lambda: opened  # noqa: E731

@@ -97,7 +97,7 @@ class Boundary:
     @cached_property
     def inside(self) -> Inside:
         """What regions hold inside."""
-        return self.call.inside()
+        return self.call.inside(self.plan)
 
     @cached_property
     def follows(self) -> bool:

@@ -9,7 +9,7 @@ Before, and after, where casting the product's two inputs costs more than it sav
 
 In the mode `exact` every value keeps its bits: calls stay as they are, and casts move through what only moves values,
 to the side with fewer elements. In the mode `free` a low call may also run in fp32: never less precise than the policy.
-What the program returns keeps its format. Refuses: what find_choices.py leaves tied. Recurses into all blocks.
+What the program returns keeps its format. Refuses: what question.py leaves tied. Recurses into all blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which calls of a program may choose their format, and what flows between them: the energy of its placement.
 
-A call may choose if it is on the allow list of families.py and nothing ties it. Under the policy a low call may also
+A call may choose if it is on the allow list of ops/facts.toml and nothing ties it. Under the policy a low call may also
 run in fp32. What only moves values (a view, cat, gather, relu) may have any format that keeps the bits its readers are
 to have. In-place calls have the format of what they write to. Values in which loops and branches meet keep theirs.
 """
@@ -98,9 +98,7 @@ class _Finder:
         outside |= {self.memories.of(v) for v in self.returned if v not in self.steps or not self.steps[v].is_cast}
         for cast in program.casts():  # a copy that must be one in any case: idle, it would be one for nothing
             source = cast.operands[0].value
-            if self.memories.of(cast.id) in self.written or (
-                cast.id in self.returned and self.memories.of(source) in outside
-            ):
+            if self._is_written(cast.id) or (cast.id in self.returned and self.memories.of(source) in outside):
                 self.pinned.add(source)
         self.casts = {s.id: s for s in program.casts() if (ours is None or s.id in ours) and self._is_free_cast(s)}
         self.lows = sorted(
@@ -129,9 +127,13 @@ class _Finder:
             for inner in step.blocks:
                 self._survey(inner, often * TRIPS if loops else often)
 
+    def _is_written(self, value: int) -> bool:
+        """Whether something writes to the memory that a value shows."""
+        return self.memories.of(value) in self.written
+
     def _has_own_memory(self, cast: Step) -> bool:
         """Whether a cast is returned, or written to."""
-        return cast.id in self.returned or self.memories.of(cast.id) in self.written
+        return cast.id in self.returned or self._is_written(cast.id)
 
     def _is_free_cast(self, cast: Step) -> bool:
         """Whether a cast may be taken out: it is no source of another one, nothing writes to its copy, and whoever
@@ -140,11 +142,7 @@ class _Finder:
         if self.program.open_region(cast) is not None or cast.id in self.pinned:
             return False
         source = self.values[cast.operands[0].value]
-        if (
-            source.format is None
-            or self.memories.of(cast.id) in self.written
-            or self.memories.of(source.id) in self.written
-        ):
+        if source.format is None or self._is_written(cast.id) or self._is_written(source.id):
             return False
         home = self.home[cast.id]
         if any(s.op == CAST or self.home[s.id] is not home for s, _ in self.readers.get(cast.id, ())):
@@ -223,7 +221,7 @@ class _Finder:
         """Whatever shares memory that is written to has one format: one choice for all, or none."""
         groups: dict[int, list[int]] = {}
         for number in self.values:
-            if self.memories.of(number) in self.written:
+            if self._is_written(number):
                 groups.setdefault(self.memories.of(number), []).append(number)
         for group in groups.values():
             variables = [self.variable.get(number) for number in group]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.decide import Region
+from narrowcast.decide import Plan, Region
 from narrowcast.errors import ScriptError
 from narrowcast.module_calls import ModuleCall
 from narrowcast.policy import Kind, Policy, Site
@@ -228,6 +228,7 @@ class ModuleBounds(Bounds):
             around = self._with_pin(around, pin)
         around = {d: s for d, s in around.items() if self._has_rules(s, site)}
         calls = {device: self._call(scope, site) for device, scope in around.items()}
+        plans = {device: call.plan() for device, call in calls.items()}
         if not around:
             return None if scopes is before else (Frame({}), scopes)
         for name in facts.get("containers", ()):
@@ -237,13 +238,13 @@ class ModuleBounds(Bounds):
                     found="it is a container, or may be None, and a script takes it apart only when it runs",
                     where=shown_at(mark), advice=f'Keep it (keep=("{name}",), or a rule: action = "follow").',
                 )  # fmt: skip
-        if facts["call"] == "container" and any(call.plan().results for call in calls.values()):
+        if facts["call"] == "container" and any(plan.results for plan in plans.values()):
             raise ScriptError(
                 asked=f"the results of {site.module_path or 'the module'} in another format",
                 found="they are in a container that a script takes apart only when it runs",
                 where=shown_at(mark), advice="Return a tensor or a tuple of tensors.",
             )  # fmt: skip
-        return Frame(around), self._inside(scopes, calls, scanner)
+        return Frame(around), self._inside(scopes, calls, plans, scanner)
 
     def _in_region(self, scopes: Scopes, region: Any, scanner: Scanner) -> Scopes:
         facts = region.prepared.facts
@@ -270,10 +271,12 @@ class ModuleBounds(Bounds):
         low = scope.low if isinstance(scope.low, torch.dtype) else torch.get_autocast_dtype(scope.device_type)
         return ModuleCall(self.policy_of(scope), Region(scope.device_type, FORMATS[low]), site)
 
-    def _inside(self, scopes: Scopes, calls: Mapping[str, ModuleCall], scanner: Scanner) -> Scopes:
+    def _inside(
+        self, scopes: Scopes, calls: Mapping[str, ModuleCall], plans: Mapping[str, Plan], scanner: Scanner
+    ) -> Scopes:
         inside = dict(scopes)
         for device, call in calls.items():
-            rule, found = call.plan().rule, call.inside()
+            rule, found = plans[device].rule, call.inside(plans[device])
             if found.goes_on or (rule is not None and rule.action.kind is Kind.LOWER):  # in the region's own format
                 continue
             for ruled in (list(scopes) or ["cpu"]) if device == ANYWHERE else [device]:
