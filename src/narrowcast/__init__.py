@@ -20,18 +20,22 @@ if TYPE_CHECKING:
     from narrowcast.api.target import target_of
     from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
-    from narrowcast.explaining.explain import Subject, explain
+    from narrowcast.explaining.explain import explain
     from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
+    from narrowcast.report.run import Run
+    from narrowcast.runs.capture import capture
+    from narrowcast.runs.subject import Subject
 
 __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"Explanation": "narrowcast.report"}
+_REPORTS = {"Explanation": "narrowcast.report", "Run": "narrowcast.report.run"}
 _TORCH_HALF = {
     "autocast": "narrowcast.eager",
     "cache_info": "narrowcast.eager",
+    "capture": "narrowcast.runs.capture",
     "carry": "narrowcast.eager",
     "compile": "narrowcast.api.compile",
     "convert": "narrowcast.api.script",
@@ -41,7 +45,7 @@ _TORCH_HALF = {
     "invalidate": "narrowcast.eager",
     "pin": "narrowcast.eager",
     "record": "narrowcast.eager",
-    "Subject": "narrowcast.explaining.explain",
+    "Subject": "narrowcast.runs.subject",
     "explain": "narrowcast.explaining.explain",
     "round_to": "narrowcast.numerics",
     "script": "narrowcast.api.script",
@@ -64,11 +68,13 @@ __all__ = [
     "Refusal",
     "Region",
     "Rule",
+    "Run",
     "Site",
     "Subject",
     "__version__",
     "autocast",
     "cache_info",
+    "capture",
     "carry",
     "compile",
     "convert",

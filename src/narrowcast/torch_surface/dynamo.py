@@ -146,6 +146,23 @@ def begins_again(error: Exception) -> bool:
 
 
 @cache
+@contextmanager
+def compiled_code_off() -> Iterator[None]:
+    """What torch.compile compiled runs as eager code inside, on every thread; nothing where Dynamo was never needed."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def compiled_code_on() -> Iterator[None]:
+    """Inside the other: compiled code runs."""
+    with torch.compiler.set_stance("default"):
+        yield
+
+
 def missing_cpp_compiler(named: str | None) -> str:
     """Why Inductor finds no C++ compiler, first line; empty where it finds one. named: the variable CXX, as it is."""
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,6 +38,18 @@ def mutators() -> tuple[tuple[Any, str], ...]:
     )  # fmt: skip
 
 
+@contextmanager
+def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -> Iterator[None]:
+    """Be told of each optimizer that steps inside, after its step or before."""
+    register = "register_optimizer_step_pre_hook" if before else "register_optimizer_step_post_hook"
+    owner: Any = sys.modules[torch.optim.Optimizer.__module__]
+    handle = getattr(owner, register)(lambda optimizer, args, kwargs: tell(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def module_call_code() -> CodeType:
     """The code of what runs when a module is called, as it is now: pins and rules about modules replace it."""
     code: CodeType = getattr(Module, CALL).__code__
@@ -59,3 +74,13 @@ def carried_state(frame: FrameType) -> Any:
         return None
     found = frame.f_locals
     return found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpoint recomputes its forward on this thread's Python stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == CHECKPOINT_FILE and frame.f_code.co_name in RECOMPUTING:
+            return True
+        frame = frame.f_back
+    return False
