@@ -28,8 +28,8 @@ from narrowcast.torch_bridge import device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.torch_surface.dynamo import (
     BackendCompilerFailed,
+    CompiledCode,
     OptimizedModule,
-    compiled_code_on,
     forget_original,
     never_trace,
     original_module,
@@ -121,7 +121,7 @@ def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...
     """The call's result; while a run is observed, from our graphs, which tell of their calls."""
     if not stepping():
         return around.run(compiled, args, kwargs)
-    with compiled_code_on():
+    with CompiledCode(on=True):
         return around.run(compiled, args, kwargs)
 
 

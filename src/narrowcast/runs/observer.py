@@ -39,7 +39,7 @@ from narrowcast.torch_surface.dispatch import (
     below_modes,
     without_modes,
 )
-from narrowcast.torch_surface.dynamo import compiled_code_off
+from narrowcast.torch_surface.dynamo import CompiledCode
 from narrowcast.torch_surface.modules import CALL, is_recomputing
 from narrowcast.torch_surface.patches import held
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
@@ -135,7 +135,7 @@ class Observer(DispatchMode):
             for device_type in self._device_types:
                 install_visiting(self._ops, device_type)
                 stack.callback(remove_visiting, device_type)
-            stack.enter_context(compiled_code_off())
+            stack.enter_context(CompiledCode(on=False))
             add_watcher(self)
             stack.callback(remove_watcher, self)
             stack.enter_context(held(torch.nn.Module, "calls are numbered", **{CALL: self._numbering}))

@@ -146,21 +146,22 @@ def begins_again(error: Exception) -> bool:
 
 
 @cache
-@contextmanager
-def compiled_code_off() -> Iterator[None]:
-    """What torch.compile compiled runs as eager code inside, on every thread; nothing where Dynamo was never needed."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+class CompiledCode:
+    """`with CompiledCode(on=False):` what torch.compile compiled runs as eager code inside, on every thread; inside
+    that, `with CompiledCode(on=True):` lets it run. Nothing where Dynamo was never needed.
+    """
 
+    def __init__(self, on: bool) -> None:
+        self._on = on
+        self._stance: Any = None
 
-@contextmanager
-def compiled_code_on() -> Iterator[None]:
-    """Inside the other: compiled code runs."""
-    with torch.compiler.set_stance("default"):
-        yield
+    def __enter__(self) -> None:
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("default" if self._on else "force_eager")  # from here on
+
+    def __exit__(self, *raised: object) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
 
 
 def missing_cpp_compiler(named: str | None) -> str:

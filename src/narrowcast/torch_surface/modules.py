@@ -52,7 +52,8 @@ def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -
 
 def module_call_code() -> CodeType:
     """The code of what runs when a module is called, as it is now: pins and rules about modules replace it."""
-    code: CodeType = getattr(Module, CALL).__code__
+    call = getattr(Module, CALL)
+    code: CodeType = getattr(call, "__wrapped__", call).__code__  # below what is held around it for a while
     return code
 
 
