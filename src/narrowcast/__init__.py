@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.subject import Subject
+    from narrowcast.runs.watch import watch
 
 __version__ = "0.1.0.dev0"
 
@@ -52,6 +53,7 @@ _TORCH_HALF = {
     "target_of": "narrowcast.api.target",
     "trace": "narrowcast.api.script",
     "unpin": "narrowcast.eager",
+    "watch": "narrowcast.runs.watch",
 }
 
 __all__ = [
@@ -97,6 +99,7 @@ __all__ = [
     "target_of",
     "trace",
     "unpin",
+    "watch",
     "widest",
 ]
 

@@ -127,6 +127,10 @@ class RunError(NarrowcastError, ValueError):
     """A run of a model cannot be captured, compared, read or written as asked."""
 
 
+class NotFiniteError(NarrowcastError, ArithmeticError):
+    """A watched run made a NaN or an infinity, and was to stop there."""
+
+
 class SurfaceError(NarrowcastError, RuntimeError):
     """This torch is not as Narrowcast takes it to be: which assumption does not hold, and for which version."""
 

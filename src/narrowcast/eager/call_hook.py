@@ -1,8 +1,8 @@
-"""The hook at modules' calls: pins, and rules about `module.call`, are asked for there.
+"""The hook at modules' calls: pins, and rules about `module.call`, are asked for there; observers number calls there.
 
 torch's `Module._call_impl` is replaced once, when the first pin is set or the first region opened whose policy has such
-rules. It asks for the pin of the module and for the region that rules, and calls torch's own; no hook is put on a
-module, and nothing of a module changes but one attribute of a pinned one.
+rules, or the first run observed. It asks for the pin of the module and for the region that rules, and calls torch's
+own; no hook is put on a module, and nothing of a module changes but one attribute of a pinned one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import Module
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import find_boundary
 from narrowcast.eager.traced_calls import boundary_key, paths_matter, rules_hold, run_traced
+from narrowcast.eager.watch import stepping, watchers
 from narrowcast.regions import pinned
 from narrowcast.regions.pinned import ATTRIBUTE
 from narrowcast.regions.stack import innermost
@@ -37,7 +38,7 @@ def ask_at_calls() -> None:
     stay(Module, CALL, _watching, _WHY)
 
 
-_WHY = "pins, and rules about the calls of modules"
+_WHY = "pins, rules about the calls of modules, observed runs"
 
 
 def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,15 +51,26 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
                 with pin.region.again():
                     return _called_traced(original, self, pin, args, kwargs)
             return _called_traced(original, self, pin, args, kwargs)
-        if pin is None and innermost() is None and current_graph_task() == -1:
-            return original(self, *args, **kwargs)
-        if pin is not None and pin.region is not None:
-            with pin.region:
-                return _called(original, self, args, kwargs)
-        return _called(original, self, args, kwargs)
+        if watchers():
+            call = partial(_called_pinned, original, self, pin)
+            for watcher in stepping():
+                call = partial(watcher.called, call, self)
+            return call(args, kwargs)
+        return _called_pinned(original, self, pin, args, kwargs)
 
     never_begin_at(_call_impl)
     return _call_impl
+
+
+def _called_pinned(
+    original: Callable[..., Any], module: Module, pin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if pin is None and innermost() is None and current_graph_task() == -1:
+        return original(module, *args, **kwargs)
+    if pin is not None and pin.region is not None:
+        with pin.region:
+            return _called(original, module, args, kwargs)
+    return _called(original, module, args, kwargs)
 
 
 def _called(original: Callable[..., Any], module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -75,4 +87,5 @@ def _called_traced(original: Callable[..., Any], self: Module, pin: Any, args: A
 
 
 never_begin_at(_called)
+never_begin_at(_called_pinned)
 never_trace(find_boundary)

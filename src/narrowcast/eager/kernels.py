@@ -191,7 +191,7 @@ class Kernel:
             result = self._pass_on(keyset, args, kwargs)
             return cast_results(result, plan) if plan.results else result
         with excluding(self._keyset):
-            result = self._invoke(plan, args, kwargs)
+            result = invoke(self.facts, plan, args, kwargs)
             return cast_results(result, plan) if plan.results else result
 
     def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,39 +200,42 @@ class Kernel:
             if slot.position < len(args) and type(args[slot.position]) in _NUMBERS:
                 # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
                 with excluding(self._keyset):
-                    return self._call(args, kwargs)
+                    return _call(self.facts, args, kwargs)
         return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
-
-    def _invoke(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        op = self.facts.op
-        if plan.append_dtype:
-            other = overload_with_dtype(op)
-            args = (*args, *defaults_after(op, len(args)))
-            return other(*args, **kwargs, dtype=torch.float32) if other else op(*args, **kwargs)
-        if plan.set_dtype:
-            position = self.facts.dtype_position
-            if position is not None and position < len(args):
-                return op(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
-            return op(*args, **{**kwargs, "dtype": torch.float32})
-        return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
-        try:
-            return self.facts.op(*args, **kwargs)
-        except RuntimeError as error:
-            single = [slot.position for slot in self.facts.slots if not slot.is_list]
-            numbers = [p for p in single if p < len(args) and type(args[p]) in _NUMBERS]
-            if not numbers or "Expected a value of type 'Tensor'" not in str(error):
-                raise
-        others = [t for t in args if isinstance(t, torch.Tensor)]
-        new_args = [number_as_tensor(a, others) if p in numbers else a for p, a in enumerate(args)]
-        return self.facts.op(*new_args, **kwargs)
 
 
 never_trace(Kernel.__call__)  # called from eager code between compiled graphs
 
 Tensors = list[torch.Tensor | None]
+
+
+def invoke(facts: OpFacts, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op with arguments that are cast as planned, and with the dtype that the plan gives it."""
+    op = facts.op
+    if plan.append_dtype:
+        other = overload_with_dtype(op)
+        args = (*args, *defaults_after(op, len(args)))
+        return other(*args, **kwargs, dtype=torch.float32) if other else op(*args, **kwargs)
+    if plan.set_dtype:
+        position = facts.dtype_position
+        if position is not None and position < len(args):
+            return op(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+        return op(*args, **{**kwargs, "dtype": torch.float32})
+    return _call(facts, args, kwargs)
+
+
+def _call(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
+    try:
+        return facts.op(*args, **kwargs)
+    except RuntimeError as error:
+        single = [slot.position for slot in facts.slots if not slot.is_list]
+        numbers = [p for p in single if p < len(args) and type(args[p]) in _NUMBERS]
+        if not numbers or "Expected a value of type 'Tensor'" not in str(error):
+            raise
+    others = [t for t in args if isinstance(t, torch.Tensor)]
+    new_args = [number_as_tensor(a, others) if p in numbers else a for p, a in enumerate(args)]
+    return facts.op(*new_args, **kwargs)
 
 
 def _noted_site() -> Site | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -167,6 +167,10 @@ class Recorder(DispatchMode):
             return "cached"
         self._weights[id(tensor), dst] = weakref.ref(tensor)
         return "copied" if self._state.executing is not None else "inside"
+
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call."""
+        return call(args, kwargs)
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised: close it, and record it as refused if the policy refused it."""

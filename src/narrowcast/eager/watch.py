@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +75,9 @@ class Watcher(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised this error."""
+
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call(args, kwargs)`, a module's call; asked of those whose `steps_graphs` holds."""
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these, not even weak ones: they are to be swapped."""

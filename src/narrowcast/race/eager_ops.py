@@ -71,6 +71,10 @@ class EagerCalls:
         """The call that began last has returned."""
         self._open.pop()
 
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call."""
+        return call(args, kwargs)
+
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
         self._open.pop()

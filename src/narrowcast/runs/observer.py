@@ -18,6 +18,7 @@ import torch
 
 from narrowcast.api.stepwise import is_program, run_program
 from narrowcast.decide import Plan
+from narrowcast.eager.call_hook import ask_at_calls
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
 from narrowcast.eager.words import deciding_rule, format_names, planned_names
@@ -39,9 +40,9 @@ from narrowcast.torch_surface.dispatch import (
     below_modes,
     without_modes,
 )
-from narrowcast.torch_surface.dynamo import CompiledCode
-from narrowcast.torch_surface.modules import CALL, is_recomputing
-from narrowcast.torch_surface.patches import held
+from narrowcast.torch_surface.dynamo import CompiledCode, never_begin_at
+from narrowcast.torch_surface.fx import FakeTensor
+from narrowcast.torch_surface.modules import is_recomputing
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
 _COPY = torch.ops.aten.copy_.default
@@ -70,6 +71,10 @@ class SeenCall:
     is_cast: bool = False
     result: Any = None
     notes: dict[str, Any] = field(default_factory=dict)
+
+    def allows_nonfinite(self, argument: str = "") -> Rule | None:
+        """The rule that allows what is not finite here, in an argument or in what the call gives."""
+        return None
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -118,6 +123,11 @@ class Observer(DispatchMode):
         self._graph_calls: dict[tuple[str, GraphCall], _Called] = {}
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo gives up for good on code that it meets under a mode which does not say this."""
+        return True
+
     # -- what those who look are told --------------------------------------------------------------------------------
 
     def before(self, call: SeenCall) -> None:
@@ -131,6 +141,7 @@ class Observer(DispatchMode):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Look at what runs inside."""
+        ask_at_calls()
         with ExitStack() as stack:
             for device_type in self._device_types:
                 install_visiting(self._ops, device_type)
@@ -138,40 +149,31 @@ class Observer(DispatchMode):
             stack.enter_context(CompiledCode(on=False))
             add_watcher(self)
             stack.callback(remove_watcher, self)
-            stack.enter_context(held(torch.nn.Module, "calls are numbered", **{CALL: self._numbering}))
             stack.enter_context(self)
             yield
 
-    def _numbering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Around the calls of modules: which call of the module this is."""
-        owner = threading.get_ident()
-
-        def _call_impl(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != owner and current_graph_task() == -1:
-                return original(module, *args, **kwargs)
-            modules = self._local.modules
-            if not modules:
-                self.roots.add(module)
-            turn = self._turns[module] = self._turns.get(module, 0) + 1
-            modules.append(_Called(module, turn))
-            try:
-                if is_program(module):
-                    return run_program(module, (self,), args, kwargs)
-                return original(module, *args, **kwargs)
-            finally:
-                modules.pop()
-
-        return _call_impl
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call: which one of this module it is. Exported programs run call by call."""
+        modules = self._local.modules
+        if not modules:
+            self.roots.add(module)
+        turn = self._turns[module] = self._turns.get(module, 0) + 1
+        modules.append(_Called(module, turn))
+        try:
+            return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
+        finally:
+            modules.pop()
 
     # -- told by our kernels, and by graphs that run step by step ------------------------------------------------------
 
     def begin(self, call: DecidedCall) -> None:
         """A call that is decided is about to run."""
         state = self._local
-        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking:
+        tensors = [t for _, t in call.tensors if t is not None]
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking or is_fake:
             state.decided.append(None)
             return
-        tensors = [t for _, t in call.tensors if t is not None]
         came = format_names([t.dtype for t in tensors])
         rule = deciding_rule(call.plan)
         computes = came if rule is None else planned_names(call.plan, call.tensors)
@@ -209,7 +211,7 @@ class Observer(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         state = self._local
-        if func.namespace == "prim" or state.looking:
+        if func.namespace == "prim" or state.looking or any(issubclass(t, FakeTensor) for t in types):
             return func(*args, **kwargs)
         facts = op_facts(func)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
@@ -306,6 +308,9 @@ class Observer(DispatchMode):
         while len(self._nodes) > _KEPT_NODES:
             self._nodes.popitem(last=False)
         return BACKWARD, found
+
+
+never_begin_at(Observer.called)
 
 
 def _listed_ops(device_types: list[str], policies: tuple[Policy, ...]) -> tuple[OpOverload, ...]:

@@ -158,7 +158,7 @@ def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
     assert pending.range is not None and pending.sample is not None
     low, high = (float(value) for value in pending.range)
     format = FORMATS[DTYPES[_FORMATS[facts.format]]]
-    values = _numpy(pending.sample)
+    values = np.atleast_2d(_numpy(pending.sample))
     looked_at = values.size
     with np.errstate(all="ignore"):
         is_finite = np.isfinite(low) and np.isfinite(high)
@@ -176,8 +176,7 @@ def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
         kept = size[size > 0]
         _, exponents = np.frexp(size)
         exponents -= 1
-        rows = exponents if size.ndim == 2 else exponents.reshape(1, -1)
-        top = np.where(size > 0, rows, -(1 << 20)).max(axis=-1, keepdims=True)
+        top = np.where(size > 0, exponents, -(1 << 20)).max(axis=-1, keepdims=True)
         flat = size.ravel().astype(np.float64)
         return replace(
             facts, low=low, high=high, nan=nan, infinite=infinite, looked_at=looked_at,
@@ -185,7 +184,7 @@ def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
             zeros=1 - kept.size / looked_at if is_finite else float((values == 0).mean()) - nan - infinite,
             subnormal=float((kept < format.smallest_normal).sum() / looked_at),
             saturated=float((kept == format.max).sum() / looked_at),
-            exponents=_histogram(exponents[size > 0]), below=_histogram((top - rows)[size > 0]),
+            exponents=_histogram(exponents[size > 0]), below=_histogram((top - exponents)[size > 0]),
         )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> tuple[str, 
     parent: Module | None = called[0] if called else None
     before = root = ""
     for key, (source, _) in modules.items():
-        module = _members(parent).get(key) if parent is not None else None
+        module = _members(parent).get(key.partition("@")[0]) if parent is not None else None  # @1: its second call
         if module is not None and parent is not None:
             names.append(name_in(parent, module))
             parent = module

@@ -1,0 +1,135 @@
+"""Findings of a watched run: where a NaN or an infinity was made, by what, and how that was proved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import Origin, RunError
+from narrowcast.ledger.identity import CallId
+from narrowcast.output.files import replace_text
+from narrowcast.report.run import TensorFacts
+
+SCHEMA = "narrowcast.watch/1"
+
+CAST, FORMAT, OP, GIVEN, TREND = "cast", "format", "op", "given", "trend"
+"""What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; it
+came with an input or a weight; or nothing yet, but figures that grow towards it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A call that made a NaN or an infinity out of finite values.
+
+    what: `nan` or `infinity`, or of a trend `underflow` or `growth`. made_by: CAST, FORMAT, OP, GIVEN, TREND; empty
+    where it was not looked into. sentence: what happened, with figures. advice: what to do. inputs, outputs: facts by
+    name. step: from 1, how many steps of an optimizer had been. spread: how many later calls it reached.
+    """
+
+    id: CallId
+    file: str
+    line: int
+    what: str
+    made_by: str
+    formats: str
+    sentence: str
+    advice: str = ""
+    inputs: tuple[tuple[str, TensorFacts], ...] = ()
+    outputs: tuple[tuple[str, TensorFacts], ...] = ()
+    step: int = 1
+    forward: CallId | None = None
+    replay: Any = field(default=None, compare=False, repr=False)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the call as a script of its own with its inputs into a folder, which is made. RunError if they were not
+        kept: the first few findings of a watch have them.
+        """
+        if self.replay is None:
+            raise RunError(
+                f"saving {self.id}", "its tensors were not kept", (Origin(self.file, self.line),),
+                "The first findings of nc.watch(at='op') keep them.",
+            )  # fmt: skip
+        return Path(self.replay.save(Path(folder), self))
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} made by {self.id}", f"  {self.file}:{self.line}", f"  {self.sentence}"]
+        lines += [f"  {name}: {_facts_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
+        return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
+
+    def data(self) -> dict[str, Any]:
+        """The finding as JSON has it."""
+        found = asdict(replace(self, replay=None))
+        del found["replay"]
+        found["id"], found["forward"] = str(self.id), str(self.forward or "")
+        for name in ("inputs", "outputs"):
+            rows = {}
+            for key, facts in getattr(self, name):
+                row = asdict(facts)
+                del row["exponents"], row["below"]
+                rows[key] = {k: v if v == v else str(v) for k, v in row.items()}
+            found[name] = rows
+        return found
+
+
+def _facts_text(facts: TensorFacts) -> str:
+    from narrowcast.report.run_text import tensor_text
+
+    return tensor_text(facts)
+
+
+@dataclass(slots=True)
+class Watching:
+    """What `nc.watch` found.
+
+    findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many
+    were looked at. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by step.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    meant: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 0
+    spread: int = 0
+    steps: int = 0
+
+    @property
+    def first(self) -> Finding | None:
+        """The first finding that is a NaN or an infinity; None where there is none."""
+        return next((finding for finding in self.findings if finding.made_by != TREND), None)
+
+    def __repr__(self) -> str:
+        return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"
+
+    def __str__(self) -> str:
+        steps = f" in {self.steps} steps" if self.steps else ""
+        lines = [f"{self.calls} calls{steps} were looked at: {_verdict(self)}"]
+        for finding in self.findings[:5]:
+            lines += ["", str(finding)]
+        if len(self.findings) > 5:
+            lines += ["", f"... {len(self.findings) - 5} more findings: w.findings"]
+        lines += [f"meant: {times} infinities, {why}" for why, times in self.meant.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.watch/1`."""
+        data = {
+            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread, "meant": self.meant,
+            "notes": self.notes, "findings": [finding.data() for finding in self.findings], "history": self.history,
+        }  # fmt: skip
+        return json.dumps(data, indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once."""
+        replace_text(Path(path), self.to_json(indent=1) + "\n")
+
+
+def _verdict(watching: Watching) -> str:
+    first = watching.first
+    if first is None:
+        return "no NaN or infinity was made" + (", but see the trends" if watching.findings else "")
+    passed = f"; {watching.spread} later calls passed it on" if watching.spread else ""
+    return f"{len(watching.findings)} made a NaN or an infinity{passed}"

@@ -1,0 +1,52 @@
+"""Facts about tensors, kept by the memory they lie in: a view has those of its base, and freed memory has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key
+
+T = TypeVar("T")
+_CHECKED_AT = 4096
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in memory that can be told from others."""
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+class ByStorage(Generic[T]):
+    """A mapping from tensors' memory, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, T]] = {}
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """What is known of the memory that the tensor lies in."""
+        found = self._entries.get(storage_key(tensor)) if has_storage(tensor) else None
+        return found[1] if found is not None and not found[0].expired() else None
+
+    def put(self, tensor: torch.Tensor, value: T) -> None:
+        """Keep a value; a tensor without memory of its own is left out."""
+        if not has_storage(tensor):
+            return
+        if len(self._entries) >= _CHECKED_AT:
+            self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
+        self._entries[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), value)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forget what is known."""
+        if has_storage(tensor):
+            self._entries.pop(storage_key(tensor), None)
+
+    def living(self) -> Iterator[T]:
+        """The values whose memory is still in use."""
+        for reference, value in list(self._entries.values()):
+            if not reference.expired():
+                yield value
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)

@@ -1,0 +1,154 @@
+"""Who made a value that is not finite: the cast of an argument, the format, or the op. Proved by running it again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from narrowcast.report.findings import CAST, FORMAT, OP, Finding
+from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
+from narrowcast.runs.finiteness import is_floating, is_lowest
+from narrowcast.runs.observer import SeenCall
+from narrowcast.runs.rerun import can_run_again, planned_arguments, run_in
+from narrowcast.runs.statistics import Statistics
+from narrowcast.torch_bridge import FORMATS
+
+
+def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
+    """A finding about a call, with the facts of its tensors."""
+    table = Statistics(whole=True)
+    named_inputs = [(name, table.number(t)) for name, t in inputs]
+    outputs = [(name, table.number(t)) for name, t in results_by_name(call.results) if is_floating(t)]
+    rows = table.table()
+    return Finding(
+        call.id, call.site.file, call.site.line, what, made_by, call.computes, sentence, advice,
+        tuple((name, rows[n]) for name, n in named_inputs), tuple((name, rows[n]) for name, n in outputs),
+        forward=call.forward,
+    )  # fmt: skip
+
+
+def overflowing_casts(call: SeenCall) -> tuple[Named, Named]:
+    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks."""
+    overflowed: Named = []
+    masks: Named = []
+    if call.plan is None or not any(call.plan.formats):
+        return overflowed, masks
+    came = tensors_by_name(call.facts, call.args, call.kwargs)
+    planned = tensors_by_name(call.facts, *_planned_dtypes(call))
+    for (name, tensor), (_, cast) in zip(came, planned, strict=True):
+        if tensor.dtype not in FORMATS or cast.dtype is tensor.dtype or not tensor.numel():
+            continue
+        if FORMATS[cast.dtype].max >= FORMATS[tensor.dtype].max:
+            continue
+        x = tensor.detach()
+        low, high = (float(value) for value in torch.aminmax(x))
+        if max(-low, high) <= FORMATS[cast.dtype].max or not (low > -torch.inf and high < torch.inf):
+            continue
+        if high <= FORMATS[cast.dtype].max and is_lowest(low, x):
+            masks.append((name, x))
+        elif bool(torch.isinf(x.to(cast.dtype)).any()) or FORMATS[cast.dtype].bits < 16:
+            overflowed.append((name, x))
+    return overflowed, masks
+
+
+def _planned_dtypes(call: SeenCall) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments as they will be read, empty: only their dtypes are looked at."""
+    light = replace(call)
+    light.args, light.kwargs = _emptied(call.args), {k: _emptied((v,))[0] for k, v in call.kwargs.items()}
+    return planned_arguments(light)
+
+
+def _emptied(values: tuple[object, ...]) -> tuple[object, ...]:
+    def of(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.new_empty(0)
+        return [of(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return tuple(of(v) for v in values)
+
+
+def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
+    """What the cast of an argument did."""
+    name, tensor = overflowed[0]
+    format = next(dst for (slot, t), dst in _formats(call) if t is tensor or slot == name)
+    largest = float(tensor.abs().max())
+    sentence = (
+        f"the cast of {name} from {FORMATS[tensor.dtype]} to {format} overflows: its largest magnitude is "
+        f"{largest:.4g}, {format} ends at {FORMATS_BY_NAME[format].max:.6g}"
+    )
+    inputs = tensors_by_name(call.facts, call.args, call.kwargs)
+    return finding_of(call, [p for p in inputs if is_floating(p[1])], "infinity", CAST, sentence, keep_high(call))
+
+
+def _formats(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], str]]:
+    came = tensors_by_name(call.facts, call.args, call.kwargs)
+    read = tensors_by_name(call.facts, *_planned_dtypes(call))
+    return [(pair, str(FORMATS.get(t.dtype, t.dtype))) for pair, (_, t) in zip(came, read, strict=True)]
+
+
+FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
+
+
+def keep_high(call: SeenCall) -> str:
+    """The rule that keeps the call in fp32, as a policy file has it."""
+    of = call.forward or call.id
+    module = f', module = "{of.module_path}"' if of.module_path else ""
+    return f'Keep it in fp32: [[rules]] with op = "{of.op}"{module}, action = "full".'
+
+
+def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> tuple[Finding, bool]:
+    """What a call whose inputs are finite did; and whether its infinity is the exact limit, as of log(0)."""
+    has_nan = any(bool(torch.isnan(t).any()) for t in results)
+    what = "nan" if has_nan else "infinity"
+    overflowed, _ = overflowing_casts(call)
+    if overflowed:
+        return replace(cast_finding(call, overflowed), what=what), False
+    if call.is_cast:
+        source = inputs[-1][1] if inputs else results[0]
+        dst = FORMATS[results[0].dtype]
+        sentence = (
+            f"the cast from {FORMATS[source.dtype]} to {dst} overflows: its largest magnitude is "
+            f"{float(source.abs().max()):.4g}, {dst} ends at {dst.max:.6g}"
+        )
+        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32."), False
+    if not can_run_again(call):
+        return finding_of(call, inputs, what, "", "it draws random numbers, and cannot be run again to see"), False
+    computed = [t.dtype for t in results]
+    low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
+    in_fp32 = run_in(call, torch.float32) if low else None
+    if low and in_fp32 is not None and all(_is_finite(t) for t in in_fp32):
+        largest = max((float(t.abs().max()) for t in in_fp32 if t.numel()), default=0.0)
+        format = FORMATS[low[0]]
+        over = f"its largest magnitude there is {largest:.4g}, {format} ends at {format.max:.6g}"
+        if largest <= format.max:
+            over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
+        sentence = f"in fp32, on the same inputs, it is finite; {over}"
+        return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call)), False
+    in_fp64 = run_in(call, torch.float64)
+    if in_fp64 is not None and all(_is_finite(t) for t in in_fp64):
+        sentence = "in fp64, on the same inputs, it is finite: fp32 overflows"
+        return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64."), False
+    proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
+    sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
+    advice = "No format mends it: keep its inputs off that value (a clamp, an epsilon, where)."
+    return finding_of(call, inputs, what, OP, sentence, advice), not has_nan
+
+
+def _cause(call: SeenCall, inputs: Named) -> str:
+    """What of the inputs is the usual reason."""
+    name = call.id.op.split(".")[1]
+    for argument, tensor in inputs:
+        if not tensor.numel():
+            continue
+        zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
+        is_divisor = name in ("div", "div_", "reciprocal", "rsqrt") and tensor is inputs[-1][1]
+        if zeros and (is_divisor or name in ("log", "log2", "log10", "pow")):
+            return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
+        if negative and name in ("log", "log2", "log10", "sqrt", "rsqrt", "log1p", "pow", "acos", "asin"):
+            return f"; {negative} of {tensor.numel()} elements of {argument} are negative"
+    return ""
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,106 @@
+"""Whether tensors are finite, asked with one sum each; and which infinities are meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.runs.by_storage import ByStorage, has_storage
+from narrowcast.runs.observer import SeenCall
+from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_surface.dispatch import tree_leaves, version_of
+
+Key = tuple[int, int, Any, torch.dtype]
+
+
+def is_floating(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has floating values that can be looked at."""
+    return tensor.dtype in FORMATS and has_storage(tensor)
+
+
+class Flags:
+    """For each tensor as it is now one number: whether it is finite; read of accelerators when it is asked for."""
+
+    def __init__(self) -> None:
+        self._known: ByStorage[dict[Key, int]] = ByStorage()
+        self._values: list[bool | torch.Tensor] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The tensor's number."""
+        version = -1 if tensor.is_inference() else version_of(tensor)
+        key = (version, tensor.numel(), tensor.storage_offset(), tensor.dtype)
+        numbers = self._known.get(tensor)
+        if numbers is None:
+            numbers = {}
+            self._known.put(tensor, numbers)
+        found = numbers.get(key)
+        if found is None:
+            numbers[key] = found = len(self._values)
+            self._values.append(_finite(tensor))
+        return found
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """The tensor was written to."""
+        self._known.drop(tensor)
+
+    def is_finite(self, number: int) -> bool:
+        """The flag, read now."""
+        value = self._values[number]
+        if isinstance(value, torch.Tensor):
+            value = self._values[number] = math.isfinite(float(value))
+        return value
+
+    def read(self) -> Callable[[int], bool]:
+        """All flags, in one transfer for each device; those that were read are forgotten."""
+        waiting: dict[torch.device, list[int]] = {}
+        for number, value in enumerate(self._values):
+            if isinstance(value, torch.Tensor):
+                waiting.setdefault(value.device, []).append(number)
+        values = dict(enumerate(self._values))
+        for numbers in waiting.values():
+            together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
+            for number, value in zip(numbers, together.isfinite().tolist(), strict=True):
+                values[number] = value
+        self._values.clear()
+        self._known = ByStorage()
+        return lambda number: bool(values[number])
+
+
+def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
+    """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu."""
+    x = tensor.detach()
+    if not x.numel():
+        return True
+    if FORMATS[x.dtype].bits < 16:
+        x = x.float()
+    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)
+    if x.device.type != "cpu":
+        return total.float()
+    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+
+
+# -- infinities that are meant -----------------------------------------------------------------------------------------
+
+
+def numbers_not_finite(call: SeenCall) -> str:
+    """Why an infinite result is meant: the call was given an infinite number, as masks are filled with one."""
+    numbers = [v for v in tree_leaves((call.args, call.kwargs)) if isinstance(v, float)]
+    return "filled in as a number" if any(math.isinf(v) for v in numbers) else ""
+
+
+def mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
+    """Why an infinite result is meant: all of it is -inf, where an argument has the lowest value of its format."""
+    if any(bool(torch.isnan(t).any()) or bool((t == math.inf).any()) for t in results):
+        return ""
+    for name, tensor in call.notes["inputs"]:
+        if tensor.numel() and is_lowest(float(tensor.detach().min()), tensor):
+            return f"a mask of the lowest value of {FORMATS[tensor.dtype]} ({name})"
+    return ""
+
+
+def is_lowest(value: float, tensor: torch.Tensor) -> bool:
+    """Whether a value is, within a hundredth, the lowest that the tensor's format holds: what masks are filled with."""
+    return value <= -0.99 * FORMATS[tensor.dtype].max

@@ -1,0 +1,113 @@
+"""A call that was seen, run again by itself: as planned, or with its tensors in other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.decide import Plan
+from narrowcast.eager.kernels import invoke, list_lengths
+from narrowcast.eager.results import cast_results
+from narrowcast.runs.observer import SeenCall
+from narrowcast.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
+from narrowcast.torch_surface.dispatch import tree_map
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def can_run_again(call: SeenCall) -> bool:
+    """Whether the same call gives the same again: no random numbers are drawn."""
+    return not is_random(call.facts.op)
+
+
+def planned_arguments(call: SeenCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the op reads them: cast as planned."""
+    plan = call.plan
+    if plan is None or not any(plan.formats):
+        return call.args, call.kwargs
+    dtypes = [None if dst is None else DTYPES[dst] for dst in plan.formats]
+    return in_dtypes(call.facts, call.args, call.kwargs, dtypes)
+
+
+def in_dtypes(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[torch.dtype | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
+    left = iter(dtypes)
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for slot, length in zip(facts.slots, list_lengths(facts, args, kwargs), strict=True):
+        wanted = [next(left, None) for _ in range(length)]
+        given = slot.position < len(args)
+        value = args[slot.position] if given else kwargs.get(slot.name)
+        if slot.is_list and value is not None:
+            value = [_to(v, d) for v, d in zip(value, wanted, strict=True)]
+        elif wanted:
+            value = _to(value, wanted[0])
+        if given:
+            new_args[slot.position] = value
+        elif slot.name in kwargs:
+            new_kwargs[slot.name] = value
+    return tuple(new_args), new_kwargs
+
+
+def _to(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and dtype is not None else value
+
+
+def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with each floating tensor changed."""
+
+    def of(value: Any) -> Any:
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return change(value) if is_floating else value
+
+    new_args, new_kwargs = tree_map(of, (args, kwargs))
+    return new_args, new_kwargs
+
+
+def run_as_planned(call: SeenCall) -> list[torch.Tensor]:
+    """The call's tensors, computed again from its arguments as the plan says."""
+    args, kwargs = planned_arguments(call)
+    plan = call.plan or Plan(())
+    result = invoke(call.facts, plan, *copies_of_written(call.facts, args, kwargs))
+    return tensors_in(cast_results(result, plan) if plan.results else result)
+
+
+def run_in(call: SeenCall, dtype: torch.dtype, change: Change | None = None) -> list[torch.Tensor] | None:
+    """The same with every floating tensor (as planned, rounded as it is) in one dtype; None if the op has no such
+    kernel. change: what is done to each tensor then.
+    """
+    args, kwargs = planned_arguments(call)
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.detach().to(dtype)
+        return wide if change is None else change(wide)
+
+    args, kwargs = changed(args, kwargs, widened)
+    kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
+    args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
+    try:
+        return tensors_in(call.facts.op(*copies_of_written(call.facts, args, kwargs)[0], **kwargs))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def copies_of_written(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with copies of those that the op writes to."""
+    if not any(slot.written for slot in facts.slots):
+        return args, kwargs
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for slot in facts.slots:
+        if slot.written and slot.position < len(args):
+            new_args[slot.position] = tree_map(_copy, args[slot.position])
+        elif slot.written and slot.name in kwargs:
+            new_kwargs[slot.name] = tree_map(_copy, kwargs[slot.name])
+    return tuple(new_args), new_kwargs
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

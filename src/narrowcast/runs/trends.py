@@ -1,0 +1,81 @@
+"""Gradients over a run: what underflows, what grows, before it is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.report.findings import TREND, Finding
+
+_LOOKS = 3
+"""So many looks in a row a parameter must show a trend."""
+
+
+class Trends:
+    """Looks at gradients each so many steps: their rms, largest magnitude and share of zeros, by parameter.
+
+    underflow: a share of zeros above it, for a parameter whose gradients had fewer in the first look. growth: so many
+    times the largest magnitude of the first look.
+    """
+
+    def __init__(self, every: int, underflow: float, growth: float) -> None:
+        self._every, self._underflow, self._growth = every, underflow, growth
+        self._first: dict[str, tuple[float, float]] = {}
+        self._often: dict[tuple[str, str], int] = {}
+
+    def look(
+        self, optimizer: Any, step: int, roots: Iterable[torch.nn.Module]
+    ) -> tuple[dict[str, Any] | None, list[Finding]]:
+        """The figures of this step, if it is one to look at, and what they show."""
+        if (step - 1) % self._every:
+            return None, []
+        names = {id(p): name.replace("_orig_mod.", "") for root in roots for name, p in root.named_parameters()}
+        rows: dict[str, dict[str, float]] = {}
+        findings = []
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        figures = [_figures(p.grad) for p in parameters]
+        for number, (parameter, (largest, rms, zeros)) in enumerate(zip(parameters, _read(figures), strict=True)):
+            name = names.get(id(parameter), f"parameter {number}")
+            rows[name] = {"largest": largest, "rms": rms, "zeros": zeros}
+            first_largest, first_zeros = self._first.setdefault(name, (largest, zeros))
+            if self._shows(name, "underflow", zeros > self._underflow > first_zeros):
+                sentence = f"{zeros:.0%} of the gradient of {name} are zero; {first_zeros:.0%} were at the first look"
+                advice = "Scale the loss (GradScaler), or compute the gradients of these layers in bf16 or fp32."
+                findings.append(_trend(name, "underflow", sentence, advice, step))
+            if self._shows(name, "growth", 0 < first_largest * self._growth < largest):
+                sentence = f"the largest gradient of {name} is {largest:.3g}, {first_largest:.3g} at the first look"
+                findings.append(_trend(name, "growth", sentence, "Lower the learning rate, or clip gradients.", step))
+        return {"step": step, "gradients": rows}, findings
+
+    def _shows(self, name: str, what: str, is_so: bool) -> bool:
+        """Whether it has shown for some looks in a row, said once."""
+        key = (name, what)
+        self._often[key] = self._often.get(key, 0) + 1 if is_so else 0
+        return self._often[key] == _LOOKS
+
+
+def _figures(gradient: torch.Tensor) -> torch.Tensor:
+    x = gradient.detach()
+    x = (x.coalesce().values() if x.is_sparse else x).float()
+    if not x.numel():
+        return torch.zeros(3, device=x.device)
+    return torch.stack([x.abs().max(), x.square().mean().sqrt(), (x == 0).float().mean()])
+
+
+def _read(figures: list[torch.Tensor]) -> list[tuple[float, float, float]]:
+    """All of them in one transfer for each device."""
+    found: list[Any] = [None] * len(figures)
+    for device in {f.device for f in figures}:
+        numbers = [n for n, f in enumerate(figures) if f.device == device]
+        for n, row in zip(numbers, torch.stack([figures[n] for n in numbers]).tolist(), strict=True):
+            found[n] = tuple(row)
+    return found
+
+
+def _trend(name: str, what: str, sentence: str, advice: str, step: int) -> Finding:
+    path, _, parameter = name.rpartition(".")
+    identity = CallId(path, f"gradient.{parameter}", direction=BACKWARD)
+    return Finding(identity, "", 0, what, TREND, "", sentence, advice, step=step)
