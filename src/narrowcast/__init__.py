@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from narrowcast.report import Explanation
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
+    from narrowcast.runs.compare import compare
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
 
@@ -38,6 +39,7 @@ _TORCH_HALF = {
     "cache_info": "narrowcast.eager",
     "capture": "narrowcast.runs.capture",
     "carry": "narrowcast.eager",
+    "compare": "narrowcast.runs.compare",
     "compile": "narrowcast.api.compile",
     "convert": "narrowcast.api.script",
     "custom_bwd": "narrowcast.eager",
@@ -78,6 +80,7 @@ __all__ = [
     "cache_info",
     "capture",
     "carry",
+    "compare",
     "compile",
     "convert",
     "custom_bwd",

@@ -136,6 +136,10 @@ class Observer(DispatchMode):
     def after(self, call: SeenCall) -> None:
         """It has run."""
 
+    def gives(self, seen: SeenCall, facts: OpFacts, result: Any) -> Any:
+        """What an op gives in place of its result; facts: of the call itself, or of one that runs inside it."""
+        return result
+
     # -- opening -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -216,12 +220,14 @@ class Observer(DispatchMode):
         facts = op_facts(func)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
-            return self._execute(func, args, kwargs)
+            result = self._execute(func, args, kwargs)
+            around = state.decided[0] if state.decided else None
+            return result if around is None else self.gives(around, facts, result)
         came = format_names([t.dtype for t in tensors_in(args, kwargs)])
         seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
         with self._looking():
             self.before(seen)
-        seen.result = self._execute(func, args, kwargs)
+        seen.result = self.gives(seen, facts, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
             self._nodes[next_sequence_number() - 1] = (seen.id, seen.site)
         with self._looking():

@@ -1,0 +1,183 @@
+"""Differences of a model under a policy from a reference: by call, by module, in outputs and gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.output.files import replace_text
+from narrowcast.report.explanation import OutputError
+
+SCHEMA = "narrowcast.compare/1"
+
+EXACT, ROUND_OFF, FAULT, NONDETERMINISTIC, NOT_FINITE, UNKNOWN = (
+    "exact", "round-off", "fault", "nondeterministic", "not finite", "not run alone",
+)  # fmt: skip
+"""Verdicts: no difference; within what one unit in the last place of its formats explains; beyond that; differs between
+two runs of the reference itself; NaN or infinity where the reference has none; random, so that it cannot be run alone.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """The error of one call, from samples of its results.
+
+    computes, reference: the formats it reads under the policy and in the reference. own: relative error (L2) of the
+    call alone in its low formats, on the reference's inputs. inherited: of the same call in low formats, on the inputs
+    that it really had, against that. total: of what it really gave, against the reference. kernel: of the call alone
+    against itself in fp64 on the same rounded inputs: what its kernel adds. band: the largest own error when inputs and
+    results move by one unit in the last place. sqnr_db: of the total. largest_ulps, mean_ulps: of kernel errors, in
+    units in the last place of the result's format; bias_ulps: the mean of roundings against rounding to nearest,
+    towards +infinity or away from zero. overflow, underflow,
+    saturated: shares of elements that became infinite, zero, or the largest value. alone: relative error of the model's
+    output when only this call's op in its module is low; NaN where it was not tried. why: of the verdict.
+    """
+
+    id: CallId
+    file: str
+    line: int
+    computes: str
+    reference: str
+    verdict: str
+    why: str = ""
+    own: float = 0.0
+    inherited: float = 0.0
+    total: float = 0.0
+    kernel: float = 0.0
+    band: float = 0.0
+    sqnr_db: float = math.inf
+    largest_ulps: float = 0.0
+    mean_ulps: float = 0.0
+    bias_ulps: float = 0.0
+    overflow: float = 0.0
+    underflow: float = 0.0
+    saturated: float = 0.0
+    alone: float = math.nan
+    forward: CallId | None = None
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it computes in other formats than in the reference."""
+        return self.computes != self.reference
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleError:
+    """The errors of a module's calls: the largest own error, and the total of its last call."""
+
+    module_path: str
+    calls: int
+    own: float
+    total: float
+    faults: int
+    worst: CallId
+
+
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """The error of a parameter's gradient. cosine: of the angle between the two; 1 is the same direction."""
+
+    parameter: str
+    format: str
+    relative_error: float
+    cosine: float
+    underflow: float
+    verdict: str
+    band: float = 0.0
+
+
+@dataclass(slots=True)
+class Differences:
+    """What `nc.compare` found.
+
+    subject, device_type, policy, low, reference: what was compared. rows: by call, in order. outputs, gradients: of the
+    model; band: how far its output moves by one unit in the last place of each call's formats. unmatched: calls that
+    only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
+    """
+
+    subject: str
+    device_type: str
+    policy: str
+    low: str
+    reference: str
+    rows: list[CallError] = field(default_factory=list)
+    outputs: tuple[OutputError, ...] = ()
+    gradients: list[GradientError] = field(default_factory=list)
+    band: float = 0.0
+    verdict: str = EXACT
+    unmatched: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    runs: int = 0
+    by: str = "op"
+
+    @property
+    def worst(self) -> list[CallError]:
+        """The calls most to blame, worst first: faults, then those that alone move the output most, then own error."""
+        order = {NOT_FINITE: 0, FAULT: 1}
+        found = [row for row in self.rows if row.own or row.verdict in order]
+
+        def key(row: CallError) -> tuple[float, ...]:
+            alone = -1.0 if math.isnan(row.alone) else row.alone
+            return order.get(row.verdict, 2), -alone, -(row.own if not math.isnan(row.own) else math.inf)
+
+        return sorted(found, key=key)
+
+    @property
+    def faults(self) -> list[CallError]:
+        """The calls that are off by more than round-off."""
+        return [row for row in self.rows if row.verdict in (FAULT, NOT_FINITE)]
+
+    @property
+    def differing(self) -> list[CallError]:
+        """The calls that gave something else than the reference, but for nondeterminism."""
+        return [row for row in self.rows if row.total and row.verdict != NONDETERMINISTIC]
+
+    def modules(self) -> list[ModuleError]:
+        """By module, those with the largest own errors first."""
+        grouped: dict[str, list[CallError]] = {}
+        for row in self.rows:
+            if row.id.direction != BACKWARD:
+                grouped.setdefault(row.id.module_path, []).append(row)
+        found = []
+        for path, rows in grouped.items():
+            worst = max(rows, key=lambda row: row.own)
+            faults = sum(row.verdict in (FAULT, NOT_FINITE) for row in rows)
+            found.append(ModuleError(path, len(rows), worst.own, rows[-1].total, faults, worst.id))
+        return sorted(found, key=lambda module: -module.own)
+
+    def __repr__(self) -> str:
+        return f"<Differences of {self.subject}: {self.verdict}, {len(self.faults)} faults; print shows them>"
+
+    def __str__(self) -> str:
+        from narrowcast.report.differences_text import differences_text
+
+        return differences_text(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.compare/1` (docs/reference/run.md)."""
+        data = asdict(self)
+        for row, source in zip(data["rows"], self.rows, strict=True):
+            row["id"], row["forward"] = str(source.id), str(source.forward or "")
+        data["modules"] = [{**asdict(m), "worst": str(m.worst)} for m in self.modules()]
+        return json.dumps({"schema": SCHEMA, **_without_specials(data)}, indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once."""
+        replace_text(Path(path), self.to_json(indent=1) + "\n")
+
+
+def _without_specials(value: Any) -> Any:
+    """NaN and infinities are no JSON: they become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): _without_specials(v) for k, v in value.items()}
+    return (
+        [_without_specials(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+    )

@@ -1,0 +1,273 @@
+"""`nc.compare`: a model under a policy against a reference, call by call: which op adds which error, and is it a fault.
+
+The model runs twice as the reference (what differs there is nondeterminism), once under the policy, once more as the
+reference with each call also run alone in its low formats, and twice with everything moved by one unit in the last
+place of the formats that the policy gives it: that says how far round-off may go (TTrace, arXiv 2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.eager import autocast
+from narrowcast.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.errors import RunError
+from narrowcast.ledger.identity import CallId
+from narrowcast.numerics import output_errors
+from narrowcast.policy import Kind, Policy, Rule
+from narrowcast.policy.rules import Action
+from narrowcast.report.differences import (
+    EXACT,
+    FAULT,
+    NONDETERMINISTIC,
+    NOT_FINITE,
+    ROUND_OFF,
+    CallError,
+    Differences,
+)
+from narrowcast.runs.alone import Alone, RunAlone
+from narrowcast.runs.capture import NOTHING, observed_region
+from narrowcast.runs.environment import environment
+from narrowcast.runs.judging import OUTPUT_FACTOR, judge_call, judge_gradient
+from narrowcast.runs.observer import quietly
+from narrowcast.runs.reference import Keep, Kept, Moved, Weights
+from narrowcast.runs.subject import Subject
+from narrowcast.runs.trial import Loss, Outcome, Trial, tensors_of
+from narrowcast.torch_bridge import FORMATS
+
+REFERENCES = {"fp32": None, "fp64": torch.float64}
+BY = ("op", "module")
+_SEEDS = (11, 12)
+
+
+def compare(
+    model: Callable[..., Any] | Subject,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    reference: str | Callable[..., Any] = "fp32",
+    by: str = "op",
+    backward: bool | Loss = False,
+    isolate: int = 5,
+    limit_bytes: int = 1 << 30,
+) -> Differences:
+    """Compare `model(*args, **kwargs)` in a region with a reference run, call by call.
+
+    model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject.
+    policy, dtype, device_type, region: as for `explain`; without any, the policy native, or no region for a model that
+            has its own (compiled, exported) or where the reference is another model.
+    reference: `fp32`, the same model in a region that casts nothing; `fp64`, a copy of it in fp64; or another model
+            that takes the same arguments, run in the same region if it has none of its own: a compiled model against
+            its original.
+    by:     what the first screen lists: `op` or `module`.
+    backward: also differentiate, as for `capture`; then gradients are compared, too.
+    isolate: for so many of the calls with the largest own errors the model runs once more with that call's op in its
+            module alone in the low format, which shows what it does to the output.
+    limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
+
+    Five runs of the model, and `isolate` more. Nothing of it is left behind: weights that it changes itself are put
+    back. Raises RunError for a model that gives no tensor, or a reference whose output is not finite.
+    """
+    _check(reference, by)
+    trial = Trial.of("compare", model, args, kwargs, backward)
+    is_own = isinstance(reference, str)
+    wants = any(v is not None for v in (policy, dtype, device_type, region))
+    brings = hasattr(trial.model, "_orig_mod") or hasattr(trial.model, "__narrowcast_compiled__")
+    brings = brings or isinstance(trial.model, torch.fx.GraphModule | torch.jit.ScriptModule)
+    if is_own and not wants and not brings:
+        policy = "native"
+    opened = observed_region("compare", trial, policy, dtype, device_type, region)
+    other = trial if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
+    name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
+    found = Differences(
+        subject=name, device_type=opened.device, policy=opened.policy.name, low=str(FORMATS[opened.fast_dtype]),
+        reference=str(reference) if is_own else "another model", by=by,
+        environment=environment(opened.device, opened.policy, str(FORMATS[opened.fast_dtype])),
+    )  # fmt: skip
+    _Comparing(trial, other, opened, is_own, REFERENCES.get(str(reference)), limit_bytes, found).run(isolate)
+    return found
+
+
+def _check(reference: Any, by: str) -> None:
+    if isinstance(reference, str) and reference not in REFERENCES:
+        raise RunError(
+            f"compare(reference={reference!r})", "no such reference",
+            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
+        )  # fmt: skip
+    if by not in BY:
+        raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
+
+
+class _Comparing:
+    """One comparison on its way."""
+
+    def __init__(
+        self, trial: Trial, other: Trial, region: autocast, is_own: bool, dtype: torch.dtype | None, limit_bytes: int,
+        found: Differences,
+    ) -> None:  # fmt: skip
+        self._trial, self._other, self._region, self._is_own = trial, other, region, is_own
+        self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
+        self._weights = Weights(trial.model)
+        self._policies = (region.policy,)
+        self._changed: set[str] = set()
+
+    def run(self, isolate: int) -> None:
+        """All runs, and what they show."""
+        found = self._found
+        reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
+        expected = self._run(self._other, self._around_reference(), reference.observing(), self._dtype, first=True)
+        self._check_reference(expected)
+        under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
+        self._run(self._trial, self._region, under.observing())
+        again = RunAlone(self._policies, reference.calls, under.calls)
+        self._run(self._other, self._around_reference(), again.observing(), self._dtype)
+        actual = self._run(self._trial, self._region, None)
+        bands = self._moved(reference, under)
+        with quietly():
+            self._read_calls(reference.calls, under.calls, again.found, bands)
+            self._read_outputs(expected, actual, bands)
+        if self._is_own and isolate:
+            self._isolate(isolate, expected)
+        changed = sorted(self._changed)
+        if changed:
+            found.notes.append(
+                f"The model changes its own weights while it runs ({', '.join(changed[:3])}"
+                f"{' ...' if len(changed) > 3 else ''}): each run began with the same ones, which are put back."
+            )
+
+    def _run(
+        self, trial: Trial, region: Any, watching: Any, dtype: torch.dtype | None = None, first: bool = False
+    ) -> Outcome:
+        if first:
+            self._weights.keep()
+        outcome = trial.run(region, watching, dtype)
+        self._found.runs += 1
+        changed = self._weights.changed()
+        self._changed.update(changed)
+        with quietly():
+            self._weights.put_back(changed)
+        return outcome
+
+    def _around_reference(self) -> AbstractContextManager[Any]:
+        """The region of the reference: one that casts nothing; of another model the same as the model's."""
+        return autocast(self._region.device, policy=NOTHING) if self._is_own else self._region
+
+    def _check_reference(self, outcome: Outcome) -> None:
+        tensors = [t for t in tensors_of(outcome.output) if t.is_floating_point() and t.numel()]
+        if not tensors and not outcome.gradients:
+            raise RunError(
+                "compare", "the model gave no floating tensor to compare",
+                advice="Give a model that returns some, or backward=True to compare gradients.",
+            )  # fmt: skip
+        if tensors and all(bool(torch.isnan(t).all()) for t in tensors):
+            raise RunError(
+                "compare", f"the reference ({self._found.reference}) itself gives nothing but NaN",
+                advice="Find out where with nc.watch(): no policy is to blame.",
+            )  # fmt: skip
+        if any(not bool(torch.isfinite(t).all()) for t in tensors):
+            self._found.notes.append(
+                f"The reference ({self._found.reference}) itself has values that are not finite: nc.watch() says where."
+            )
+
+    def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome]]:
+        """The reference with each call's results moved by one unit in the last place."""
+        units = {
+            identity: max((FORMATS[d].epsilon for d in kept.output), default=0.0)
+            for identity, kept in under.calls.items()
+            if identity in reference.calls
+        }
+        found = []
+        for seed in _SEEDS:
+            moved = Moved(self._policies, units, seed)
+            moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
+            outcome = self._run(self._other, self._around_reference(), moved.observing(), self._dtype)
+            found.append((moved, outcome))
+        return found
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _read_calls(
+        self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone],
+        bands: list[tuple[Moved, Outcome]],
+    ) -> None:  # fmt: skip
+        found = self._found
+        for identity, kept in under.items():
+            expected, alone = reference.get(identity), again.get(identity)
+            if expected is None:
+                found.unmatched.append(f"{identity}: only under the policy")
+                continue
+            moved = [m.samples[identity] for m, _ in bands if identity in m.samples]
+            found.rows.append(judge_call(identity, kept, expected, alone, moved))
+        found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
+        shaky = [row for row in found.rows if row.verdict == NONDETERMINISTIC]
+        if shaky:
+            first = shaky[0]
+            found.notes.append(
+                f"{len(shaky)} calls differ between two runs of the reference with the same random state, the first "
+                f"is {first.id} ({first.file}:{first.line}): they are no fault of the policy."
+            )
+
+    def _read_outputs(self, expected: Outcome, actual: Outcome, bands: list[tuple[Moved, Outcome]]) -> None:
+        found = self._found
+        found.outputs = output_errors(expected.output, actual.output)
+        moved = [e.relative_error for _, outcome in bands for e in output_errors(expected.output, outcome.output)]
+        found.band = max((e for e in moved if math.isfinite(e)), default=0.0)
+        for name, gradient in expected.gradients.items():
+            theirs = actual.gradients.get(name)
+            if theirs is not None:
+                moved_ones = [o.gradients[name] for _, o in bands if name in o.gradients]
+                found.gradients.append(judge_gradient(name, gradient, theirs, moved_ones))
+        found.verdict = self._verdict()
+
+    def _verdict(self) -> str:
+        found = self._found
+        errors = [o.relative_error for o in found.outputs]
+        if any(not math.isfinite(e) for e in errors) or any(r.verdict == NOT_FINITE for r in found.rows):
+            return NOT_FINITE
+        if found.faults or any(g.verdict == FAULT for g in found.gradients):
+            return FAULT
+        worst = max(errors, default=0.0)
+        if not worst and not found.differing:
+            return EXACT
+        tiny = FORMATS[torch.float32].epsilon * 8
+        return ROUND_OFF if worst <= max(OUTPUT_FACTOR * found.band, tiny) else FAULT
+
+    # -- one call low at a time ----------------------------------------------------------------------------------------
+
+    def _isolate(self, often: int, expected: Outcome) -> None:
+        """What single ops of single modules do to the output."""
+        found = self._found
+        low = [r for r in found.rows if r.is_low and r.own and r.id.direction == "forward" and not r.id.turn > 1]
+        ranked = sorted(low, key=lambda row: -row.own)
+        wanted: dict[tuple[str, str], list[CallError]] = {}
+        for row in ranked:
+            key = (row.id.module_path, row.id.op)
+            if key in wanted or len(wanted) < often:
+                wanted.setdefault(key, []).append(row)
+        rows = {row.id: n for n, row in enumerate(found.rows)}
+        for (path, op), alike in wanted.items():
+            format = next((f for f in (alike[0].computes or "").split(",") if f in ("bf16", "fp16")), None)
+            if format is None:
+                continue
+            rule = Rule(op, Action(Kind.LOWER), module=path or None, reason="alone")
+            region = autocast(self._region.device, self._region.fast_dtype,
+                              policy=Policy("alone", ((rule,),), extends=()))  # fmt: skip
+            outcome = replace(self._trial, backward=False)
+            try:
+                made = self._run(outcome, region, None)
+            except Exception as error:  # one op alone may meet formats that the model never has
+                found.notes.append(f"{op} in {path or 'the root'} could not run low alone: {type(error).__name__}")
+                continue
+            errors = [e.relative_error for e in output_errors(expected.output, made.output)]
+            for row in alike:
+                found.rows[rows[row.id]] = replace(row, alone=max(errors, default=math.nan))
