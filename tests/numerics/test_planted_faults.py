@@ -1,0 +1,229 @@
+"""Faults that were planted: each is found at its line, with its culprit, in eager, compiled and exported code."""
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+FORMS = ["eager", "compiled", "exported"]
+HERE = __file__
+
+
+class Block(nn.Module):
+    """Two linear layers, and what a test puts between them."""
+
+    def __init__(self, between=None, scale=1.0, width=64):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.between = between
+        with torch.no_grad():
+            self.up.weight.mul_(scale)
+
+    def forward(self, x):
+        y = self.up(x)
+        if self.between is not None:
+            y = self.between(y)
+        return self.down(y)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        yield
+    torch._dynamo.reset()
+
+
+def in_form(form, model, x, dtype, backward=False):
+    """The model in a region, as eager, compiled or exported code."""
+    if form == "compiled":
+        compiled = nc.compile(model, dtype=dtype, backend="aot_eager")
+        compiled(x)
+        return compiled
+    if form == "exported":
+        return nc.export(model, (x,), dtype=dtype).module()
+
+    def eager(x):
+        with nc.autocast("cpu", dtype=dtype):
+            return model(x)
+
+    return eager
+
+
+@contextmanager
+def kernel(op, function):
+    """An op's cpu kernel replaced."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(op, function, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def watched(form, model, x, dtype):
+    run = in_form(form, model, x, dtype)
+    with nc.watch() as w:
+        run(x)
+    return w
+
+
+@pytest.mark.parametrize("form", FORMS)
+class TestWatch:
+    """The first value that is not finite."""
+
+    def test_a_layer_scaled_up_overflows_in_its_cast(self, form):
+        w = watched(form, Block(scale=1e7), torch.randn(4, 64), "fp16")
+        assert w.first.id.module_path == "up" and w.first.made_by == "cast", w
+        assert w.first.file == HERE and "y = self.up(x)" in source_line(w.first.line)
+        assert "65504" in w.first.sentence
+
+    def test_a_layer_whose_products_are_large_overflows_in_the_op(self, form):
+        w = watched(form, Block(scale=1e4), 40 * torch.randn(4, 64), "fp16")
+        assert (w.first.id.module_path, w.first.id.op, w.first.made_by) == ("up", "aten.linear.default", "format"), w
+        assert "in fp32, on the same inputs, it is finite" in w.first.sentence
+        assert len(w.findings) == 1 and w.spread, "what passes it on is no finding"
+
+    def test_zero_by_zero_in_the_backward_of_a_root_is_the_ops_own(self, form):
+        class Root(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.zeros(3))
+
+            def forward(self, x):
+                return (x * self.scale).square().sum(-1).sqrt().sum()
+
+        model, x = Root(), torch.randn(5, 3)
+        run = in_form(form, model, x, "bf16")
+        with nc.watch() as w:
+            run(x).backward()
+        first = w.first
+        assert (first.what, first.made_by, first.id.direction) == ("nan", "op", "backward") or "NaN" in first.sentence, w
+        assert ".sqrt()" in source_line(first.line), w
+
+    def test_a_mask_of_minus_infinity_is_meant_beside_a_real_infinity(self, form):
+        class Masked(nn.Module):
+            def __init__(self, scale):
+                super().__init__()
+                self.q = nn.Linear(64, 64)
+                self.scale = scale
+
+            def forward(self, x):
+                q = self.q(x)
+                scores = torch.matmul(q, q.transpose(-1, -2))
+                mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1)
+                weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+                return torch.matmul(weights, q) * self.scale
+
+        x = torch.randn(2, 8, 64)
+        assert watched(form, Masked(1.0), x, "fp16").first is None
+        w = watched(form, Masked(1e6), x, "fp16")
+        assert w.first.id.op.startswith("aten.mul") and len(w.findings) == 1, w
+        assert w.meant
+
+    def test_an_additive_mask_of_the_lowest_value_is_meant(self, form):
+        class Added(nn.Module):
+            def forward(self, x):
+                mask = torch.full((8, 8), torch.finfo(torch.float32).min).triu(1)
+                return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+        assert watched(form, Added(), torch.randn(1, 2, 8, 64), "fp16").first is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+class TestCompare:
+    """What is off by more than round-off."""
+
+    def compared(self, form, model, x, dtype="bf16", **options):
+        if form == "eager":
+            return nc.compare(model, (x,), dtype=dtype, **options)
+        run = in_form(form, model, x, dtype)
+        return nc.compare(run, (x,), **options) if form == "compiled" else nc.compare(run, (x,), reference=model)
+
+    def test_a_sound_model_has_no_fault(self, form):
+        found = nc.compare(Block(nn.GELU()), (torch.randn(32, 64),), dtype="bf16")
+        assert found.verdict == "round-off" and not found.faults, found
+
+    def test_a_layer_scaled_down_underflows(self, form):
+        found = nc.compare(Block(scale=1e-7), (torch.randn(32, 64),), dtype="fp16")
+        worst = found.worst[0]
+        assert worst.id.module_path == "up" and worst.own > 0.01, found
+
+
+def source_line(number):
+    with open(HERE, encoding="utf-8") as file:
+        return file.read().splitlines()[number - 1]
+
+
+class TestFaults:
+    """Kernels that are wrong, and arguments that differ."""
+
+    def test_a_kernel_that_accumulates_in_bf16_is_a_fault(self):
+        def accumulates(bias, a, b, *, beta=1, alpha=1):
+            total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+            for k in range(a.shape[1]):
+                total = total + a[:, k : k + 1] * b[k : k + 1]
+            return total + bias
+
+        def addmm(bias, a, b, *, beta=1, alpha=1):
+            if a.dtype is not torch.bfloat16:
+                return torch.mm(a, b) + bias
+            return accumulates(bias, a, b)
+
+        model = nn.Linear(1024, 32)
+        x = torch.randn(16, 1024)
+        assert not nc.compare(model, (x,), dtype="bf16").faults
+        with kernel("addmm", addmm):
+            found = nc.compare(model, (x,), dtype="bf16")
+        assert [row.id.op for row in found.faults] == ["aten.linear.default"], found
+        assert found.verdict == "fault" and "its kernel is off" in found.faults[0].why
+
+    def test_roundings_that_go_up_at_ties_are_a_fault(self):
+        def half_up(x):
+            bits = x.contiguous().view(torch.int32)
+            return ((bits + 0x8000) & ~0xFFFF).view(torch.float32).bfloat16()
+
+        def relu(x):
+            if x.dtype is not torch.bfloat16:
+                return torch.clamp(x, min=0)
+            return half_up(torch.clamp(x.float(), min=0) + 2.0**-9)
+
+        def mul(a, b):
+            b = torch.as_tensor(b, dtype=a.dtype)
+            if a.dtype is not torch.bfloat16:
+                return torch.add(torch.zeros_like(a), a, alpha=1) if False else (a.double() / (1 / b.double())).to(a.dtype)
+            return half_up(a.float() / (1 / b.float()))
+
+        class Ties(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(64, 64)
+
+            def forward(self, x):
+                return self.linear(x) * 1.5
+
+        x = torch.randn(64, 64)
+        assert not nc.compare(Ties(), (x,), dtype="bf16").faults
+        with kernel("mul.Tensor", mul):
+            found = nc.compare(Ties(), (x,), dtype="bf16")
+        assert any("have a sign" in row.why for row in found.faults), found
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_wrong_epsilon_is_an_argument_that_differs(self, form):
+        right, wrong = nn.LayerNorm(64, eps=1e-5), nn.LayerNorm(64, eps=1e-12)
+        x = torch.randn(8, 64)
+        reference, other = Block(right, width=32), Block(wrong, width=32)
+        other.load_state_dict(reference.state_dict())
+        x = torch.randn(8, 32)
+        found = nc.compare(in_form(form, other, x, "bf16"), (x,), dtype="bf16" if form == "eager" else None,
+                           reference=reference if form == "eager" else in_form("compiled", reference, x, "bf16"))
+        assert [row.id.op for row in found.faults[:1]] == ["aten.native_layer_norm.default"], found
+        assert "1e-12" in found.faults[0].why and "1e-05" in found.faults[0].why
