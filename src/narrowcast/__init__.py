@@ -28,26 +28,14 @@ __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"Explanation": "narrowcast.report"}
 _TORCH_HALF = {
-    "autocast": "narrowcast.eager",
-    "cache_info": "narrowcast.eager",
-    "carry": "narrowcast.eager",
-    "compile": "narrowcast.api.compile",
-    "convert": "narrowcast.api.script",
-    "custom_bwd": "narrowcast.eager",
-    "custom_fwd": "narrowcast.eager",
-    "export": "narrowcast.api.export",
-    "invalidate": "narrowcast.eager",
-    "pin": "narrowcast.eager",
-    "record": "narrowcast.eager",
-    "Subject": "narrowcast.explaining.explain",
-    "explain": "narrowcast.explaining.explain",
-    "round_to": "narrowcast.numerics",
-    "script": "narrowcast.api.script",
-    "target_of": "narrowcast.api.target",
-    "trace": "narrowcast.api.script",
-    "unpin": "narrowcast.eager",
+    "api.compile": ("compile",),
+    "api.export": ("export",),
+    "api.script": ("convert", "script", "trace"),
+    "api.target": ("target_of",),
+    "eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "record", "unpin"),
+    "explaining.explain": ("Subject", "explain"),
+    "numerics": ("round_to",),
 }
 
 __all__ = [
@@ -96,10 +84,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _REPORTS:
-        value: object = getattr(importlib.import_module(_REPORTS[name]), name)
-    elif name in _TORCH_HALF:
-        value = _load(_TORCH_HALF[name], name)
+    module = next((module for module, names in _TORCH_HALF.items() if name in names), None)
+    if name == "Explanation":
+        value: object = importlib.import_module("narrowcast.report").Explanation
+    elif module is not None:
+        value = _load(f"narrowcast.{module}", name)
     else:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
     globals()[name] = value
