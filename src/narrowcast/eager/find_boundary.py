@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from narrowcast.decide import Region
-from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
+from narrowcast.eager.boundary import Boundary, boundary_of, names_of_forward
 from narrowcast.formats import bf16
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
@@ -95,10 +95,4 @@ def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, site: Site
         policy = policy.with_rules(pin.policy.rules)
     facts = ANYWHERE if ruling is None else ruling.prepared.facts
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return boundary_of(_names(module), policy, facts, replace(site, classes=(name,)))
-
-
-def _names(module: Module) -> Names:
-    forward = module.forward
-    function = getattr(forward, "__func__", forward)
-    return names_of(function, function is not forward)
+    return boundary_of(names_of_forward(module), policy, facts, replace(site, classes=(name,)))

@@ -134,7 +134,7 @@ def explain(
             advice="Put them into the Subject.",
         )  # fmt: skip
     asked = asked_region("explain", policy, dtype, device_type, region)
-    own_device = _device_type(subject)
+    own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run, stands_in)
@@ -232,12 +232,6 @@ def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_
             asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
             advice="Omit front_end, or move the model there: graphs are captured where the model is.",
         )  # fmt: skip
-
-
-def _device_type(subject: Subject) -> str:
-    """Where the model is: its first parameter's or buffer's device, else the first tensor argument's, else cpu."""
-    leaves = tree_leaves((subject.args, subject.kwargs))
-    return device_type_of(subject.model) or device_type_of(leaves) or "cpu"
 
 
 def _record(

@@ -15,7 +15,7 @@ from narrowcast.graphs.operands import operands_of
 from narrowcast.ledger import HidingBlock
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.program import CAST, ENTER, EXIT, Block, Memories, OpenedRegion, Operand, Program, Step, Value, Writes
-from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
+from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
 from narrowcast.regions.ruling import region_on
 from narrowcast.regions.stack import Prepared
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_site
@@ -25,7 +25,6 @@ from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
 from narrowcast.torch_surface.dispatch import TO_COPY, HigherOrderOperator, OpOverload, higher_order_name, schema_of
 from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
 
-_ENTER, _EXIT = ENTER_AUTOCAST, EXIT_AUTOCAST
 _TO = torch.ops.aten.to.dtype
 _CASTS = (TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
 
@@ -196,9 +195,9 @@ class _Reader:
 
     def _step(self, graph: GraphModule, node: Node) -> Step:
         target = node.target
-        if target is _ENTER or target is enter_marked:
+        if target is ENTER_AUTOCAST or target is enter_marked:
             return self._enter(node)
-        if target is _EXIT or target is exit_marked:
+        if target is EXIT_AUTOCAST or target is exit_marked:
             return self._exit(node)
         if target is SET_GRAD_ENABLED:
             self.grad_mode = bool(node.args[0])
@@ -209,7 +208,7 @@ class _Reader:
 
     def _enter(self, node: Node) -> Step:
         if node.target is enter_marked:
-            self._open_region(marked_region(str(node.args[0])), node)
+            self._open_region(find_marked(str(node.args[0])).prepared, node)
         else:
             device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
             self._open_native(node, str(device), dtype, bool(enabled), cached is not False)
@@ -400,18 +399,10 @@ def _type_of(found: Any) -> str:
 
 def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
     """Names of arguments that were given and are no tensors, and all of them as text."""
-    given = []
-    texts = []
-    arguments = schema_of(op).arguments
-    for position, value in enumerate(node.args):
-        if not isinstance(value, Node) and value is not None:
-            given.append(arguments[position].name)
-            texts.append(f"{arguments[position].name}={value}")
-    for name, value in node.kwargs.items():
-        if not isinstance(value, Node) and value is not None:
-            given.append(name)
-            texts.append(f"{name}={value}")
-    return frozenset(given) & _MATTERS, ", ".join(texts)
+    names = (argument.name for argument in schema_of(op).arguments)
+    pairs = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+    found = {name: value for name, value in pairs if not isinstance(value, Node) and value is not None}
+    return _MATTERS & found.keys(), ", ".join(f"{name}={value}" for name, value in found.items())
 
 
 _MATTERS = frozenset(["dtype"])

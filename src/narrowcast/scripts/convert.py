@@ -26,7 +26,7 @@ from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.statistics import keep_norms, norms_kept
 from narrowcast.scripts.write import write_graph
 from narrowcast.sites.sightings import see_all
-from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torch_bridge import check_ops, id_with_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
 from narrowcast.torch_surface.state import autocast_off
 
@@ -132,7 +132,7 @@ def make_graph_explicit(
     reading = Reader(attribute, policy_of).read(section, name)
     see_all(reading.program, reading.policies)
     passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
-    outcome = run_passes(reading.program, passes, reading.policies, _overload)
+    outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
     write_graph(graph, section, reading, outcome.program)
     if marked:
         _mark(graph, scanner)
@@ -193,12 +193,6 @@ def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> An
         return None
     owner = attribute_of(node.input(), module, changed)
     return getattr(owner, node.s("name"), None) if owner is not None else None
-
-
-def _overload(op: str) -> str:
-    found = find_op(op)
-    other = overload_with_dtype(found) if found is not None else None
-    return op_id(other) if other is not None else op
 
 
 def _convert_forks(section: Section, module: Any) -> None:

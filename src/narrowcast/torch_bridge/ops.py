@@ -134,6 +134,13 @@ def overload_with_dtype(op: OpOverload) -> OpOverload | None:
     return None
 
 
+def id_with_dtype(identity: str) -> str:
+    """The id of the overload that takes a dtype besides; the same id where there is none."""
+    op = find_op(identity)
+    other = overload_with_dtype(op) if op is not None else None
+    return op_id(other) if other is not None else identity
+
+
 def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
     """The default values of the positional arguments from number `given` on (trailing ones are left out)."""
     return tuple(a.default_value for a in schema_of(op).arguments[given:] if not a.kwarg_only)
