@@ -146,6 +146,11 @@ class Tally:
     calls: int = 0
     moved_bytes: int = 0
 
+    def add(self, other: Tally) -> None:
+        """Count these, too."""
+        self.calls += other.calls
+        self.moved_bytes += other.moved_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
