@@ -197,9 +197,7 @@ def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> An
 
 def _convert_forks(section: Section, module: Any) -> None:
     """What is forked runs in the regions that hold where it is forked."""
-    for item in section.items:
-        for inner in item.blocks:
-            _convert_forks(inner, module)
+    for item in section.walk():
         if item.node.kind() != "prim::fork" or not item.scopes:
             continue
         forked = item.node.g("Subgraph")
@@ -228,14 +226,12 @@ _QUESTIONS = {"aten::is_autocast_enabled": "cuda", "aten::is_autocast_cpu_enable
 
 def _answer(graph: Any, section: Section) -> None:
     """Code that asks whether autocast is on is told what its regions say: when the script runs, it is off."""
-    for item in section.items:
+    for item in section.walk():
         scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
         if scope is not None:
             graph.setInsertPoint(item.node)
             known = isinstance(scope.enabled, bool)
             item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
-        for inner in item.blocks:
-            _answer(graph, inner)
 
 
 _UNSEEN = {
@@ -256,15 +252,10 @@ _UNSEEN = {
 
 def _refuse_unseen(section: Section) -> None:
     """ScriptError for code in a region that nobody can cast."""
-    for item in section.items:
+    for item in section.walk():
         kind = item.node.kind()
         on = [s for s in item.scopes.values() if s.enabled is not False]
-        if on and kind in _UNSEEN and not _belongs_to_region(item.node):
+        is_regions = bool(item.node.inputsSize()) and region_class(item.node.inputsAt(0)) is not None
+        if on and kind in _UNSEEN and not is_regions:
             found, advice = _UNSEEN[kind]
             raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)
-        for inner in item.blocks:
-            _refuse_unseen(inner)
-
-
-def _belongs_to_region(node: Any) -> bool:
-    return bool(node.inputsSize()) and region_class(node.inputsAt(0)) is not None
