@@ -167,7 +167,8 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
             clash = next(n for n in graph.graph.nodes if n.name == before.name)
             rename(clash, f"{before.name}_value")
         after.name = after.target = before.name  # `_rename` would not take names such as input
-    outputs = [n.name if isinstance(n, Node) else n for n in _flat(graph.graph.output_node().args[0])]
+    given = graph.graph.output_node().args[0]
+    outputs = [n.name if isinstance(n, Node) else n for n in (given if isinstance(given, (tuple, list)) else [given])]
     signature: ExportGraphSignature = copy.deepcopy(program.graph_signature)
     if len(outputs) != len(signature.output_specs):
         raise CaptureError("an exported program with explicit casts", "its outputs changed in number")
@@ -175,10 +176,6 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
         if hasattr(spec.arg, "name") and isinstance(name, str):
             spec.arg = replace(spec.arg, name=name)
     return signature
-
-
-def _flat(outputs: Any) -> list[Any]:
-    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def _take_attributes(old: GraphModule, new: GraphModule) -> None:

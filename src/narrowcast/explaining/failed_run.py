@@ -41,8 +41,7 @@ def failure_of(run: Run, region: autocast, error: Exception, fake: bool) -> Fail
     attempts = tuple(
         Attempt(policy.name, _raised(run, policy_region, fake)) for policy, policy_region in _others(region)
     )
-    where = (site.module_path, site.file, site.line)
-    return Failure(seen.op, seen.formats, *where, first_line(error), region.policy.name, attempts)
+    return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
 
 
 def _watched(run: Run, region: autocast, said: str, fake: bool) -> _Seen:

@@ -135,7 +135,7 @@ def _tell_aligned(reading: Reading, goal: Goal) -> None:
         if rule is None or rule.source != ONE_FORMAT or (step.op, step.site) in told:
             continue
         told.add((step.op, step.site))
-        where = site_text(step.site.module_path, step.site.file, step.site.line)
+        where = site_text(*step.site.at)
         warn_at(
             f"narrowcast: {step.op.removesuffix('.default')} raises under autocast, because its tensors come in "
             f"several formats{where}; goal={goal.kind!r} runs it in the one of the tensor that it writes to, "

@@ -226,8 +226,8 @@ class _Walker:
         rule = plan.rule
         action, reason = self._why(step, rule)
         kind = CallKind(
-            known.op, step.site.module_path, step.site.file, step.site.line, _formats(came), computes,
-            _formats([result]), action or "unlisted", reason or "runs as its inputs are", policy,
+            known.op, *step.site.at, _formats(came), computes, _formats([result]), action or "unlisted",
+            reason or "runs as its inputs are", policy,
         )  # fmt: skip
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
         for old, new in zip(known.operands, step.operands, strict=True):
