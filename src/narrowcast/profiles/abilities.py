@@ -53,10 +53,7 @@ def fitted(policy: Policy, device_type: str) -> Policy:
     if resolved.unsupported != FULL or resolved.lacks is not None:
         return resolved
     lacks = (*capabilities(device_type).lacks, *missing_kernels(device_type), *one_format())
-    found: Policy | None = resolved.memory.get(lacks)
-    if found is None:
-        found = resolved.memory[lacks] = resolved.without(lacks)
-    return found
+    return resolved.remembered(lacks, lambda: resolved.without(lacks))
 
 
 def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Policy, str]:
