@@ -33,7 +33,8 @@ from machine import facts
 import narrowcast as nc
 from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.graphs.edit import write_passes
-from narrowcast.graphs.read import Ambient, read_graph
+from narrowcast.graphs.levels import Ambient
+from narrowcast.graphs.read import read_graph
 from narrowcast.passes import AFTER_AUTOGRAD
 from narrowcast.program.collector import collector_paused
 

@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 from narrowcast.errors import CaptureError
 from narrowcast.graphs.capture import capture
 from narrowcast.graphs.edit import write_passes
-from narrowcast.graphs.read import Ambient, Reading, read_graph
+from narrowcast.graphs.levels import Ambient
+from narrowcast.graphs.read import Reading, read_graph
 from narrowcast.passes import Outcome, before_autograd
 from narrowcast.profiles.device import own_saved_tensors
 from narrowcast.sites.sightings import see_all

@@ -8,7 +8,8 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region
 from narrowcast.graphs.edit import write_passes
-from narrowcast.graphs.read import Ambient, Reading, read_graph
+from narrowcast.graphs.levels import Ambient
+from narrowcast.graphs.read import Reading, read_graph
 from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
 from narrowcast.program.collector import collector_paused
