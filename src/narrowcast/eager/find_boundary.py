@@ -44,11 +44,8 @@ def ruling_region() -> OpenRegion | None:
 
 def _carried() -> OpenRegion | None:
     """The region of the forward that torch.utils.checkpoint is recomputing, if its policy has such rules."""
-    for device_type in DEVICE_TYPES:
-        region = carried_region(device_type)
-        if region is not None and region.prepared.policy.has_module_rules:
-            return region
-    return None
+    found = filter(None, map(carried_region, DEVICE_TYPES))
+    return next((region for region in found if region.prepared.policy.has_module_rules), None)
 
 
 def find_boundary(module: Module, traced: bool = False) -> Boundary | None:

@@ -25,17 +25,13 @@ from narrowcast.torch_bridge import FORMATS, to_dtype
 AnyFormat = torch.dtype | str | Format
 
 
-def _reduced(pin: Pin) -> Any:
-    """How a pin is pickled: a process that loads one has the code here that watches modules' calls."""
-    return _rebuilt, (pin.policy, pin.region)
-
-
 def _rebuilt(policy: Policy, region: Any) -> Pin:
+    """A pin that was pickled: a process that loads one has the code here that watches modules' calls."""
     watch_module_calls()
     return Pin(policy, region)
 
 
-copyreg.pickle(Pin, _reduced)
+copyreg.pickle(Pin, lambda pin: (_rebuilt, (pin.policy, pin.region)))
 
 _NO_TARGET: Any = object()  # None is a mistake
 

@@ -65,8 +65,7 @@ def record() -> Iterator[Ledger]:
 
 @cache
 def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
-    found = [find_op(rule.op) for rule in Policy.native(device_type).rules]
-    return tuple(op for op in found if op is not None)
+    return tuple(op for rule in Policy.native(device_type).rules if (op := find_op(rule.op)) is not None)
 
 
 class Recorder(DispatchMode):

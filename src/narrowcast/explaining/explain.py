@@ -16,7 +16,7 @@ from narrowcast.eager import autocast, record
 from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of, first_line
-from narrowcast.explaining.graphs import check_front_end, graphs_of, script_graphs_of
+from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
 from narrowcast.explaining.isolation import isolated, restored
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
@@ -216,7 +216,11 @@ def _goal(goal: Goal, front_end: str) -> Goal:
 
 def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
     """Errors for what cannot be explained."""
-    check_front_end(front_end)
+    if front_end not in FRONT_ENDS:
+        raise NarrowcastError(
+            asked=f"explain with front_end={front_end!r}", found="no such front end",
+            advice=f"Give one of: {', '.join(FRONT_ENDS)}.",
+        )  # fmt: skip
     if device_type not in DEVICE_TYPES:
         raise RegionError(
             asked=f"explain on device type {device_type!r}", found="no autocast lists are known for it",

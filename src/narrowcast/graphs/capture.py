@@ -23,7 +23,6 @@ from torch.fx.experimental.proxy_tensor import (
 
 from narrowcast.errors import CaptureError
 from narrowcast.graphs.composites import decompositions
-from narrowcast.policy import Site
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.torch_bridge import is_weight
@@ -158,11 +157,8 @@ class _Runner(torch.fx.Interpreter):
             return self._copy(n)
         if n.op != "call_function":
             return super().run_node(n)
-        with at_site(self.site_of(n)):
+        with at_site(node_site(n.meta, self.outside)):
             return super().run_node(n)
-
-    def site_of(self, node: torch.fx.Node) -> Site:
-        return node_site(node.meta, self.outside)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in INFERENCE_MODE:
