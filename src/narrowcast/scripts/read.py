@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region, decide
+from narrowcast.formats import parse_format
 from narrowcast.ledger import HidingBlock
 from narrowcast.ops import named
 from narrowcast.passes import COMPOSITE, call_of
@@ -218,7 +219,7 @@ class Reader:
             if after is not None:
                 return after
         if name in ("float", "double", "half", "bfloat16"):
-            return {"float": "fp32", "double": "fp64", "half": "fp16", "bfloat16": "bf16"}[name]
+            return parse_format(name).name
         return promoted(given) if name in named("result.keeps") else TENSOR
 
     def _plan(self, item: Item, facts: OpFacts, found: list[Source], number: int) -> Plan:
