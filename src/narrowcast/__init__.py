@@ -28,6 +28,7 @@ __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
+_REPORTS = {"report": ("Explanation",)}
 _TORCH_HALF = {
     "api.compile": ("compile",),
     "api.export": ("export",),
@@ -84,13 +85,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    module = next((module for module, names in _TORCH_HALF.items() if name in names), None)
-    if name == "Explanation":
-        value: object = importlib.import_module("narrowcast.report").Explanation
-    elif module is not None:
-        value = _load(f"narrowcast.{module}", name)
-    else:
+    room = next((room for room, names in (_REPORTS | _TORCH_HALF).items() if name in names), None)
+    if room is None:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
+    module = f"narrowcast.{room}"
+    value: object = _load(module, name) if room in _TORCH_HALF else getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 
