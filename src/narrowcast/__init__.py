@@ -20,23 +20,28 @@ if TYPE_CHECKING:
     from narrowcast.api.target import target_of
     from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
-    from narrowcast.explaining.explain import Subject, explain
+    from narrowcast.explaining.explain import explain
     from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
+    from narrowcast.report.run import Run
+    from narrowcast.runs.capture import capture
+    from narrowcast.runs.subject import Subject
 
 __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"report": ("Explanation",)}
+_REPORTS = {"report": ("Explanation",), "report.run": ("Run",)}
 _TORCH_HALF = {
     "api.compile": ("compile",),
     "api.export": ("export",),
     "api.script": ("convert", "script", "trace"),
     "api.target": ("target_of",),
     "eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "record", "unpin"),
-    "explaining.explain": ("Subject", "explain"),
+    "explaining.explain": ("explain",),
     "numerics": ("round_to",),
+    "runs.capture": ("capture",),
+    "runs.subject": ("Subject",),
 }
 
 __all__ = [
@@ -53,11 +58,13 @@ __all__ = [
     "Refusal",
     "Region",
     "Rule",
+    "Run",
     "Site",
     "Subject",
     "__version__",
     "autocast",
     "cache_info",
+    "capture",
     "carry",
     "compile",
     "convert",

@@ -123,6 +123,10 @@ class GoalError(NarrowcastError, ValueError):
     """A goal, or what goes with it, is not one that there is."""
 
 
+class RunError(NarrowcastError, ValueError):
+    """A run of a model cannot be captured, compared, read or written as asked."""
+
+
 class SurfaceError(NarrowcastError, RuntimeError):
     """This torch is not as Narrowcast takes it to be: which assumption does not hold, and for which version."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from narrowcast.api.stepwise import steppable
 from narrowcast.errors import CaptureError, NarrowcastError, PolicyError, ProgramError
 from narrowcast.goals import CAST, WORKING, Goal, as_goal
 from narrowcast.graphs.backward import (
@@ -116,7 +117,7 @@ class GraphBackend:
             return self._compile_placed(edited.placed, inputs, report)
         explicit = edited.explicit
         with tracing_backward(self.backward, explicit.graph) as expected, self._joint(explicit, report):
-            compiled = self.inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
+            compiled = self._inner(explicit.graph, with_stand_ins(explicit.graph, inputs))
         return with_weights(compiled, edited.resting), expected
 
     def _running(self, graph: GraphModule, explicit: Explicit, compiled: Compiled, expected: State) -> Compiled:
@@ -139,10 +140,14 @@ class GraphBackend:
 
         return run
 
+    def _inner(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """What the compiler inside makes of a graph; while a run is observed, the graph runs call by call."""
+        return steppable(graph, self.inner(graph, inputs))
+
     def _without_regions(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Nothing to decide; the backward is held to its promise all the same."""
         with tracing_backward(self.backward, graph) as expected:
-            compiled = self.inner(graph, inputs)
+            compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
     def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> Placed:
@@ -167,7 +172,7 @@ class GraphBackend:
                 states.append(expected)
                 yield
 
-        compiled = compile_placed(placed, inputs, self.inner, around, report)
+        compiled = compile_placed(placed, inputs, self._inner, around, report)
         return compiled, states[0] if states else ()
 
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Resting]:
@@ -204,7 +209,7 @@ class GraphBackend:
         )
         same = self.backward.kind == SAME
         with functorch_config.patch(backward_pass_autocast="same_as_forward" if same else "off"):
-            compiled: Compiled = self.inner(graph, inputs)
+            compiled = self._inner(graph, inputs)
         return _watched(compiled, autocast_state() if same else (), self.backward)
 
     @contextmanager

@@ -19,6 +19,7 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.steps import run_inside
+from narrowcast.eager.watch import stepping
 from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.goals import Goal
 from narrowcast.policy import Policy, as_policy
@@ -27,6 +28,7 @@ from narrowcast.torch_bridge import device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.torch_surface.dynamo import (
     BackendCompilerFailed,
+    CompiledCode,
     OptimizedModule,
     forget_original,
     never_trace,
@@ -115,6 +117,14 @@ class Around(Compiled):
 never_trace(Around._first_call)
 
 
+def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call's result; while a run is observed, from our graphs, which tell of their calls."""
+    if not stepping():
+        return around.run(compiled, args, kwargs)
+    with CompiledCode(on=True):
+        return around.run(compiled, args, kwargs)
+
+
 class CompiledModule(OptimizedModule):  # type: ignore[misc]
     """A compiled module that runs in its region. Parameters, state_dict and attributes are the original's.
 
@@ -152,7 +162,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with self._around.region(args, kwargs):
                 return self._modules["_orig_mod"](*args, **kwargs)
-        return self._around.run(self._compiled, args, kwargs)
+        return _called(self._around, self._compiled, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         module = self._modules["_orig_mod"]
@@ -206,7 +216,7 @@ def compiled_function(
         if torch.compiler.is_dynamo_compiling():
             with around.region(args, kwargs):
                 return function(*args, **kwargs)
-        return around.run(compiled, args, kwargs)
+        return _called(around, compiled, args, kwargs)
 
     run.__narrowcast_compiled__ = asked  # type: ignore[attr-defined]
     return run

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from narrowcast.errors import Origin, TargetError
-from narrowcast.explaining.explain import Subject
+from narrowcast.runs.subject import Subject
 
 _ADVICE = (
     "TARGET is a file (examples/minilm.py) or a dotted path (package.module), with `:function` for another name than "

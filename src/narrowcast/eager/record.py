@@ -72,6 +72,7 @@ class Recorder(DispatchMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
 
     whole: frozenset[str] = frozenset()
+    steps_graphs = False
 
     def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
         super().__init__()

@@ -59,10 +59,12 @@ class ThreadState:
 class Watcher(Protocol):
     """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest.
 
-    whole: ids of ops of which it is told although the policy leaves them to what they call.
+    whole: ids of ops of which it is told although the policy leaves them to what they call. steps_graphs: whether
+    compiled graphs are to run step by step, so that it is told of their calls, too.
     """
 
     whole: frozenset[str]
+    steps_graphs: bool
 
     def begin(self, call: DecidedCall) -> None:
         """A call is decided and about to run."""
@@ -89,6 +91,11 @@ _watchers = _Watchers()
 def watchers() -> tuple[Watcher, ...]:
     """The watchers of this thread, outermost first."""
     return _watchers.now
+
+
+def stepping() -> tuple[Watcher, ...]:
+    """Those that want compiled graphs to run step by step."""
+    return tuple(watcher for watcher in _watchers.now if watcher.steps_graphs)
 
 
 def add_watcher(watcher: Watcher) -> None:

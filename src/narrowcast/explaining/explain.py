@@ -5,9 +5,8 @@ It stands above the front ends because each of them will be explained by it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of, first_line
 from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
-from narrowcast.explaining.isolation import isolated, restored
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graphs.explicit import refuse_scripts
@@ -37,57 +35,13 @@ from narrowcast.report import (
     decision_differences,
     graph_ledger,
 )
+from narrowcast.runs.isolation import isolated, restored
+from narrowcast.runs.subject import Subject
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around as scopes_around
 from narrowcast.scripts.scripted import methods_of
 from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
-
-Metric = Callable[..., Mapping[str, float] | float]
-
-
-@dataclass(slots=True)
-class Subject:
-    """A model with an input to run it on.
-
-    model:  a Module or any callable; called as `model(*args, **kwargs)`.
-    metric: what the model's user looks at: called with the model (or with nothing, if it takes nothing), returns a
-            number or numbers by name.
-    """
-
-    model: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    metric: Metric | None = None
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not callable(self.model):
-            raise NarrowcastError(
-                asked=f"a Subject whose model is a {type(self.model).__name__}", found="it cannot be called",
-                advice="Give a Module or a function.",
-            )  # fmt: skip
-        self.args = tuple(self.args)
-        self.kwargs = dict(self.kwargs or {})
-        self.name = self.name or getattr(self.model, "__name__", type(self.model).__name__)
-
-    def run(self) -> Any:
-        """The model's output on the input."""
-        return self.model(*self.args, **self.kwargs)
-
-    def measure(self) -> dict[str, float]:
-        """The metric's figures by name; empty without a metric."""
-        if self.metric is None:
-            return {}
-        try:
-            takes_model = len(inspect.signature(self.metric).parameters) > 0
-        except (TypeError, ValueError):
-            takes_model = False
-        value = self.metric(self.model) if takes_model else self.metric()
-        if not isinstance(value, Mapping):
-            return {getattr(self.metric, "__name__", "metric"): float(value)}
-        numbers = {str(k): v for k, v in value.items() if isinstance(v, (int, float)) or torch.is_tensor(v)}
-        return {k: float(v) for k, v in numbers.items()}
 
 
 def explain(

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from narrowcast.eager import autocast
 from narrowcast.eager.watch import present_device_types
 from narrowcast.eager.words import format_names
-from narrowcast.explaining.isolation import isolated
 from narrowcast.policy import Policy, Site
 from narrowcast.policy.lacks import FULL
 from narrowcast.report import Attempt, Failure
+from narrowcast.runs.isolation import isolated
 from narrowcast.sites.python_stack import find_site, innermost_frame
 from narrowcast.torch_bridge import find_op, op_id, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload

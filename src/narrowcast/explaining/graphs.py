@@ -12,7 +12,6 @@ from narrowcast.api.compile import compile
 from narrowcast.api.exported_program import explicit_program, placed_program, traced_program
 from narrowcast.api.script import script
 from narrowcast.errors import NarrowcastError
-from narrowcast.explaining.isolation import isolated
 from narrowcast.goals import MEMORY, Goal
 from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.output.console import in_bytes
@@ -20,6 +19,7 @@ from narrowcast.policy import Site
 from narrowcast.profiles.held import held_at_most
 from narrowcast.race.eager_ops import eager_note, is_raced, run_watched
 from narrowcast.report import CompiledGraph
+from narrowcast.runs.isolation import isolated
 from narrowcast.scripts.scopes import Scopes
 from narrowcast.scripts.scripted import methods_of
 from narrowcast.torch_bridge import tensors_in

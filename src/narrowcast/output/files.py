@@ -17,10 +17,15 @@ def is_there(path: Path) -> bool:
 
 def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader, or a crash, sees the old file or the new one and nothing between."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """The same of bytes."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
         if path.exists():
             Path(temporary).chmod(path.stat().st_mode & 0o7777)
         else:

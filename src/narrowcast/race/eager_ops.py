@@ -48,6 +48,7 @@ class EagerCalls:
     """
 
     whole = frozenset(op_id(op) for op in RECURRENT)
+    steps_graphs = False
 
     def __init__(self) -> None:
         self.kinds: dict[OpOverload, dict[str, list[Any]]] = {}

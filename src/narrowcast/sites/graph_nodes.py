@@ -41,23 +41,49 @@ class Outside:
 NO_OUTSIDE = Outside()
 
 
+@dataclass(frozen=True, slots=True)
+class GraphCall:
+    """The call of a module that a node of a graph stands in: of all that one run of the graph makes.
+
+    run: that run. key: what Dynamo and torch.export tell calls of one module apart by (`...@1` is the second).
+    """
+
+    run: object
+    key: str
+
+
 class _Now(threading.local):
-    """The place of the node that a front end is running on this thread."""
+    """The place of the node that a front end is running on this thread, and the module's call that it stands in."""
 
     site: Site | None = None
+    call: GraphCall | None = None
 
 
 _now = _Now()
 
 
 @contextmanager
-def at_site(site: Site) -> Iterator[None]:
+def at_site(site: Site, call: GraphCall | None = None) -> Iterator[None]:
     """Calls inside are made at this place."""
-    before, _now.site = _now.site, site
+    before, _now.site, _now.call = (_now.site, _now.call), site, call
     try:
         yield
     finally:
-        _now.site = before
+        _now.site, _now.call = before
+
+
+def current_graph_call() -> GraphCall | None:
+    """The call of a module that the node stands in that a front end is running; None if it is not inside the graph."""
+    return _now.call
+
+
+def graph_call(meta: Mapping[str, Any], run: object) -> GraphCall | None:
+    """The call of a module that a node stands in; None for what the graph's outermost module computes itself."""
+    modules = meta.get("nn_module_stack") or {}
+    if not modules:
+        return None
+    key, (source, _) = next(reversed(modules.items()))
+    return None if _is_root(source) else GraphCall(run, key)
 
 
 def current_site() -> Site | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._dispatch.python import enable_python_dispatcher
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     keystr,
@@ -24,7 +25,7 @@ from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.state import autocast_key, autocast_key_name
 
 __all__ = [  # what comes from torch under its own name
-    "DispatchKey", "DispatchKeySet", "enable_python_dispatcher", "keystr", "tree_flatten",
+    "DispatchKey", "DispatchKeySet", "StorageWeakRef", "enable_python_dispatcher", "keystr", "tree_flatten",
     "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
@@ -44,6 +45,8 @@ ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees what runs inside."""
+below_modes = torch._C._DisableTorchDispatch
+"""The same for tensors of torch's own classes, at a tenth of its cost."""
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of users are on."""
 all_op_names = torch._C._dispatch_get_all_op_names

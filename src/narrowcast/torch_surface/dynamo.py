@@ -146,6 +146,24 @@ def begins_again(error: Exception) -> bool:
 
 
 @cache
+class CompiledCode:
+    """`with CompiledCode(on=False):` what torch.compile compiled runs as eager code inside, on every thread; inside
+    that, `with CompiledCode(on=True):` lets it run. Nothing where Dynamo was never needed.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("default" if self._on else "force_eager")  # from here on
+
+    def __exit__(self, *raised: object) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+
+
 def missing_cpp_compiler(named: str | None) -> str:
     """Why Inductor finds no C++ compiler, first line; empty where it finds one. named: the variable CXX, as it is."""
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,9 +38,22 @@ def mutators() -> tuple[tuple[Any, str], ...]:
     )  # fmt: skip
 
 
+@contextmanager
+def told_of_optimizer_steps(tell: Callable[[Any], None], before: bool = False) -> Iterator[None]:
+    """Be told of each optimizer that steps inside, after its step or before."""
+    register = "register_optimizer_step_pre_hook" if before else "register_optimizer_step_post_hook"
+    owner: Any = sys.modules[torch.optim.Optimizer.__module__]
+    handle = getattr(owner, register)(lambda optimizer, args, kwargs: tell(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def module_call_code() -> CodeType:
     """The code of what runs when a module is called, as it is now: pins and rules about modules replace it."""
-    code: CodeType = getattr(Module, CALL).__code__
+    call = getattr(Module, CALL)
+    code: CodeType = getattr(call, "__wrapped__", call).__code__  # below what is held around it for a while
     return code
 
 
@@ -59,3 +75,13 @@ def carried_state(frame: FrameType) -> Any:
         return None
     found = frame.f_locals
     return found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpoint recomputes its forward on this thread's Python stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == CHECKPOINT_FILE and frame.f_code.co_name in RECOMPUTING:
+            return True
+        frame = frame.f_back
+    return False

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def isolated(
     kwargs: dict[str, Any],
     fake: bool,
     through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
-) -> Iterator[Callable[[], Any]]:
+    stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Iterator[Isolated]:
     """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
 
     What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
@@ -33,10 +35,11 @@ def isolated(
     runs itself; the attributes and buffers of the modules that it calls are restored.
 
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
-    be copied are then not restored.
+    be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
+    place of sharing weights.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-    stand_in = _Faker(mode) if mode is not None else _share_weights
+    stand_in = _Faker(mode) if mode is not None else stand_in or _share_weights
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         if through is None:
@@ -45,10 +48,25 @@ def isolated(
         if mode is not None:
             stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
             stack.enter_context(mode)
-        if through is None:
-            yield lambda: own_model(*own_args, **own_kwargs)
-        else:
-            yield lambda: through(own_model, own_args, own_kwargs)
+        yield Isolated(own_model, own_args, own_kwargs, through or _call)
+
+
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """A copy of a model and its arguments. Called, it runs."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+    def __call__(self) -> Any:
+        """The result of the run."""
+        return self.through(self.model, self.args, self.kwargs)
+
+
+def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
 
 
 @contextmanager

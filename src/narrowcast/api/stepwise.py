@@ -1,0 +1,84 @@
+"""Graphs run call by call, for those who want to be told of each call: observers of runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from narrowcast.decide import Plan
+from narrowcast.eager.kernels import gather, slots_of
+from narrowcast.eager.watch import DecidedCall, Watcher, stepping
+from narrowcast.policy import Policy
+from narrowcast.sites.graph_nodes import Outside, at_site, current_site, graph_call, node_site
+from narrowcast.torch_bridge import op_facts
+from narrowcast.torch_surface.dispatch import OpOverload
+
+_NO_POLICY = Policy("graph", extends=())
+
+
+class Stepwise(torch.fx.Interpreter):
+    """One run of a graph: each node at its site, and those who watch told of the calls that a policy decides."""
+
+    def __init__(self, graph: GraphModule, watching: tuple[Watcher, ...]) -> None:
+        super().__init__(graph)
+        self._watching = watching
+        self._outside = Outside.now()
+
+    def run_node(self, n: Node) -> Any:
+        """One call, at its place."""
+        with at_site(node_site(n.meta, self._outside), graph_call(n.meta, self)):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of an op, of which those who want it whole are told."""
+        if not isinstance(target, OpOverload):
+            return super().call_function(target, args, kwargs)
+        facts = op_facts(target)
+        watching = [watcher for watcher in self._watching if facts.id in watcher.whole]
+        if not watching:
+            return super().call_function(target, args, kwargs)
+        slots, site = slots_of(facts, args, kwargs), current_site()
+        assert site is not None
+        tensors = list(zip(slots, gather(facts, args, kwargs), strict=True))
+        plan = Plan((None,) * len(tensors))
+        call = DecidedCall(facts, plan, site, tensors, _NO_POLICY, False, args, kwargs)
+        for watcher in watching:
+            watcher.begin(call)
+        try:
+            result = super().call_function(target, args, kwargs)
+        except BaseException as error:
+            for watcher in reversed(watching):
+                watcher.fail(error)
+            raise
+        for watcher in reversed(watching):
+            watcher.end(result)
+        return result
+
+
+def steppable(graph: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled graph; while somebody wants to be told of every call, the graph itself, call by call."""
+
+    def run(*args: Any) -> Any:
+        watching = stepping()
+        return Stepwise(graph, watching).run(*args) if watching else compiled(*args)
+
+    return run
+
+
+def is_program(module: torch.nn.Module) -> bool:
+    """Whether a module is a graph of torch.export's, as `program.module()` gives it, that can run step by step."""
+    return isinstance(module, GraphModule) and "_in_spec" in vars(module) and "_out_spec" in vars(module)
+
+
+def run_program(
+    program: torch.nn.Module, watching: tuple[Watcher, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The program's result, computed call by call."""
+    assert isinstance(program, GraphModule)
+    values = inspect.signature(program.forward).bind(*args, **kwargs)
+    values.apply_defaults()
+    return Stepwise(program, watching).run(*values.args, *values.kwargs.values())

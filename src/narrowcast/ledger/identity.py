@@ -1,0 +1,48 @@
+"""The identity of a call: the same in eager, compiled, exported and scripted code, and in every run of a program."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from narrowcast.errors import LedgerError
+
+FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+DIRECTIONS = (FORWARD, BACKWARD, RECOMPUTATION)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CallId:
+    """Which call of a program: as text `encoder.layer.0.attention aten.matmul.default #2`.
+
+    module_path: of the innermost module around it, empty outside of modules. op: its id. number: from 1, which call of
+    this op it is inside one call of the module. turn: from 1, which call of the module. direction: forward, backward,
+    or recomputation (a forward that a checkpoint repeats in the backward). A backward call has the path of the forward
+    call whose gradients it computes.
+    """
+
+    module_path: str
+    op: str
+    number: int = 1
+    turn: int = 1
+    direction: str = FORWARD
+
+    def __str__(self) -> str:
+        turn = f" turn {self.turn}" if self.turn > 1 else ""
+        direction = "" if self.direction == FORWARD else f" {self.direction}"
+        return f"{self.module_path} {self.op} #{self.number}{turn}{direction}".strip()
+
+    @staticmethod
+    def parse(text: str) -> CallId:
+        """The identity of that text. LedgerError for other text."""
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            raise LedgerError(
+                f"a call named {text!r}", "no identity of a call",
+                advice="Write MODULE_PATH OP #NUMBER, as encoder.layer.0.attention aten.matmul.default #2.",
+            )  # fmt: skip
+        path, op, number, turn, direction = found.groups()
+        return CallId(path or "", op, int(number), int(turn or 1), direction or FORWARD)
+
+
+_TEXT = re.compile(r"(?:(.*) )?([\w.:]+) #(\d+)(?: turn (\d+))?(?: (backward|recomputation))?")

@@ -1,0 +1,265 @@
+"""A run as data: what each call of a model computed, with statistics of its tensors, and in which environment."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import Origin, RunError
+from narrowcast.formats import FORMATS, Format
+from narrowcast.ledger.identity import CallId
+from narrowcast.output.files import replace_bytes
+
+SCHEMA = "narrowcast.run/1"
+ENDING = ".json.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often each binary exponent occurs among finite values that are not zero.
+
+    first: the smallest exponent e, of values from 2**e to below 2**(e+1). counts: from there on.
+    """
+
+    first: int = 0
+    counts: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+    def share(self, holds: Callable[[int], bool]) -> float:
+        """The share of the counted values whose exponent passes the test; 0 of none."""
+        found = sum(n for e, n in enumerate(self.counts, self.first) if holds(e))
+        return found / self.total if self.counts else 0.0
+
+    @property
+    def last(self) -> int:
+        """The largest exponent that occurs."""
+        return self.first + len(self.counts) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What is known of one tensor of a run.
+
+    format: its format, or a short name of another element type. low, high: the range of its finite values. mean, rms
+    over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
+    elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
+    looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
+    sample was taken. checksum, file: on request.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    device: str
+    elements: int
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    rms: float = 0.0
+    zeros: float = 0.0
+    subnormal: float = 0.0
+    saturated: float = 0.0
+    nan: float = 0.0
+    infinite: float = 0.0
+    exponents: Histogram = field(default_factory=Histogram)
+    below: Histogram = field(default_factory=Histogram)
+    looked_at: int = 0
+    checksum: str = ""
+    file: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it holds neither NaN nor infinity."""
+        return not self.nan and not self.infinite
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+    def fits(self) -> Format | None:
+        """Its format, if it is a floating one."""
+        return FORMATS.get(self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One call of a run. inputs, outputs: names and numbers of tensors in the run's table.
+
+    came, computes: the formats as they came and as the op read them. rule, reason: what decided, empty where nothing
+    did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a backward call, the
+    forward call it belongs to.
+    """
+
+    id: CallId
+    file: str
+    line: int
+    came: str
+    computes: str
+    rule: str = ""
+    reason: str = ""
+    inputs: tuple[tuple[str, int], ...] = ()
+    outputs: tuple[tuple[str, int], ...] = ()
+    given: tuple[tuple[str, str], ...] = ()
+    forward: CallId | None = None
+    is_cast: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run computed: `nc.capture` makes it, `save` and `load` keep it.
+
+    calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name
+    and the numbers of the tensors that are its value, its gradient and its optimizer's moments. environment: versions,
+    device, flags, seeds, policy. notes: what a reader has to know besides.
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    calls: list[CallRecord] = field(default_factory=list)
+    tensors: list[TensorFacts] = field(default_factory=list)
+    parameters: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def call(self, identity: CallId | str) -> CallRecord:
+        """The call of that identity. RunError if there is none."""
+        wanted = CallId.parse(identity) if isinstance(identity, str) else identity
+        for call in self.calls:
+            if call.id == wanted:
+                return call
+        raise RunError(
+            f"call {wanted}", f"this run of {len(self.calls)} calls has none like it", advice="List run.calls."
+        )
+
+    def facts(self, named: Iterable[tuple[str, int]]) -> dict[str, TensorFacts]:
+        """The tensors of a call by name: `run.facts(call.inputs)`."""
+        return {name: self.tensors[number] for name, number in named}
+
+    def not_finite(self) -> list[CallRecord]:
+        """The calls that gave a NaN or an infinity, in order."""
+        return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.outputs)]
+
+    def __repr__(self) -> str:
+        bad = len(self.not_finite())
+        return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
+
+    def __str__(self) -> str:
+        from narrowcast.report.run_text import run_text
+
+        return run_text(self)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
+        data = {
+            "schema": SCHEMA,
+            "environment": self.environment,
+            "notes": self.notes,
+            "tensor_columns": [f.name for f in fields(TensorFacts)],
+            "tensors": [_tensor_row(t) for t in self.tensors],
+            "call_columns": [f.name for f in fields(CallRecord)],
+            "calls": [_call_row(c) for c in self.calls],
+            "parameters": self.parameters,
+        }
+        return json.dumps(data, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str, file: str = "<string>") -> Run:
+        """The run in JSON text. RunError for other text, or another version of the schema."""
+        where = (Origin(file),)
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise RunError("a saved run", f"not JSON: {error}", where, "Capture it anew.") from None
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        if found != SCHEMA:
+            raise RunError("a saved run", f"schema {found!r} where {SCHEMA!r} is known", where, "Capture it anew.")
+        try:
+            tensors = [_tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
+            calls = [_call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
+            for call in calls:
+                _ = [tensors[number] for _, number in (*call.inputs, *call.outputs)]
+            parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
+            return Run(dict(data["environment"]), calls, tensors, parameters, [str(note) for note in data["notes"]])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise RunError(
+                "a saved run", f"a record is broken: {type(error).__name__}: {error}", where, "Capture it anew."
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write it into a file, compressed, replacing it at once; the ending `.json.gz` is added where it lacks."""
+        target = Path(path)
+        if not target.name.endswith((".gz", ".json")):
+            target = target.with_name(target.name + ENDING)
+        text = self.to_json().encode()
+        try:
+            replace_bytes(target, gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
+        except OSError as error:
+            raise RunError(
+                f"saving a run as {target}", f"{type(error).__name__}: {error}", (Origin(str(target)),),
+                "Give a folder that exists and has room; nothing was written.",
+            ) from error  # fmt: skip
+        return target
+
+    @staticmethod
+    def load(path: str | Path) -> Run:
+        """The run that `save` wrote into a file. RunError for what is missing, cut off, or another kind of file."""
+        where = (Origin(str(path)),)
+        try:
+            raw = Path(path).read_bytes()
+            text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise RunError(
+                f"a saved run, {path}", f"{type(error).__name__}: {error}", where,
+                "Give the file that narrowcast capture -o, or run.save, wrote.",
+            ) from None  # fmt: skip
+        return Run.from_json(text, str(path))
+
+
+def _tensor_row(tensor: TensorFacts) -> list[Any]:
+    row = asdict(tensor)
+    for name in ("exponents", "below"):
+        value = getattr(tensor, name)
+        row[name] = [value.first, *value.counts]
+    return [_short(value) for value in row.values()]
+
+
+def _short(value: Any) -> Any:
+    """Nine digits say of a statistic what can be said; NaN and infinities are no JSON."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if value == value and abs(value) != float("inf") else str(value)
+    return value
+
+
+def _tensor_of(row: dict[str, Any]) -> TensorFacts:
+    known = {f.name: row[f.name] for f in fields(TensorFacts) if f.name in row}
+    for name in ("exponents", "below"):
+        first, *counts = known[name]
+        known[name] = Histogram(int(first), tuple(int(n) for n in counts))
+    known["shape"] = tuple(int(size) for size in known["shape"])
+    for name in ("low", "high", "mean", "rms"):
+        known[name] = float(known[name])
+    return TensorFacts(**known)
+
+
+def _call_row(call: CallRecord) -> list[Any]:
+    values = {f.name: getattr(call, f.name) for f in fields(CallRecord)}
+    return list({**values, "id": str(call.id), "forward": str(call.forward) if call.forward else ""}.values())
+
+
+def _call_of(row: dict[str, Any]) -> CallRecord:
+    known = {f.name: row[f.name] for f in fields(CallRecord) if f.name in row}
+    known["id"] = CallId.parse(known["id"])
+    known["forward"] = CallId.parse(known["forward"]) if known.get("forward") else None
+    for name in ("inputs", "outputs"):
+        known[name] = tuple((str(a), int(n)) for a, n in known[name])
+    known["given"] = tuple((str(a), str(v)) for a, v in known["given"])
+    return CallRecord(**known)

@@ -1,0 +1,196 @@
+"""`nc.capture`: what a run computes, call by call, as data that can be saved, read and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+
+from narrowcast.eager import autocast
+from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.errors import RunError
+from narrowcast.policy import Policy
+from narrowcast.report.run import CallRecord, Run
+from narrowcast.runs.arguments import others_as_text, results_by_name, tensors_by_name
+from narrowcast.runs.environment import environment
+from narrowcast.runs.observer import Observer, SeenCall, quietly
+from narrowcast.runs.statistics import Statistics, folder_for
+from narrowcast.runs.subject import Subject
+from narrowcast.runs.trial import Loss, Trial
+from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
+from narrowcast.torch_surface.modules import told_of_optimizer_steps
+
+STATISTICS = ("sampled", "whole")
+
+
+@overload
+def capture(
+    model: None = None, *, statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
+    tensor_limit_bytes: int = ...,
+) -> Capturing: ...  # fmt: skip
+@overload
+def capture(
+    model: Callable[..., Any] | Subject, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
+    policy: AnyPolicy = ..., dtype: AnyDtype = ..., device_type: str | None = ..., region: autocast | None = ...,
+    backward: bool | Loss = ..., statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
+    tensor_limit_bytes: int = ...,
+) -> Run: ...  # fmt: skip
+def capture(
+    model: Callable[..., Any] | Subject | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    backward: bool | Loss = False,
+    statistics: str = "sampled",
+    checksums: bool = False,
+    tensors: str | Path | None = None,
+    tensor_limit_bytes: int = 1 << 30,
+) -> Run | Capturing:
+    """Capture what `model(*args, **kwargs)` computes; or, without a model, what runs in `with capture() as run:`.
+
+    Each call is listed with its identity, place, rule, formats, arguments that are no tensors, and facts of its
+    tensors: finite range, mean, rms, shares of zeros, subnormal, saturated and non-finite values, a histogram of
+    exponents. With them come gradients of parameters, moments of optimizers that step in the block, and the
+    environment. Inside a block the regions that are open hold; nothing of the user's code changes.
+
+    model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject. It runs on a copy
+            that shares its weights, and leaves gradients and random state alone.
+    policy, dtype, device_type, region: as for `explain`; without any, the model runs in a region that casts nothing, in
+            which calls have the identities that they have under a policy.
+    backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
+            outputs; or a function that makes the loss of the output.
+    statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
+    checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
+            tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
+
+    Nothing waits for an accelerator before the block ends, unless checksums or tensors are asked for. Raises RunError.
+    """
+    if statistics not in STATISTICS:
+        raise RunError(
+            f"capture(statistics={statistics!r})", "no such statistics", advice=f"Give one of {', '.join(STATISTICS)}."
+        )
+    folder = None if tensors is None else folder_for(tensors)
+    table = Statistics(statistics == "whole", checksums, folder, tensor_limit_bytes)
+    if model is None:
+        given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
+                 "device_type": device_type, "backward": backward or None}  # fmt: skip
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong:
+            raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
+                           advice="Give a model, or open the region inside the block.")  # fmt: skip
+        return Capturing(table)
+    trial = Trial.of("capture", model, args, kwargs, backward)
+    opened = observed_region("capture", trial, policy, dtype, device_type, region)
+    made = Capturing(table, (opened.policy,))
+    trial.run(opened, made)
+    policy_asked = None if opened.policy is NOTHING else opened.policy
+    made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
+    return made.run
+
+
+NOTHING = Policy("fp32", extends=())
+"""A policy without a rule: calls run as their inputs are."""
+
+
+def observed_region(
+    verb: str, trial: Trial, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None
+) -> autocast:
+    """The region that was asked for, or one that casts nothing."""
+    asked = asked_region(verb, policy, dtype, device_type, region)
+    device = asked.device_type or trial.device_type
+    if not asked.is_there:
+        return autocast(device, policy=NOTHING)
+    chosen = asked.policy
+    fast = default_dtype(chosen, device) if asked.dtype is None else to_dtype(asked.dtype)
+    return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)
+
+
+class Capturing:
+    """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
+
+    def __init__(self, table: Statistics, policies: tuple[Policy, ...] = ()) -> None:
+        self.run = Run()
+        self._table = table
+        self._policies = policies
+        self._stack: ExitStack | None = None
+        self._observer: _Capture | None = None
+        self._optimizers: dict[int, Any] = {}
+
+    def __enter__(self) -> Run:
+        if self._stack is not None:
+            raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
+        self._stack = ExitStack()
+        self._observer = _Capture(self.run, self._table, self._policies)
+        self._stack.enter_context(told_of_optimizer_steps(self._stepped))
+        self._stack.enter_context(self._observer.observing())
+        return self.run
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._stack is not None and self._observer is not None
+        self._stack.close()
+        with quietly():
+            self._note_parameters(self._observer)
+            self.run.tensors = self._table.table()
+        self.run.environment = environment(self._observer.device_type or "cpu")
+        if error is not None:
+            self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        if self._table.not_written:
+            self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def _stepped(self, optimizer: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _note_parameters(self, observer: _Capture) -> None:
+        names: dict[int, str] = {}
+        for root in observer.roots:
+            for name, parameter in root.named_parameters():
+                names.setdefault(id(parameter), name.replace("_orig_mod.", ""))
+                if parameter.grad is not None:
+                    self.run.parameters[names[id(parameter)]] = {
+                        "value": self._table.number(parameter), "gradient": self._table.number(parameter.grad),
+                    }  # fmt: skip
+        for optimizer in self._optimizers.values():
+            for parameter, state in optimizer.state.items():
+                moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+                row = self.run.parameters.setdefault(names.get(id(parameter), f"parameter {len(names)}"), {})
+                row.update({name: self._table.number(value) for name, value in moments.items()})
+
+
+class _Capture(Observer):
+    """Enters each call into a run."""
+
+    def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...]) -> None:
+        super().__init__(policies)
+        self._run, self._table = run, table
+        self.device_type = ""
+
+    def before(self, call: SeenCall) -> None:
+        """The facts of its tensors, before an op may write to them."""
+        tensors = tensors_by_name(call.facts, call.args, call.kwargs)
+        self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
+        call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
+
+    def after(self, call: SeenCall) -> None:
+        """The line in the run."""
+        if call.facts.writes:
+            for tensor in call.results:
+                self._table.written(tensor)
+        outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(call.results))
+        given = others_as_text(call.facts, call.args, call.kwargs)
+        rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")
+        self._run.calls.append(
+            CallRecord(
+                call.id, call.site.file, call.site.line, call.came, call.computes, rule, reason,
+                call.notes["inputs"], outputs, given, call.forward, call.is_cast,
+            )
+        )  # fmt: skip

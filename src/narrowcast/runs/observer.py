@@ -1,0 +1,326 @@
+"""The observer: told of every call of a run, forward, backward and recomputed, each with its identity.
+
+Calls are those that a policy decides: ops at the Autocast keys, which our kernels tell of, and below them whatever
+else computes. Compiled graphs are run step by step meanwhile (`regions.stepwise`), so that they tell the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.api.stepwise import is_program, run_program
+from narrowcast.decide import Plan
+from narrowcast.eager.registered import install_visiting, remove_visiting
+from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
+from narrowcast.eager.words import deciding_rule, format_names, planned_names
+from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
+from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site
+from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
+from narrowcast.sites.python_stack import find_site
+from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
+from narrowcast.torch_surface.autograd import (
+    current_autograd_node,
+    current_graph_task,
+    next_sequence_number,
+    sequence_number,
+)
+from narrowcast.torch_surface.dispatch import (
+    TO_COPY,
+    DispatchMode,
+    OpOverload,
+    below_modes,
+    without_modes,
+)
+from narrowcast.torch_surface.dynamo import CompiledCode
+from narrowcast.torch_surface.modules import CALL, is_recomputing
+from narrowcast.torch_surface.patches import held
+from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
+
+_COPY = torch.ops.aten.copy_.default
+_KEPT_NODES = 200_000
+"""How many autograd nodes are remembered; their backward knows the forward call."""
+
+
+@dataclass(slots=True, eq=False)
+class SeenCall:
+    """A call of a run. args, kwargs: as the op was called, before the casts of the plan.
+
+    came, computes: the formats of its tensors as they came, and as the op reads them. forward: of a backward call, the
+    forward call whose gradients it computes. is_cast: a conversion between formats, of autocasting's or of the user's.
+    """
+
+    id: CallId
+    site: Site
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    came: str
+    computes: str
+    plan: Plan | None = None
+    rule: Rule | None = None
+    forward: CallId | None = None
+    is_cast: bool = False
+    result: Any = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The tensors that it returned."""
+        return tensors_in(self.result)
+
+
+@dataclass(slots=True)
+class _Called:
+    """One call of a module, on its way: which one of this module, and how many calls of each op it has made."""
+
+    module: Any
+    turn: int
+    numbers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.decided: list[SeenCall | None] = []
+        self.starts: list[int] = []
+        self.modules: list[_Called] = []
+        self.executing = False
+        self.looking = False
+
+
+class Observer(DispatchMode):
+    """`with observer.observing():` its `before` and `after` are called around each call of the block.
+
+    On the thread that opened it, and on autograd's threads.
+    """
+
+    steps_graphs = True
+    """Compiled graphs run step by step while it looks."""
+
+    def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
+        super().__init__()
+        self._device_types = present_device_types()
+        self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
+        self._ops = _listed_ops(self._device_types, policies)
+        self.whole = frozenset(op_facts(op).id for op in self._ops)
+        self._local = _ThreadState()
+        self._turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._outside: Counter[tuple[str, str, str]] = Counter()
+        self._nodes: OrderedDict[int, tuple[CallId, Site]] = OrderedDict()
+        self._graph_turns: Counter[str] = Counter()
+        self._graph_calls: dict[tuple[str, GraphCall], _Called] = {}
+        self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    # -- what those who look are told --------------------------------------------------------------------------------
+
+    def before(self, call: SeenCall) -> None:
+        """A call is about to run."""
+
+    def after(self, call: SeenCall) -> None:
+        """It has run."""
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Look at what runs inside."""
+        with ExitStack() as stack:
+            for device_type in self._device_types:
+                install_visiting(self._ops, device_type)
+                stack.callback(remove_visiting, device_type)
+            stack.enter_context(CompiledCode(on=False))
+            add_watcher(self)
+            stack.callback(remove_watcher, self)
+            stack.enter_context(held(torch.nn.Module, "calls are numbered", **{CALL: self._numbering}))
+            stack.enter_context(self)
+            yield
+
+    def _numbering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Around the calls of modules: which call of the module this is."""
+        owner = threading.get_ident()
+
+        def _call_impl(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner and current_graph_task() == -1:
+                return original(module, *args, **kwargs)
+            modules = self._local.modules
+            if not modules:
+                self.roots.add(module)
+            turn = self._turns[module] = self._turns.get(module, 0) + 1
+            modules.append(_Called(module, turn))
+            try:
+                if is_program(module):
+                    return run_program(module, (self,), args, kwargs)
+                return original(module, *args, **kwargs)
+            finally:
+                modules.pop()
+
+        return _call_impl
+
+    # -- told by our kernels, and by graphs that run step by step ------------------------------------------------------
+
+    def begin(self, call: DecidedCall) -> None:
+        """A call that is decided is about to run."""
+        state = self._local
+        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking:
+            state.decided.append(None)
+            return
+        tensors = [t for _, t in call.tensors if t is not None]
+        came = format_names([t.dtype for t in tensors])
+        rule = deciding_rule(call.plan)
+        computes = came if rule is None else planned_names(call.plan, call.tensors)
+        seen = self._seen(call.facts, call.site, call.args, call.kwargs, came, computes)
+        seen.plan, seen.rule = call.plan, rule
+        with self._looking():
+            self.before(seen)
+        state.starts.append(next_sequence_number())
+        state.decided.append(seen)
+
+    def end(self, result: Any) -> None:
+        """The call that began last has returned."""
+        state = self._local
+        seen = state.decided.pop()
+        if seen is None:
+            return
+        for number in range(state.starts.pop(), next_sequence_number()):
+            self._nodes[number] = (seen.id, seen.site)
+        seen.result = result
+        with self._looking():
+            self.after(seen)
+
+    def fail(self, error: BaseException) -> None:
+        """The call that began last has raised."""
+        if self._local.decided.pop() is not None:
+            self._local.starts.pop()
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Nothing is kept by tensors' identity."""
+
+    # -- seen by the mode ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        state = self._local
+        if func.namespace == "prim" or state.looking:
+            return func(*args, **kwargs)
+        facts = op_facts(func)
+        is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
+        if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
+            return self._execute(func, args, kwargs)
+        came = format_names([t.dtype for t in tensors_in(args, kwargs)])
+        seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
+        with self._looking():
+            self.before(seen)
+        seen.result = self._execute(func, args, kwargs)
+        if seen.id.direction != BACKWARD and torch.is_grad_enabled():
+            self._nodes[next_sequence_number() - 1] = (seen.id, seen.site)
+        with self._looking():
+            self.after(seen)
+        return seen.result
+
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op with autocast as it would be without us: kernels that call other ops must find it on."""
+        state = self._local
+        if state.decided or state.executing:
+            return func(*args, **kwargs)
+        on = autocast_was_on(self._keys)
+        if not on:
+            return func(*args, **kwargs)
+        state.executing = True
+        try:
+            with switched_on(on):
+                return func(*args, **kwargs)
+        finally:
+            state.executing = False
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """What is computed inside is nobody's call."""
+        state = self._local
+        state.looking = True
+        try:
+            with below_modes(), autocast_off(), torch.no_grad():
+                yield
+        finally:
+            state.looking = False
+
+    # -- identities ----------------------------------------------------------------------------------------------------
+
+    def _seen(
+        self, facts: OpFacts, site: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], came: str,
+        computes: str, is_cast: bool = False,
+    ) -> SeenCall:  # fmt: skip
+        direction, forward = self._direction()
+        if direction == BACKWARD:
+            of, site = forward if forward is not None else (None, site or find_site(with_names=False))
+            path = of.module_path if of is not None else site.module_path
+            turn = of.turn if of is not None else 1
+            identity = CallId(path, facts.id, self._number(path, facts.id, turn), turn, direction)
+            return SeenCall(identity, site, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast)
+        if site is None:
+            site = current_site() or find_site(with_names=False)
+        path = site.module_path
+        op = facts.id
+        modules = self._local.modules
+        graph_call = current_graph_call()
+        if graph_call is not None:
+            called = self._in_graph(path, graph_call)
+            numbers, turn = called.numbers, called.turn
+        else:
+            numbers, turn = (modules[-1].numbers, modules[-1].turn) if modules else (self._outside, 1)
+        key = (path, op, "cast" if is_cast else direction)
+        numbers[key] += 1
+        identity = CallId(path, op, numbers[key], turn, direction)
+        return SeenCall(identity, site, facts, args, kwargs, came, computes, is_cast=is_cast)
+
+    def _in_graph(self, path: str, call: GraphCall) -> _Called:
+        """The call of a module inside a graph that a node stands in."""
+        found = self._graph_calls.get((path, call))
+        if found is None:
+            turn = self._graph_turns[path] = self._graph_turns[path] + 1
+            found = self._graph_calls[path, call] = _Called(None, turn)
+        return found
+
+    def _number(self, path: str, op: str, turn: int) -> int:
+        """Which call of the op in the backward of one call of a module."""
+        key = (path, op, f"{BACKWARD} {turn}")
+        self._outside[key] += 1
+        return self._outside[key]
+
+    def _direction(self) -> tuple[str, tuple[CallId, Site] | None]:
+        """Forward, backward or recomputation; and of a backward call the forward call."""
+        if current_graph_task() == -1:
+            return FORWARD, None
+        if is_recomputing():
+            return RECOMPUTATION, None
+        node = current_autograd_node()
+        found = self._nodes.get(sequence_number(node)) if node is not None else None
+        while len(self._nodes) > _KEPT_NODES:
+            self._nodes.popitem(last=False)
+        return BACKWARD, found
+
+
+def _listed_ops(device_types: list[str], policies: tuple[Policy, ...]) -> tuple[OpOverload, ...]:
+    """The ops that native autocast, or one of these policies, decides about by name."""
+    found: dict[OpOverload, None] = {}
+    for device_type in device_types:
+        rules = [*Policy.native(device_type).rules, *(r for p in policies for r in p.resolve(device_type).rules)]
+        for rule in rules:
+            if not rule.is_glob:
+                found.update(dict.fromkeys(ops_of(rule)))
+    return tuple(found)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Code of ours that computes with the user's tensors: no mode, no autocast, no autograd."""
+    with without_modes(), autocast_off(), torch.no_grad():
+        yield

@@ -1,0 +1,232 @@
+"""Statistics of tensors, in one pass each: the range exactly, the rest of a sample; on accelerators read at the end.
+
+A tensor that was not written to since is looked at once, however many calls read it.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrowcast.errors import Origin, RunError
+from narrowcast.report.run import Histogram, TensorFacts
+from narrowcast.torch_bridge import DTYPES, FORMATS, short_type
+from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
+
+SAMPLE = 4096
+"""How many elements of a tensor the sampled statistics look at."""
+_HELD_BYTES = 1 << 28
+"""Samples that wait on an accelerator are read when they take this much."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What was taken of a tensor and not read yet."""
+
+    facts: TensorFacts
+    range: tuple[torch.Tensor, torch.Tensor] | None = None
+    sample: torch.Tensor | None = None
+
+
+class Statistics:
+    """A table of tensors' facts. Must be used where nothing watches: its own work is no call of the run.
+
+    whole: look at every element, not at a sample. checksums: also keep one of each tensor's bytes. folder: write the
+    tensors themselves into it, as long as limit_bytes last.
+    """
+
+    def __init__(
+        self, whole: bool = False, checksums: bool = False, folder: Path | None = None, limit_bytes: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        self._whole, self._checksums = whole, checksums
+        self._folder, self._left = folder, limit_bytes
+        self.not_written = 0
+        self._rows: list[TensorFacts | _Pending] = []
+        self._known: dict[tuple[int, int, int, Any], tuple[int, Any]] = {}
+        self._held_bytes = 0
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The tensor's number in the table, where it is entered if it is not there as it is now."""
+        key = weak = None
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            key = (storage_key(tensor), _version(tensor), tensor.numel(), tensor.dtype)
+            found = self._known.get(key)
+            if found is not None and not found[1].expired():
+                return found[0]
+            weak = StorageWeakRef(tensor.untyped_storage())
+        self._rows.append(self._look(tensor))
+        number = len(self._rows) - 1
+        if key is not None:
+            self._known[key] = (number, weak)
+            if len(self._known) > 4096:
+                self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
+        return number
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """The tensor was written to: what is known of its storage holds no longer."""
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            storage = storage_key(tensor)
+            self._known = {key: value for key, value in self._known.items() if key[0] != storage}
+
+    def table(self) -> list[TensorFacts]:
+        """All that was entered, read now."""
+        self._read()
+        return [row for row in self._rows if isinstance(row, TensorFacts)]
+
+    def _look(self, tensor: torch.Tensor) -> TensorFacts | _Pending:
+        x = tensor.detach()
+        elements = x.numel()
+        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
+        if x.is_meta or not elements or x.layout is not torch.strided:
+            return facts
+        if self._checksums or self._folder is not None:
+            facts = self._kept(x, facts)
+        if x.dtype not in FORMATS:
+            return facts
+        if FORMATS[x.dtype].bits < 16:
+            x = x.float()
+        pending = _Pending(facts, torch.aminmax(x), x if self._whole else sample_of(x))
+        if x.device.type == "cpu":
+            return _read(pending, x)
+        assert pending.sample is not None
+        pending.sample = pending.sample.clone()
+        self._held_bytes += pending.sample.nbytes
+        if self._held_bytes > _HELD_BYTES:
+            self._read()
+        return pending
+
+    def _read(self) -> None:
+        self._rows = [_read(row) if isinstance(row, _Pending) else row for row in self._rows]
+        self._held_bytes = 0
+
+    def _kept(self, x: torch.Tensor, facts: TensorFacts) -> TensorFacts:
+        content = x.contiguous().cpu()
+        raw = content.flatten().view(torch.uint8).numpy() if content.numel() else np.empty(0, np.uint8)
+        if self._checksums:
+            facts = replace(facts, checksum=f"{zlib.crc32(raw.data):08x}")
+        if self._folder is None:
+            return facts
+        if raw.nbytes > self._left:
+            self.not_written += 1
+            return facts
+        name = f"tensor-{len(self._rows)}.npy"
+        try:
+            with (self._folder / name).open("wb") as stream:
+                np.save(stream, raw, allow_pickle=False)
+        except OSError as error:
+            (self._folder / name).unlink(missing_ok=True)
+            raise RunError(
+                f"writing tensors into {self._folder}", f"{type(error).__name__}: {error}",
+                (Origin(str(self._folder / name)),), "Give a folder with room, or a smaller tensor_limit_bytes.",
+            ) from error  # fmt: skip
+        self._left -= raw.nbytes
+        return replace(facts, file=name)
+
+
+def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
+    """At most so many elements of a tensor, as rows (last dimension) that lie evenly; small ones whole. 2-d."""
+    if x.dim() == 0:
+        return x.reshape(1, 1)
+    columns = x.shape[-1]
+    if x.numel() <= elements:
+        return x.reshape(-1, columns)
+    wide = x if columns <= elements else x[..., :: -(-columns // elements)]
+    rows = max(1, elements // wide.shape[-1])
+    for dimension in range(x.dim() - 2, -1, -1):
+        wanted = max(1, rows // _product(wide.shape[:dimension]))
+        step = -(-wide.shape[dimension] // wanted) if _product(wide.shape[: dimension + 1]) > rows else 1
+        wide = wide[(slice(None),) * dimension + (slice(None, None, step),)]
+    return wide.reshape(-1, wide.shape[-1])
+
+
+def _product(sizes: Any) -> int:
+    found = 1
+    for size in sizes:
+        found *= int(size)
+    return found
+
+
+def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
+    """The facts, with what was taken read. x: the tensor, where it is at hand."""
+    facts = pending.facts
+    assert pending.range is not None and pending.sample is not None
+    low, high = (float(value) for value in pending.range)
+    format = FORMATS[DTYPES[_FORMATS[facts.format]]]
+    values = _numpy(pending.sample)
+    looked_at = values.size
+    with np.errstate(all="ignore"):
+        is_finite = np.isfinite(low) and np.isfinite(high)
+        nan = infinite = 0.0
+        if not is_finite:
+            everything = values if x is None else _numpy(x)
+            nan = float(np.isnan(everything).mean())
+            infinite = float(np.isinf(everything).mean())
+            nan = max(nan, 1 / facts.elements) if np.isnan(low) else nan
+            infinite = max(infinite, 1 / facts.elements) if np.isinf(low) or np.isinf(high) else infinite
+            finite = everything[np.isfinite(everything)]
+            low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+            values = np.where(np.isfinite(values), values, 0)
+        size = np.abs(values)
+        kept = size[size > 0]
+        _, exponents = np.frexp(size)
+        exponents -= 1
+        rows = exponents if size.ndim == 2 else exponents.reshape(1, -1)
+        top = np.where(size > 0, rows, -(1 << 20)).max(axis=-1, keepdims=True)
+        flat = size.ravel().astype(np.float64)
+        return replace(
+            facts, low=low, high=high, nan=nan, infinite=infinite, looked_at=looked_at,
+            mean=float(values.mean(dtype=np.float64)), rms=float(np.sqrt(flat @ flat / looked_at)),
+            zeros=1 - kept.size / looked_at if is_finite else float((values == 0).mean()) - nan - infinite,
+            subnormal=float((kept < format.smallest_normal).sum() / looked_at),
+            saturated=float((kept == format.max).sum() / looked_at),
+            exponents=_histogram(exponents[size > 0]), below=_histogram((top - rows)[size > 0]),
+        )  # fmt: skip
+
+
+_FORMATS = {str(f): f for f in FORMATS.values()}
+
+
+def _numpy(x: torch.Tensor) -> Any:
+    x = x.detach().cpu()
+    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).numpy()
+
+
+def _histogram(exponents: Any) -> Histogram:
+    if not exponents.size:
+        return Histogram()
+    first = int(exponents.min())
+    return Histogram(first, tuple(np.bincount(exponents.ravel() - first).tolist()))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of a tensor's bytes: equal for equal tensors, hardly ever for others."""
+    x = tensor.detach()
+    if x.is_meta or x.layout is not torch.strided or not x.numel():
+        return 0
+    raw = x.contiguous().cpu().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(raw.data)
+
+
+def folder_for(path: str | Path) -> Path:
+    """A folder for tensors, made if its parent is there. RunError if it cannot be written to."""
+    folder = Path(path)
+    try:
+        folder.mkdir(exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written to")
+    except OSError as error:
+        raise RunError(
+            f"tensors={str(path)!r}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
+            "Give a folder whose parent exists and that can be written to.",
+        ) from error  # fmt: skip
+    return folder
