@@ -1,7 +1,7 @@
 """What a device can do, as data: which ops it runs in which formats, which it refuses, and which it only emulates.
 
-A device is asked once, by the smallest call of each op that a policy may lower (`costs.abilities`); the answers are
-kept in its profile. For a device that is not here, `builtin/devices.toml` has what is known of it.
+A device is asked once, by the smallest call of each op that a policy may lower (`profiles/abilities.py`); the answers
+are kept in its profile. For a device that is not here, `builtin/devices.toml` has what is known of it.
 """
 
 from __future__ import annotations
