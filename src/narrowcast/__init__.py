@@ -33,29 +33,19 @@ __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"Explanation": "narrowcast.report", "Run": "narrowcast.report.run"}
+_REPORTS = {"report": ("Explanation",), "report.run": ("Run",)}
 _TORCH_HALF = {
-    "autocast": "narrowcast.eager",
-    "cache_info": "narrowcast.eager",
-    "capture": "narrowcast.runs.capture",
-    "carry": "narrowcast.eager",
-    "compare": "narrowcast.runs.compare",
-    "compile": "narrowcast.api.compile",
-    "convert": "narrowcast.api.script",
-    "custom_bwd": "narrowcast.eager",
-    "custom_fwd": "narrowcast.eager",
-    "export": "narrowcast.api.export",
-    "invalidate": "narrowcast.eager",
-    "pin": "narrowcast.eager",
-    "record": "narrowcast.eager",
-    "Subject": "narrowcast.runs.subject",
-    "explain": "narrowcast.explaining.explain",
-    "round_to": "narrowcast.numerics",
-    "script": "narrowcast.api.script",
-    "target_of": "narrowcast.api.target",
-    "trace": "narrowcast.api.script",
-    "unpin": "narrowcast.eager",
-    "watch": "narrowcast.runs.watch",
+    "api.compile": ("compile",),
+    "api.export": ("export",),
+    "api.script": ("convert", "script", "trace"),
+    "api.target": ("target_of",),
+    "eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "record", "unpin"),
+    "explaining.explain": ("explain",),
+    "numerics": ("round_to",),
+    "runs.capture": ("capture",),
+    "runs.compare": ("compare",),
+    "runs.subject": ("Subject",),
+    "runs.watch": ("watch",),
 }
 
 __all__ = [
@@ -108,12 +98,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _REPORTS:
-        value: object = getattr(importlib.import_module(_REPORTS[name]), name)
-    elif name in _TORCH_HALF:
-        value = _load(_TORCH_HALF[name], name)
-    else:
+    room = next((room for room, names in (_REPORTS | _TORCH_HALF).items() if name in names), None)
+    if room is None:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
+    module = f"narrowcast.{room}"
+    value: object = _load(module, name) if room in _TORCH_HALF else getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

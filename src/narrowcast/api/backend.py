@@ -31,7 +31,7 @@ from narrowcast.graphs.backward import (
     tracing_backward,
     watch_backward,
 )
-from narrowcast.graphs.capture import detached
+from narrowcast.graphs.capture import detached, fake_mode_of, noted
 from narrowcast.graphs.check import check_formats
 from narrowcast.graphs.compiled import first_site, note_reading, report_graph
 from narrowcast.graphs.elsewhere import find_elsewhere
@@ -52,11 +52,9 @@ from narrowcast.torch_surface.dynamo import (
     inner_compiler,
     register_backend,
 )
-from narrowcast.torch_surface.fx import FakeTensor, FakeTensorMode
 from narrowcast.torch_surface.state import ENTER_AUTOCAST, any_autocast, autocast_off
 
 Compiled = Callable[..., Any]
-_ENTER = ENTER_AUTOCAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ class GraphBackend:
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
         uncompiled = self.rules is None and self.backward.kind in (AS_EAGER, OFF)
-        with _fake_mode(graph):
+        with fake_mode_of(graph):
             placed = place_graph(
                 graph, values, self.goal, fused, compiler_text(self.inner), weight_positions(graph, inputs), uncompiled
             )
@@ -180,7 +178,7 @@ class GraphBackend:
     def _explicit(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Explicit, Resting]:
         values = _fake_inputs(graph, inputs)
         resting = Resting(())
-        with _fake_mode(graph):
+        with fake_mode_of(graph):
             explicit = make_explicit(graph, values)
             if self.goal.weights != CAST:
                 resting = rest_weights(
@@ -304,9 +302,9 @@ def _watched(compiled: Compiled, expected: State, choice: Backward) -> Compiled:
 
 def _check_joint(joint: GraphModule, rules: Policy) -> None:
     """CaptureError, with the rules, if an op does not take the formats that they give it."""
-    with _fake_mode(joint):
+    with fake_mode_of(joint):
         try:
-            check_formats(joint, [_example(node) for node in joint.graph.find_nodes(op="placeholder")])
+            check_formats(joint, [noted(node) for node in joint.graph.find_nodes(op="placeholder")])
         except CaptureError as error:
             raise CaptureError(
                 asked="a backward under " + "; ".join(map(str, rules.rules)),
@@ -318,7 +316,7 @@ def _check_joint(joint: GraphModule, rules: Policy) -> None:
 
 def _has_regions(graph: GraphModule) -> bool:
     return any(
-        node.op == "call_function" and (node.target is _ENTER or node.target in MARKS)
+        node.op == "call_function" and (node.target is ENTER_AUTOCAST or node.target in MARKS)
         for module in graph.modules()
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
@@ -327,25 +325,12 @@ def _has_regions(graph: GraphModule) -> bool:
 
 def _fake_inputs(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """The graph's inputs as Dynamo's fake tensors, as they come: without the autograd of what was written to them."""
-    found = [_example(node) for node in graph.graph.find_nodes(op="placeholder")]
+    found = [noted(node) for node in graph.graph.find_nodes(op="placeholder")]
     for n, (fake, given) in enumerate(zip(found, inputs, strict=False)):
         if isinstance(fake, torch.Tensor) and isinstance(given, torch.Tensor):
             if fake.requires_grad and not given.requires_grad:
                 found[n] = detached(fake)
     return found
-
-
-def _example(node: torch.fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def _fake_mode(graph: GraphModule) -> Any:
-    """The mode of the fake tensors that Dynamo noted beside its nodes."""
-    for node in graph.graph.nodes:
-        value = _example(node)
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    return FakeTensorMode()
 
 
 def _may_fall_back(error: Exception, compiling: bool) -> bool:
@@ -355,13 +340,8 @@ def _may_fall_back(error: Exception, compiling: bool) -> bool:
     if isinstance(error, Warning):
         return False
     if isinstance(error, NarrowcastError):
-        return not compiling and _is_internal(error)
+        return not compiling and isinstance(error, (CaptureError, ProgramError))  # faults of ours, not of the user's
     return not (compiling and begins_again(error))
-
-
-def _is_internal(error: NarrowcastError) -> bool:
-    """Faults of ours, rather than of the user's program or policy."""
-    return isinstance(error, (CaptureError, ProgramError))
 
 
 def _note_break(report: CompiledGraph, graph: GraphModule) -> None:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.errors import CaptureError
 from narrowcast.goals import CAST, FOLDED, Goal
+from narrowcast.graphs.capture import fake_mode_of
 from narrowcast.graphs.check import check_formats
 from narrowcast.graphs.compiled import first_site, note_reading, report_graph
 from narrowcast.graphs.explicit import Explicit, make_explicit, refuse_scripts
@@ -58,7 +59,7 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     """
     graph = program.graph_module
     inputs = _inputs(program)
-    with _fake_mode(graph):
+    with fake_mode_of(graph, allow_non_fake_inputs=True):
         explicit = make_explicit(graph, inputs)
         check_formats(explicit.graph, inputs)
     report = report_graph(first_site(graph))
@@ -139,7 +140,7 @@ def graph_inputs(program: ExportedProgram) -> tuple[list[Any], frozenset[int], F
     weights = signature.inputs_to_parameters.keys() | signature.inputs_to_buffers.keys()
     placeholders = program.graph_module.graph.find_nodes(op="placeholder")
     positions = frozenset(n for n, node in enumerate(placeholders) if node.name in weights)
-    return _inputs(program), positions, _fake_mode(program.graph_module)
+    return _inputs(program), positions, fake_mode_of(program.graph_module, allow_non_fake_inputs=True)
 
 
 def _inputs(program: ExportedProgram) -> list[Any]:
@@ -157,14 +158,6 @@ def _input(program: ExportedProgram, node: Node) -> Any:
     return value
 
 
-def _fake_mode(graph: GraphModule) -> FakeTensorMode:
-    for node in graph.graph.nodes:
-        if isinstance(node.meta.get("val"), FakeTensor):
-            mode: FakeTensorMode = node.meta["val"].fake_mode
-            return mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSignature:
     """The inputs get their old names, and the signature the new names of the outputs."""
     old = program.graph_module.graph
@@ -174,7 +167,8 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
             clash = next(n for n in graph.graph.nodes if n.name == before.name)
             rename(clash, f"{before.name}_value")
         after.name = after.target = before.name  # `_rename` would not take names such as input
-    outputs = [n.name if isinstance(n, Node) else n for n in _flat(graph.graph.output_node().args[0])]
+    given = graph.graph.output_node().args[0]
+    outputs = [n.name if isinstance(n, Node) else n for n in (given if isinstance(given, (tuple, list)) else [given])]
     signature: ExportGraphSignature = copy.deepcopy(program.graph_signature)
     if len(outputs) != len(signature.output_specs):
         raise CaptureError("an exported program with explicit casts", "its outputs changed in number")
@@ -182,10 +176,6 @@ def _name_alike(program: ExportedProgram, graph: GraphModule) -> ExportGraphSign
         if hasattr(spec.arg, "name") and isinstance(name, str):
             spec.arg = replace(spec.arg, name=name)
     return signature
-
-
-def _flat(outputs: Any) -> list[Any]:
-    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def _take_attributes(old: GraphModule, new: GraphModule) -> None:

@@ -25,12 +25,7 @@ from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling, undecorated
 from narrowcast.scripts.scopes import Scopes
-from narrowcast.scripts.scripted import (
-    ExplicitFunction,
-    ExplicitModule,
-    explicit_function,
-    explicit_module,
-)
+from narrowcast.scripts.scripted import ExplicitModule, explicit_function, explicit_module
 from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.tracing import traced_function, traced_module, tracing
 from narrowcast.torch_bridge import DTYPES, device_type_of, tensors_in
@@ -233,6 +228,3 @@ def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:
             ScriptWarning,
             stacklevel=3,
         )
-
-
-__all__ = ["ExplicitFunction", "ExplicitModule", "convert", "script", "trace"]

@@ -50,7 +50,7 @@ class Adviser:
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> Advice:
         """Note one piece of advice, once per line."""
-        found = Advice(kind, what, todo, site.module_path, site.file, site.line)
+        found = Advice(kind, what, todo, *site.at)
         self.ledger.advice[found] = self.ledger.advice.get(found, 0) + 1
         return found
 

@@ -57,6 +57,13 @@ def names_of(function: Callable[..., Any], bound: bool) -> Names:
     return Names(positional, more, frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), is_open)
 
 
+def names_of_forward(module: torch.nn.Module) -> Names:
+    """The names of the arguments of a module's `forward`, its class's or its own."""
+    forward = module.forward
+    function = getattr(forward, "__func__", forward)
+    return names_of(function, function is not forward)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What happens to one argument: the dtype that its floating tensors are cast to, fp64 ones, too, if `exactly`."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from narrowcast.decide import Region
-from narrowcast.eager.boundary import Boundary, Names, boundary_of, names_of
+from narrowcast.eager.boundary import Boundary, boundary_of, names_of_forward
 from narrowcast.formats import bf16
 from narrowcast.policy import DEVICE_TYPES, NOWHERE, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
@@ -44,11 +44,8 @@ def ruling_region() -> OpenRegion | None:
 
 def _carried() -> OpenRegion | None:
     """The region of the forward that torch.utils.checkpoint is recomputing, if its policy has such rules."""
-    for device_type in DEVICE_TYPES:
-        region = carried_region(device_type)
-        if region is not None and region.prepared.policy.has_module_rules:
-            return region
-    return None
+    found = filter(None, map(carried_region, DEVICE_TYPES))
+    return next((region for region in found if region.prepared.policy.has_module_rules), None)
 
 
 def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
@@ -95,10 +92,4 @@ def _made(module: Module, pin: Pin | None, ruling: OpenRegion | None, site: Site
         policy = policy.with_rules(pin.policy.rules)
     facts = ANYWHERE if ruling is None else ruling.prepared.facts
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return boundary_of(_names(module), policy, facts, replace(site, classes=(name,)))
-
-
-def _names(module: Module) -> Names:
-    forward = module.forward
-    function = getattr(forward, "__func__", forward)
-    return names_of(function, function is not forward)
+    return boundary_of(names_of_forward(module), policy, facts, replace(site, classes=(name,)))

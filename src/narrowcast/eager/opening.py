@@ -63,6 +63,10 @@ class Opening:
         return replace(self, prepared=replace(prepared, graphs=self.prepared.graphs), is_ready=False)
 
 
+Asked = tuple[str, torch.dtype | str | Format | None, bool, bool | str | None, int | None]
+"""Arguments of `autocast`: device type, dtype, whether it is enabled, the weight cache, and its limit in bytes."""
+
+
 def find_opening(
     policy: Policy,
     device_type: str,
@@ -72,30 +76,24 @@ def find_opening(
     limit_bytes: int | None,
 ) -> Opening:
     """The opening of regions with these arguments of `autocast`. RegionError, UnknownOpError for what cannot be."""
+    asked = (device_type, dtype, enabled, cache_enabled, limit_bytes)
     try:
-        set_dtype = torch.get_autocast_dtype(device_type) if dtype is None else None
-        key = (device_type, dtype, enabled, cache_enabled, limit_bytes, set_dtype, is_weight_cache_on())
+        key = (asked, torch.get_autocast_dtype(device_type) if dtype is None else None, is_weight_cache_on())
         found: Opening | None = policy.memory.get(key)
     except (TypeError, RuntimeError):  # no device type, or nothing that could be an argument
-        return _make_opening(policy, device_type, dtype, enabled, cache_enabled, limit_bytes)
+        return _make_opening(policy, asked)
     exporting = torch.compiler.is_exporting()  # which switches the weight cache off meanwhile
     if found is not None and not exporting:
         return found
-    made = _make_opening(policy, device_type, dtype, enabled, cache_enabled, limit_bytes)
+    made = _make_opening(policy, asked)
     if made.enabled is enabled and not exporting and not policy.has_open_patterns:
         policy.memory[key] = made  # but where torch switches the region off, it says so each time
     return made
 
 
-def _make_opening(
-    policy: Policy,
-    device_type: str,
-    dtype: torch.dtype | str | Format | None,
-    enabled: bool,
-    cache_enabled: bool | str | None,
-    limit_bytes: int | None,
-) -> Opening:
+def _make_opening(policy: Policy, asked: Asked) -> Opening:
     """Check the arguments of `autocast`, and prepare what entering such a region takes. RegionError, UnknownOpError."""
+    device_type, dtype, enabled, cache_enabled, limit_bytes = asked
     if policy.has_backward_rules:
         rule = next(r for r in policy.rules if r.direction != "forward")
         raise RegionError(

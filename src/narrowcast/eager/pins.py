@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from narrowcast.eager.boundary import Names, make_boundary, names_of
+from narrowcast.eager.boundary import Names, make_boundary, names_of, names_of_forward
 from narrowcast.eager.bounded import run_bounded
 from narrowcast.eager.find_boundary import ANYWHERE
 from narrowcast.eager.traced_calls import key_of, run_traced
@@ -25,17 +25,13 @@ from narrowcast.torch_bridge import FORMATS, to_dtype
 AnyFormat = torch.dtype | str | Format
 
 
-def _reduced(pin: Pin) -> Any:
-    """How a pin is pickled: a process that loads one has the code here that watches modules' calls."""
-    return _rebuilt, (pin.policy, pin.region)
-
-
 def _rebuilt(policy: Policy, region: Any) -> Pin:
+    """A pin that was pickled: a process that loads one has the code here that watches modules' calls."""
     watch_module_calls()
     return Pin(policy, region)
 
 
-copyreg.pickle(Pin, _reduced)
+copyreg.pickle(Pin, lambda pin: (_rebuilt, (pin.policy, pin.region)))
 
 _NO_TARGET: Any = object()  # None is a mistake
 
@@ -111,9 +107,7 @@ def _as_names(names: Iterable[str]) -> Iterable[str]:
 
 def _names_of(target: Any) -> Names:
     if isinstance(target, Module):
-        forward = target.forward
-        function = getattr(forward, "__func__", forward)
-        return names_of(function, function is not forward)
+        return names_of_forward(target)
     if _is_module(target):
         return names_of(target.forward, True)
     if not callable(target) or inspect.isclass(target):

@@ -25,7 +25,7 @@ from narrowcast.eager.watch import (
     remove_watcher,
 )
 from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, planned_names
-from narrowcast.formats import Format
+from narrowcast.formats import Format, fp32
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
@@ -65,8 +65,7 @@ def record() -> Iterator[Ledger]:
 
 @cache
 def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
-    found = [find_op(rule.op) for rule in Policy.native(device_type).rules]
-    return tuple(op for op in found if op is not None)
+    return tuple(op for rule in Policy.native(device_type).rules if (op := find_op(rule.op)) is not None)
 
 
 class Recorder(DispatchMode):
@@ -128,34 +127,22 @@ class Recorder(DispatchMode):
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
         state = self._state
         call = state.calls.pop()
-        plan = call.decided.plan
+        decided, plan = call.decided, call.decided.plan
         if call.again:
             return
-        if call.decided.facts.id != MODULE_CALL_OP:
-            self.adviser.gave(call.decided.facts, tensors_in(result), call.decided.site)
-        elif not call.decided.tensors:
+        if decided.facts.id != MODULE_CALL_OP:
+            self.adviser.gave(decided.facts, tensors_in(result), decided.site)
+        elif not decided.tensors:
             return  # the casts of its results: it is counted already
         for position, dst in enumerate(plan.formats):
             if dst is not None and not call.seen[position]:
-                slot, tensor = call.decided.tensors[position]
+                slot, tensor = decided.tensors[position]
                 self._add_cast(call, slot.name, tensor, str(dst), self._how_unseen(call, tensor, str(dst)))
         if call.widens and not call.seen_widening:
-            slot, tensor = call.decided.tensors[0]
+            slot, tensor = decided.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
-        if plan.rule is None and not plan.argument_rules:
-            computes = call.came
-        else:
-            computes = planned_names(plan, call.decided.tensors)
-        self._count(
-            call.decided.facts.id,
-            call.decided.site,
-            call.came,
-            computes,
-            result,
-            plan,
-            call.decided.policy,
-            call.op_bytes,
-        )
+        computes = planned_names(plan, decided.tensors) if plan.rules else call.came
+        self._count(decided.facts.id, decided.site, call.came, computes, result, plan, decided.policy, call.op_bytes)
 
     def _how_unseen(self, call: Watched, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
@@ -174,19 +161,9 @@ class Recorder(DispatchMode):
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised: close it, and record it as refused if the policy refused it."""
-        call = self._state.calls.pop()
-        if call.decided.plan.refused is not None:
-            site = call.decided.site
-            self.ledger.refusals.append(
-                Refusal(
-                    call.decided.facts.id,
-                    site.module_path,
-                    site.file,
-                    site.line,
-                    call.decided.policy.name,
-                    call.decided.plan.refused,
-                )
-            )
+        call = self._state.calls.pop().decided
+        if call.plan.refused is not None:
+            self.ledger.refusals.append(Refusal(call.facts.id, *call.site.at, call.policy.name, call.plan.refused))
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these."""
@@ -277,24 +254,19 @@ class Recorder(DispatchMode):
         if not calls:
             return self._see_backward_cast(src, result)
         call = calls[-1]
+        tensors, plan = call.decided.tensors, call.decided.plan
         dst = FORMATS[result.dtype]
-        for position, (slot, tensor) in enumerate(call.decided.tensors):
-            if tensor is src and not call.seen[position] and call.decided.plan.formats[position] is dst:
+        for position, (slot, tensor) in enumerate(tensors):
+            if tensor is src and not call.seen[position] and plan.formats[position] is dst:
                 call.seen[position] = True
                 self._add_seen_cast(call, slot.name, src, dst)
                 return True
-        results = [r.format for r in call.decided.plan.results]
-        if dst in results and not any(src is t for _, t in call.decided.tensors):
+        if dst in [r.format for r in plan.results] and not any(src is t for _, t in tensors):
             self._add_seen_cast(call, "result", src, dst)
             return True
-        if (
-            call.widens
-            and not call.seen_widening
-            and call.decided.tensors[0][1] is src
-            and result.dtype is torch.float32
-        ):
+        if call.widens and not call.seen_widening and tensors[0][1] is src and dst is fp32:
             call.seen_widening = True
-            self._add_seen_cast(call, call.decided.tensors[0][0].name, src, dst)
+            self._add_seen_cast(call, tensors[0][0].name, src, dst)
             return True
         return False
 
@@ -378,10 +350,8 @@ class Recorder(DispatchMode):
         """Add one call to the tallies."""
         rule = deciding_rule(plan)
         kind = CallKind(
-            op=op,
-            module_path=site.module_path,
-            file=site.file,
-            line=site.line,
+            op,
+            *site.at,
             came=came,
             computes=computes,
             result=format_names([t.dtype for t in tensors_in(result)]),

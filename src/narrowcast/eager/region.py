@@ -212,20 +212,18 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
     def again(self) -> autocast:
         """The region to enter: this one, or its like where Dynamo traces, which takes only what is made there."""
         if torch.compiler.is_dynamo_compiling():
-            return autocast(
-                self.device, self.fast_dtype, self._enabled, self.cache, policy=self.policy.digest,
-                cache_limit_bytes=self.cache_limit_bytes,
-            )  # fmt: skip
+            return self._like(self.policy.digest)
         return self
+
+    def _like(self, policy: Policy | str) -> autocast:
+        limit = self.cache_limit_bytes
+        return autocast(self.device, self.fast_dtype, self._enabled, self.cache, policy=policy, cache_limit_bytes=limit)
 
     def with_eager_policy(self, policy: Policy) -> autocast:
         """A region like this one in which eager code runs under `policy`; graphs that are captured inside keep this
         region's.
         """
-        made = autocast(
-            self.device, self.fast_dtype, self._enabled, self.cache, policy=policy,
-            cache_limit_bytes=self.cache_limit_bytes,
-        )  # fmt: skip
+        made = self._like(policy)
         prepared = replace(made.prepared, graphs=self.prepared)
         made._made = opening_of(policy, prepared, self.cache, self.cache_limit_bytes)
         return made

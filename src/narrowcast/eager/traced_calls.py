@@ -54,22 +54,24 @@ def traced_check(key: str) -> None:
     _traced[key].check()
 
 
-def traced_entry(key: str, position: int, name: str) -> torch.dtype | None:
-    """What an argument is cast to, by position, or by name if the position is negative."""
-    boundary = _traced[key]
-    return boundary.entry(boundary.names.of(position) if position >= 0 else name).dtype
+def traced_name(key: str, position: int) -> str:
+    """The name of a positional argument."""
+    return _traced[key].names.of(position)
 
 
-def traced_exactly(key: str, position: int, name: str) -> bool:
+def traced_entry(key: str, name: str) -> torch.dtype | None:
+    """What an argument is cast to."""
+    return _traced[key].entry(name).dtype
+
+
+def traced_exactly(key: str, name: str) -> bool:
     """Whether fp64 is cast, too."""
-    boundary = _traced[key]
-    return boundary.entry(boundary.names.of(position) if position >= 0 else name).exactly
+    return _traced[key].entry(name).exactly
 
 
-def traced_note(key: str, position: int, name: str) -> str:
+def traced_note(key: str, name: str) -> str:
     """What is noted beside the nodes of a cast, for the ledger of the graph."""
-    boundary = _traced[key]
-    return boundary.note(boundary.names.of(position) if position >= 0 else name)
+    return _traced[key].note(name)
 
 
 def traced_results(key: str) -> int:
@@ -111,9 +113,8 @@ def traced_policy(device_type: str) -> str:
 
 
 for _function in (
-    boundary_key,
-    paths_matter, rules_hold, traced_entry, traced_exactly, traced_note, traced_results, traced_part, traced_dtype,
-    traced_exact_result, traced_inside, traced_off, traced_policy,
+    boundary_key, paths_matter, rules_hold, traced_name, traced_entry, traced_exactly, traced_note, traced_results,
+    traced_part, traced_dtype, traced_exact_result, traced_inside, traced_off, traced_policy,
 ):  # fmt: skip
     constant_for_dynamo(_function)
 
@@ -121,21 +122,13 @@ for _function in (
 def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
     traced_check(key)
-    new_args, new_kwargs, cast_ones = [], {}, []
+    new_args: list[Any] = []
+    new_kwargs: dict[str, Any] = {}
+    cast_ones: list[Any] = []  # as they came
     for position, value in enumerate(args):
-        dtype = traced_entry(key, position, "")
-        if dtype is not None:
-            cast_ones.append(value)
-            with annotate({NOTE: traced_note(key, position, "")}):
-                value = cast_tree(value, dtype, traced_exactly(key, position, ""))
-        new_args.append(value)
+        new_args.append(_cast_traced(key, traced_name(key, position), value, cast_ones))
     for name, value in kwargs.items():
-        dtype = traced_entry(key, -1, name)
-        if dtype is not None:
-            cast_ones.append(value)
-            with annotate({NOTE: traced_note(key, -1, name)}):
-                value = cast_tree(value, dtype, traced_exactly(key, -1, name))
-        new_kwargs[name] = value
+        new_kwargs[name] = _cast_traced(key, name, value, cast_ones)
     low, off = traced_inside(key), traced_off(key)
     if low is not None:
         device_type = device_type_of(args, kwargs) or "cpu"
@@ -151,9 +144,18 @@ def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, 
         if dtype is None:
             dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
         if dtype is not None:
-            with annotate({NOTE: traced_note(key, -1, RESULT)}):
+            with annotate({NOTE: traced_note(key, RESULT)}):
                 result = cast_part(result, traced_part(key, number), dtype, exactly)
     return result
+
+
+def _cast_traced(key: str, name: str, value: Any, cast_ones: list[Any]) -> Any:
+    dtype = traced_entry(key, name)
+    if dtype is not None:
+        cast_ones.append(value)
+        with annotate({NOTE: traced_note(key, name)}):
+            value = cast_tree(value, dtype, traced_exactly(key, name))
+    return value
 
 
 def _run_off_traced(device_types: list[str], call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

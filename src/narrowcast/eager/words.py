@@ -13,11 +13,7 @@ SIZES = {str(f): dtype.itemsize for f, dtype in DTYPES.items()}
 
 def deciding_rule(plan: Plan | None) -> Rule | None:
     """The rule that decided about a call, or else about one of its arguments."""
-    if plan is None:
-        return None
-    if plan.rule is not None:
-        return plan.rule
-    return plan.argument_rules[0][1] if plan.argument_rules else None
+    return None if plan is None else plan.rule or next((rule for _, rule in plan.argument_rules), None)
 
 
 def format_names(dtypes: list[torch.dtype]) -> str:

@@ -15,7 +15,7 @@ from narrowcast.eager import autocast, record
 from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of, first_line
-from narrowcast.explaining.graphs import check_front_end, graphs_of, script_graphs_of
+from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graphs.explicit import refuse_scripts
@@ -88,7 +88,7 @@ def explain(
             advice="Put them into the Subject.",
         )  # fmt: skip
     asked = asked_region("explain", policy, dtype, device_type, region)
-    own_device = _device_type(subject)
+    own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run, stands_in)
@@ -170,7 +170,11 @@ def _goal(goal: Goal, front_end: str) -> Goal:
 
 def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
     """Errors for what cannot be explained."""
-    check_front_end(front_end)
+    if front_end not in FRONT_ENDS:
+        raise NarrowcastError(
+            asked=f"explain with front_end={front_end!r}", found="no such front end",
+            advice=f"Give one of: {', '.join(FRONT_ENDS)}.",
+        )  # fmt: skip
     if device_type not in DEVICE_TYPES:
         raise RegionError(
             asked=f"explain on device type {device_type!r}", found="no autocast lists are known for it",
@@ -186,12 +190,6 @@ def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_
             asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
             advice="Omit front_end, or move the model there: graphs are captured where the model is.",
         )  # fmt: skip
-
-
-def _device_type(subject: Subject) -> str:
-    """Where the model is: its first parameter's or buffer's device, else the first tensor argument's, else cpu."""
-    leaves = tree_leaves((subject.args, subject.kwargs))
-    return device_type_of(subject.model) or device_type_of(leaves) or "cpu"
 
 
 def _record(

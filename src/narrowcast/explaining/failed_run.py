@@ -21,7 +21,7 @@ from narrowcast.policy import Policy, Site
 from narrowcast.policy.lacks import FULL
 from narrowcast.report import Attempt, Failure
 from narrowcast.runs.isolation import isolated
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import find_site, innermost_frame
 from narrowcast.torch_bridge import find_op, op_id, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
@@ -37,12 +37,11 @@ def failure_of(run: Run, region: autocast, error: Exception, fake: bool) -> Fail
     if _raised(run, None, fake):
         return None
     seen = _watched(run, region, first_line(error), fake)
-    site = seen.site or find_site(frame=_innermost(error))
+    site = seen.site or find_site(frame=innermost_frame(error))
     attempts = tuple(
         Attempt(policy.name, _raised(run, policy_region, fake)) for policy, policy_region in _others(region)
     )
-    where = (site.module_path, site.file, site.line)
-    return Failure(seen.op, seen.formats, *where, first_line(error), region.policy.name, attempts)
+    return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
 
 
 def _watched(run: Run, region: autocast, said: str, fake: bool) -> _Seen:
@@ -74,12 +73,8 @@ def first_line(error: BaseException | None) -> str:
 def _raised(run: Run, region: autocast | None, fake: bool) -> str:
     """What the model raises in the region, or in fp32; empty if it runs."""
     try:
-        with isolated(*run, fake=fake) as again:
-            if region is None:
-                again()
-            else:
-                with region:
-                    again()
+        with isolated(*run, fake=fake) as again, nullcontext() if region is None else region:
+            again()
     except Exception as error:
         return first_line(error)
     return ""
@@ -146,10 +141,3 @@ class _Ops(DispatchMode):
         except Exception:
             self._seen.note(op_id(func), tensors_in(args, kwargs))
             raise
-
-
-def _innermost(error: BaseException) -> Any:
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame if traceback is not None else None

@@ -29,15 +29,6 @@ from narrowcast.torch_surface.dynamo import forget_compiled_code, watch_frames
 FRONT_ENDS = ("eager", "compile", "export", "script")
 
 
-def check_front_end(front_end: str) -> None:
-    """NarrowcastError for a front end that does not exist."""
-    if front_end not in FRONT_ENDS:
-        raise NarrowcastError(
-            asked=f"explain with front_end={front_end!r}", found="no such front end",
-            advice=f"Give one of: {', '.join(FRONT_ENDS)}.",
-        )  # fmt: skip
-
-
 def graphs_of(
     front_end: str,
     model: Callable[..., Any],

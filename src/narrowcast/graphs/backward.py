@@ -40,10 +40,6 @@ class Backward:
     kind: str
     regions: tuple[tuple[tuple[str, Any], ...], ...] = ()
 
-    def keywords(self) -> list[dict[str, Any]]:
-        """The keyword sets as torch takes them."""
-        return [dict(pairs) for pairs in self.regions]
-
 
 def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
     """The choice that a user wrote. RegionError for anything else."""
@@ -90,8 +86,8 @@ def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
     with ExitStack() as stack:
         if choice.kind == LISTED:
             stack.enter_context(autocast_off())
-            for keywords in choice.keywords():
-                stack.enter_context(torch.autocast(**keywords))
+            for pairs in choice.regions:
+                stack.enter_context(torch.autocast(**dict(pairs)))
         expected = autocast_state()
         stack.enter_context(config.patch(backward_pass_autocast="same_as_forward"))
         stack.enter_context(_shielded(graph, [device for device, _ in expected]))

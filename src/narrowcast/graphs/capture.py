@@ -23,7 +23,6 @@ from torch.fx.experimental.proxy_tensor import (
 
 from narrowcast.errors import CaptureError
 from narrowcast.graphs.composites import decompositions
-from narrowcast.policy import Site
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
 from narrowcast.torch_bridge import is_weight
@@ -37,6 +36,7 @@ from narrowcast.torch_surface.dispatch import (
 )
 from narrowcast.torch_surface.fx import (
     FakeTensor,
+    FakeTensorMode,
     is_functorch_wrapped_tensor,
     reenter_make_fx,
     same_random_numbers,
@@ -44,7 +44,6 @@ from narrowcast.torch_surface.fx import (
 )
 from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GraphRegion, autocast_off, cast_for_autocast
 
-_ENTER, _EXIT = ENTER_AUTOCAST, EXIT_AUTOCAST
 # Higher-order ops whose bodies eager code runs as they stand; others run theirs without the weight cache.
 _PLAIN_BODIES = frozenset(
     ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
@@ -158,11 +157,8 @@ class _Runner(torch.fx.Interpreter):
             return self._copy(n)
         if n.op != "call_function":
             return super().run_node(n)
-        with at_site(self.site_of(n)):
+        with at_site(node_site(n.meta, self.outside)):
             return super().run_node(n)
-
-    def site_of(self, node: torch.fx.Node) -> Site:
-        return node_site(node.meta, self.outside)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in INFERENCE_MODE:
@@ -170,9 +166,9 @@ class _Runner(torch.fx.Interpreter):
                 asked="a graph with explicit casts", found=f"{target.__name__} inside it",
                 advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
             )  # fmt: skip
-        if target is _ENTER:
+        if target is ENTER_AUTOCAST:
             return self._enter(args)
-        if target is _EXIT:
+        if target is EXIT_AUTOCAST:
             args[0].__exit__(None, None, None)
             self.cached.pop()
             return None
@@ -243,7 +239,7 @@ class _Runner(torch.fx.Interpreter):
     def _track(self, out: Any) -> Any:
         """The foreseen results of the current node, known to the tracer as what `out` is."""
         with _not_recorded():
-            example = tree_map(_fresh, _noted(self.current) if self.current else None)
+            example = tree_map(_fresh, noted(self.current) if self.current else None)
         return track_tensor_tree(example, out, constant=None, tracer=_tracer())
 
     def _as_it_stands(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,7 +291,7 @@ class _Runner(torch.fx.Interpreter):
 
     def _body(self, body: torch.fx.GraphModule, keeps_cache: bool) -> torch.fx.GraphModule:
         """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
-        values = [_noted(n) for n in body.graph.find_nodes(op="placeholder")]
+        values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
         runner = _Runner(body, self.captured, self.outside, self.cached[-1])
         made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
@@ -326,13 +322,19 @@ def integer_vmaps(graph: torch.fx.GraphModule) -> frozenset[torch.fx.Node]:
 
 
 def _floats(node: torch.fx.Node) -> bool:
-    values = [_noted(n) for n in (node, *node.all_input_nodes)]
+    values = [noted(n) for n in (node, *node.all_input_nodes)]
     return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
 
 
-def _noted(node: torch.fx.Node) -> Any:
+def noted(node: torch.fx.Node) -> Any:
     """The value that was foreseen for a node, by Dynamo or by torch.export."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> FakeTensorMode:
+    """The mode of the fake tensors that are noted beside a graph's nodes; a new one, made with these options, else."""
+    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), FakeTensor))
+    return next(found, None) or FakeTensorMode(**options)
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from narrowcast.policy import NOWHERE, Site
 from narrowcast.regions.ruling import region_on
 from narrowcast.regions.stack import OpenRegion
 from narrowcast.sites.graph_nodes import traced_site
-from narrowcast.torch_bridge import FORMATS, find_op, op_facts, tensors_in
+from narrowcast.torch_bridge import FORMATS, op_facts, overloads_in, tensors_in
 from narrowcast.torch_surface import dispatch as surface
-from narrowcast.torch_surface.dispatch import OpOverload, all_op_names, can_decompose, has_kernel
+from narrowcast.torch_surface.dispatch import OpOverload, can_decompose, has_kernel
 from narrowcast.torch_surface.state import any_autocast
 
 
@@ -95,14 +95,7 @@ def is_composite(op: OpOverload, device_type: str) -> bool:
 @lru_cache(maxsize=1)
 def aten_composites() -> tuple[OpOverload, ...]:
     """Every aten overload that is made of others on some device type."""
-    found = []
-    for name in sorted(all_op_names()):
-        space, _, rest = name.partition("::")
-        if space == "aten":
-            op = find_op(f"aten.{rest if '.' in rest else rest + '.default'}")
-            if op is not None and can_decompose(op):
-                found.append(op)
-    return tuple(found)
+    return tuple(filter(can_decompose, overloads_in("aten")))
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any]:

@@ -13,13 +13,12 @@ from torch.fx import GraphModule, Node
 from narrowcast.errors import CaptureError
 from narrowcast.graphs.capture import capture
 from narrowcast.graphs.edit import write_passes
-from narrowcast.graphs.read import Ambient, Reading, read_graph
+from narrowcast.graphs.levels import Ambient
+from narrowcast.graphs.read import Reading, read_graph
 from narrowcast.passes import Outcome, before_autograd
 from narrowcast.profiles.device import own_saved_tensors
 from narrowcast.sites.sightings import see_all
 from narrowcast.torch_surface.dispatch import ASSERT_METADATA
-
-_ASSERT = ASSERT_METADATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = Tru
     with own_saved_tensors():  # a checkpoint around the call is not to count what the capture saves
         captured = capture(graph, inputs, ambient.outside)
     seconds = time.perf_counter() - start
-    for node in () if asserts else captured.graph.graph.find_nodes(op="call_function", target=_ASSERT):
+    for node in () if asserts else captured.graph.graph.find_nodes(op="call_function", target=ASSERT_METADATA):
         captured.graph.graph.erase_node(node)
     reading = read_graph(captured.graph, "forward", ambient, captured.flags, grad_mode)
     see_all(reading.program, reading.policies)

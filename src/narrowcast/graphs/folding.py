@@ -10,8 +10,6 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.torch_surface.dispatch import TO_COPY
 
-_CAST = TO_COPY
-
 
 def fold_weights(graph: GraphModule, signature: ExportGraphSignature, state: dict[str, Any]) -> list[str]:
     """Store each weight in the one format that all its readers cast it to; the casts go. Gives the names of those.
@@ -64,7 +62,7 @@ def _memory(tensor: torch.Tensor) -> Memory:
 
 def _formats_read(node: Node) -> set[Any]:
     """The dtypes that a weight's readers cast it to; None for a reader that does not."""
-    return {user.kwargs.get("dtype") if user.target is _CAST else None for user in node.users}
+    return {user.kwargs.get("dtype") if user.target is TO_COPY else None for user in node.users}
 
 
 def _read_directly(graph: GraphModule, node: Node, dtype: torch.dtype | None) -> None:

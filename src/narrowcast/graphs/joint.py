@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Region
-from narrowcast.graphs.edit import edit_graph
-from narrowcast.graphs.read import Ambient, Reading
+from narrowcast.graphs.edit import write_passes
+from narrowcast.graphs.levels import Ambient
+from narrowcast.graphs.read import Reading, read_graph
 from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
+from narrowcast.program.collector import collector_paused
 from narrowcast.regions.stack import Prepared
 from narrowcast.torch_bridge import op_facts
 from narrowcast.torch_surface.dispatch import OpOverload, op_name
@@ -28,15 +29,10 @@ def edit_joint(
     ambient = Ambient()
     if rules is not None:
         ambient = Ambient({d: Prepared(facts, rules.resolve(d), (), frozenset(), {}) for d, facts in regions.items()})
-    return edit_graph(
-        graph,
-        AFTER_AUTOGRAD,
-        name="joint",
-        ambient=ambient,
-        joint=directions(graph, weights),
-        assigns=rules is not None,
-        lowered=True,
-    )
+    with collector_paused():
+        reading = read_graph(graph, "joint", ambient, joint=directions(graph, weights))
+        outcome, _ = write_passes(reading, AFTER_AUTOGRAD, assigns=rules is not None, lowered=True)
+    return reading, outcome
 
 
 def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
@@ -61,7 +57,7 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
             continue
         if _computes(node):
             found[node] = "wgrad"
-            if not _adds_up(node):
+            if op_name(node.target) not in _SUMS:  # type: ignore[arg-type]  # it is an overload
                 continue
         for source in node.all_input_nodes:
             if source not in seen:
@@ -75,9 +71,3 @@ def _computes(node: Node) -> bool:
 
 
 _SUMS = ("add", "neg", "_unsafe_view", "convert_element_type")
-
-
-def _adds_up(node: Node) -> bool:
-    """Whether a call only adds gradients up."""
-    target: Any = node.target
-    return op_name(target) in _SUMS

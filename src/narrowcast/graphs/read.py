@@ -3,66 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from narrowcast.decide import Region
+from narrowcast.graphs.levels import Ambient, Level, Levels
 from narrowcast.graphs.operands import operands_of
 from narrowcast.ledger import HidingBlock
 from narrowcast.policy import NOWHERE, Policy, Site
-from narrowcast.program import CAST, ENTER, EXIT, Block, Memories, OpenedRegion, Operand, Program, Step, Value, Writes
-from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, marked_region
-from narrowcast.regions.ruling import region_on
-from narrowcast.regions.stack import Prepared
-from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, node_site
-from narrowcast.torch_bridge import FORMATS, is_random, is_weight, op_facts, short_type
+from narrowcast.program import CAST, ENTER, EXIT, Block, Memories, Operand, Program, Step, Value, Writes
+from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
+from narrowcast.sites.graph_nodes import NO_OUTSIDE, node_site
+from narrowcast.torch_bridge import is_random, is_weight, op_facts, short_type
 from narrowcast.torch_bridge.memory import alias_names
 from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
 from narrowcast.torch_surface.dispatch import TO_COPY, HigherOrderOperator, OpOverload, higher_order_name, schema_of
 from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
 
-_ENTER, _EXIT = ENTER_AUTOCAST, EXIT_AUTOCAST
 _TO = torch.ops.aten.to.dtype
 _CASTS = (TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
 
 Flags = Mapping[Node, tuple[bool, bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A region that is open: its numbers, for ops that torch's own kernels cast and for those that its policy changes,
-    whose weight cache is another.
-    """
-
-    prepared: Prepared
-    torchs: int
-    ours: int
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """The regions that hold, by device type, and the outermost block that hides one."""
-
-    regions: Mapping[str, Open] = field(default_factory=dict)
-    hiding: HidingBlock | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ambient:
-    """The regions that a graph starts in, by device type, and where it is called."""
-
-    regions: Mapping[str, Prepared] = field(default_factory=dict)
-    outside: Outside = NO_OUTSIDE
-
-    @staticmethod
-    def now(device_types: tuple[str, ...]) -> Ambient:
-        """What is open, and where we are, on this thread."""
-        found = {d: region_on(d) for d in device_types}
-        return Ambient({d: r.prepared.for_graphs for d, r in found.items() if r is not None}, Outside.now())
 
 
 @dataclass(slots=True)
@@ -106,10 +71,7 @@ class _Reader:
         self.joint = joint
         self.outside = ambient.outside
         self.grad_mode = grad_mode
-        self.regions: dict[OpenedRegion, int] = {}
-        self.policies: dict[str, Policy] = {}
-        self.session = 0
-        self.sessions = 0
+        self.levels = Levels(ambient.regions)
         self.boundaries: dict[int, str] = {}
         self.nodes: dict[int, Node] = {}
         self.ids: dict[Node, int] = {}
@@ -119,43 +81,11 @@ class _Reader:
         self.taken: set[int] = set()  # memory that an in-place op made part of autograd
         self.sites: dict[tuple[Any, ...], Site] = {}
         self.hidden: dict[HidingBlock, int] = {}
-        self.open = [Level({device: self._region(prepared) for device, prepared in ambient.regions.items()})]
 
     def run(self, graph: GraphModule) -> Reading:
         body = self._block(graph, "main")
-        program = Program(self.name, body, tuple(self.regions))
-        return Reading(program, self.nodes, self.ids, self.modules, self.policies, self.boundaries, self.hidden)
-
-    # -- regions
-
-    def _region(self, prepared: Prepared) -> Open:
-        digest = prepared.policy.digest[:16]
-        self.policies.setdefault(digest, prepared.policy)
-        numbers = [
-            self.regions.setdefault(OpenedRegion(prepared.facts, digest, 2 * self.session + ours), len(self.regions))
-            for ours in ((0, 1) if prepared.changed else (0,))
-        ]
-        return Open(prepared, numbers[0], numbers[-1])
-
-    def _open_region(self, prepared: Prepared, node: Node) -> None:
-        around, device = self.open[-1], prepared.facts.device_type
-        if len(self.open) == 1 and not around.regions:
-            self.sessions += 1
-            self.session = self.sessions
-        hiding = around.hiding
-        if hiding is None:  # Dynamo does not say where a region is opened
-            first = next((n for n in _from(node) if n.meta.get("stack_trace")), node)
-            hiding = _hiding(around.regions.get(device), prepared, self._site(first))
-        self.open.append(Level({**around.regions, device: self._region(prepared)}, hiding))
-
-    def _region_of(self, op: str, devices: list[str]) -> int | None:
-        """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is none."""
-        now = self.open[-1].regions
-        found = [d for d in devices if d in now]
-        if not found:
-            return None
-        region = now[next((d for d in found if d != "cpu"), found[0])]
-        return region.ours if op in region.prepared.changed else region.torchs
+        program, policies = Program(self.name, body, tuple(self.levels.numbers)), self.levels.policies
+        return Reading(program, self.nodes, self.ids, self.modules, policies, self.boundaries, self.hidden)
 
     # -- blocks and steps
 
@@ -164,7 +94,7 @@ class _Reader:
         parameters: list[Value] = []
         steps: list[Step] = []
         returns: tuple[int, ...] = ()
-        grad_before, regions_before = self.grad_mode, len(self.open)
+        grad_before, regions_before = self.grad_mode, len(self.levels.stack)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 requires_grad, weight = self.flags.get(node, (False, False))
@@ -176,7 +106,7 @@ class _Reader:
             else:
                 steps.append(self._step(graph, node))
         self.grad_mode = grad_before
-        del self.open[regions_before:]
+        del self.levels.stack[regions_before:]
         block = Block(name, tuple(parameters), tuple(steps), returns)
         return _with_gradients(block, self.taken) if self.taken else block
 
@@ -196,9 +126,9 @@ class _Reader:
 
     def _step(self, graph: GraphModule, node: Node) -> Step:
         target = node.target
-        if target is _ENTER or target is enter_marked:
+        if target is ENTER_AUTOCAST or target is enter_marked:
             return self._enter(node)
-        if target is _EXIT or target is exit_marked:
+        if target is EXIT_AUTOCAST or target is exit_marked:
             return self._exit(node)
         if target is SET_GRAD_ENABLED:
             self.grad_mode = bool(node.args[0])
@@ -209,25 +139,19 @@ class _Reader:
 
     def _enter(self, node: Node) -> Step:
         if node.target is enter_marked:
-            self._open_region(marked_region(str(node.args[0])), node)
+            self.levels.open(find_marked(str(node.args[0])).prepared, partial(self._site_from, node))
         else:
-            device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
-            self._open_native(node, str(device), dtype, bool(enabled), cached is not False)
+            self._open_native(node)
         constants = ", ".join(map(str, node.args))
         return Step(self._value(node, False), ENTER, constants=constants, effects=("order",))
 
-    def _open_native(self, node: Node, device: str, dtype: Any, enabled: bool, cached: bool) -> None:
-        low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
-        facts = Region(device, low, enabled, cached)
-        around = self.open[-1].regions.get(device)
-        prepared = Prepared(facts, Policy.native(device), (), frozenset(), {})
-        if around is not None and around.prepared.holds_inside:
-            prepared = around.prepared.with_facts(facts)
-        self._open_region(prepared, node)
+    def _open_native(self, node: Node) -> None:
+        device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
+        site = partial(self._site_from, node)
+        self.levels.open_native(str(device), dtype, bool(enabled), cached is not False, site)
 
     def _exit(self, node: Node) -> Step:
-        if len(self.open) > 1:
-            self.open.pop()
+        self.levels.leave()
         operands = tuple(Operand("region", self.ids[n]) for n in node.all_input_nodes)
         return Step(self._value(node, False), EXIT, operands, effects=("order",))
 
@@ -251,7 +175,7 @@ class _Reader:
                 value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
                 None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._site(node),
             )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
-        hiding = self.open[-1].hiding
+        hiding = self.levels.stack[-1].hiding
         if hiding is not None and facts.computes:
             self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
         if gradient and any(o.written for o in operands):
@@ -263,7 +187,7 @@ class _Reader:
             constants,
             given,
             facts.computes,
-            self._region_of(facts.id, [v.device for v in inputs if v.shape is not None]),
+            self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None]),
             self.grad_mode,
             self.joint.get(node, "forward"),
             shared,
@@ -310,22 +234,21 @@ class _Reader:
 
     def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
         name = _target_name(node)
-        before, grad_before = len(self.open), self.grad_mode
+        before, grad_before = len(self.levels.stack), self.grad_mode
         if name.endswith("wrap_with_autocast"):
-            device, dtype, enabled, cached = node.args[:4]
-            self._open_native(node, str(device), dtype, bool(enabled), cached is not False)
+            self._open_native(node)
         if name.endswith("wrap_with_set_grad_enabled"):
             self.grad_mode = bool(node.args[0])
         blocks = []
         for k, body in enumerate(bodies):
             written_as_backward = name.endswith("autograd_function_apply") and k == 1
             if written_as_backward or name.endswith("flex_attention"):  # eager code has no region in there
-                self.open.append(Level())
+                self.levels.stack.append(Level())
                 blocks.append(self._block(body, f"body{k}"))
-                self.open.pop()
+                self.levels.stack.pop()
             else:
                 blocks.append(self._block(body, f"body{k}"))
-        del self.open[before:]
+        del self.levels.stack[before:]
         self.grad_mode = grad_before
         return tuple(blocks)
 
@@ -339,23 +262,12 @@ class _Reader:
             site = self.sites[key] = node_site(node.meta, self.outside)
         return site
 
-
-def _from(node: Node) -> Iterator[Node]:
-    """The nodes from this one on."""
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
-def _hiding(around: Open | None, prepared: Prepared, site: Site) -> HidingBlock | None:
-    """What a region is to the one around it on its device type, if it keeps that from ruling."""
-    if around is None or not around.prepared.facts.enabled:
-        return None
-    policy = around.prepared.policy.name
-    if not prepared.facts.enabled:
-        return HidingBlock("", prepared.facts.device_type, site)
-    hides = around.prepared.differs and prepared.policy is Policy.native(prepared.facts.device_type)
-    return HidingBlock(policy, prepared.facts.device_type, site) if hides else None
+    def _site_from(self, node: Node) -> Site:
+        """The place of the first node, from this one on, that has one: Dynamo does not say where a region is opened."""
+        found = node
+        while found.op != "root" and not found.meta.get("stack_trace"):
+            found = found.next
+        return self._site(node if found.op == "root" else found)
 
 
 def _with_gradients(block: Block, taken: set[int]) -> Block:
@@ -400,18 +312,10 @@ def _type_of(found: Any) -> str:
 
 def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
     """Names of arguments that were given and are no tensors, and all of them as text."""
-    given = []
-    texts = []
-    arguments = schema_of(op).arguments
-    for position, value in enumerate(node.args):
-        if not isinstance(value, Node) and value is not None:
-            given.append(arguments[position].name)
-            texts.append(f"{arguments[position].name}={value}")
-    for name, value in node.kwargs.items():
-        if not isinstance(value, Node) and value is not None:
-            given.append(name)
-            texts.append(f"{name}={value}")
-    return frozenset(given) & _MATTERS, ", ".join(texts)
+    names = (argument.name for argument in schema_of(op).arguments)
+    pairs = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+    found = {name: value for name, value in pairs if not isinstance(value, Node) and value is not None}
+    return _MATTERS & found.keys(), ", ".join(f"{name}={value}" for name, value in found.items())
 
 
 _MATTERS = frozenset(["dtype"])

@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from narrowcast.formats import parse_format
+from narrowcast.graphs.capture import noted
 from narrowcast.program import Program, Writes
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.fx import FakeTensor
@@ -72,7 +73,7 @@ def weight_positions(graph: GraphModule, inputs: Sequence[Any] = ()) -> frozense
         n
         for n, node in enumerate(graph.graph.find_nodes(op="placeholder"))
         if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
-        or isinstance(node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter)
+        or isinstance(noted(node), torch.nn.Parameter)
     )
     return found - shared
 

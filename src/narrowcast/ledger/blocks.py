@@ -38,4 +38,4 @@ class HidingBlock:
         else:
             what = f"the block at {where} switches autocasting on {self.device_type} off for {calls} calls"
             kind, todo = "switched off", f"Nothing, if it is meant: no policy reaches these calls. {_TO_DECIDE}"
-        return Advice(kind, what, todo, self.site.module_path, self.site.file, self.site.line)
+        return Advice(kind, what, todo, *self.site.at)

@@ -64,9 +64,7 @@ class Ledger:
             self._count_cast(cast, Tally(1, cast.moved_bytes))
 
     def _count_cast(self, cast: Cast, times: Tally) -> None:
-        tally = self.counted.setdefault(replace(cast, elements=0, moved_bytes=0), Tally())
-        tally.calls += times.calls
-        tally.moved_bytes += times.moved_bytes
+        self.counted.setdefault(replace(cast, elements=0, moved_bytes=0), Tally()).add(times)
 
     def kinds(self) -> Iterator[tuple[Cast, Tally]]:
         """All casts, those that are counted with how many there were."""
@@ -83,18 +81,14 @@ class Ledger:
         if sentence and sentence not in self.notes:
             self.notes.append(sentence)
 
-    def count_match(self, rule: str, module_path: str) -> None:
-        """Add one call that a rule decided, or decided an argument of."""
+    def count_match(self, rule: str, module_path: str, calls: int = 1) -> None:
+        """Add calls that a rule decided, or decided an argument of."""
         by_module = self.matches.setdefault(rule, {})
-        by_module[module_path] = by_module.get(module_path, 0) + 1
+        by_module[module_path] = by_module.get(module_path, 0) + calls
 
     def count_call(self, kind: CallKind, moved_bytes: int) -> None:
         """Add one call, and the bytes that it moved, to the tally of calls that are alike."""
-        tally = self.calls.get(kind)
-        if tally is None:
-            tally = self.calls[kind] = Tally()
-        tally.calls += 1
-        tally.moved_bytes += moved_bytes
+        self.calls.setdefault(kind, Tally()).add(Tally(1, moved_bytes))
 
     def totals(self) -> Totals:
         """Counts and bytes over all casts, refusals and calls."""
@@ -148,12 +142,9 @@ class Ledger:
                 merged.advice[advice] = merged.advice.get(advice, 0) + often
             for rule, modules in ledger.matches.items():
                 for path, calls in modules.items():
-                    into_rule = merged.matches.setdefault(rule, {})
-                    into_rule[path] = into_rule.get(path, 0) + calls
+                    merged.count_match(rule, path, calls)
             for kind, tally in ledger.calls.items():
-                into = merged.calls.setdefault(kind, Tally())
-                into.calls += tally.calls
-                into.moved_bytes += tally.moved_bytes
+                merged.calls.setdefault(kind, Tally()).add(tally)
         return merged
 
     def diff(self, other: Ledger) -> tuple[CastChange, ...]:

@@ -51,7 +51,7 @@ class Cast:
         if asked_by is not None:
             text, reason = str(asked_by), asked_by.reason
             words = {"action": str(asked_by.action), "rule": text, "reason": reason or text, "source": asked_by.source}
-        return Cast(op, argument, site.module_path, site.file, site.line, **{**words, **facts})
+        return Cast(op, argument, *site.at, **{**words, **facts})
 
     @property
     def site(self) -> str:
@@ -145,6 +145,11 @@ class Tally:
 
     calls: int = 0
     moved_bytes: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count these, too."""
+        self.calls += other.calls
+        self.moved_bytes += other.moved_bytes
 
 
 @dataclass(frozen=True, slots=True)

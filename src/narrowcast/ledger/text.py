@@ -72,9 +72,7 @@ def cast_kinds(ledger: Recorded) -> list[tuple[Kind, Tally]]:
     """Casts that make the same line, how many there are, and the bytes that they move: most bytes first."""
     found: dict[Kind, Tally] = {}
     for cast, times in ledger.kinds():
-        tally = found.setdefault((*_cells(cast), how_text(cast), cast.action), Tally())
-        tally.calls += times.calls
-        tally.moved_bytes += times.moved_bytes
+        found.setdefault((*_cells(cast), how_text(cast), cast.action), Tally()).add(times)
     return sorted(found.items(), key=lambda row: -row[1].moved_bytes)
 
 

@@ -54,7 +54,7 @@ class _Finite(DispatchMode):
         results = tensors_in(result)
         is_finite = all(_is_finite(t) for t in results)
         site = find_site(with_names=False)
-        call = (op_id(func), site.module_path, site.file, site.line)
+        call = (op_id(func), *site.at)
         key = (*call, self._calls[call])
         self._calls[call] += 1
         self.finite[key] = is_finite

@@ -10,13 +10,12 @@ from narrowcast.ops.facts import (
     POINTWISE,
     SOFTMAX,
     VIEW,
-    OpKind,
     called_by,
     named,
     op_kind,
 )
 
 __all__ = [
-    "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "OpKind", "called_by",
+    "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "called_by",
     "named", "op_kind",
 ]  # fmt: skip

@@ -53,7 +53,7 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
             before = home.first_with(casts) if casts else None
         if before is None or not home.has(value) or (len(casts) == 1 and before.id == casts[0].id):
             continue
-        if alone is not None and not all(home.is_direct(cast) for cast in casts):
+        if alone is not None and not all(home.has(cast.id) for cast in casts):
             continue  # what it needs to know may not be there yet
         if home.writes.is_written_after(value, -1):
             continue
@@ -92,10 +92,6 @@ class _Home:
     def has(self, value: int) -> bool:
         """Whether the value is there for every step of the block."""
         return value not in self.inner
-
-    def is_direct(self, step: Step) -> bool:
-        """Whether it is a step of the block itself."""
-        return step.id not in self.inner
 
 
 def _session(program: Program, step: Step, left: Set[int]) -> int | None:

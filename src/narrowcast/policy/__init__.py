@@ -2,15 +2,9 @@
 
 from narrowcast.policy.known_ops import known_ops
 from narrowcast.policy.lacks import Lack
-from narrowcast.policy.lint import Finding, lint_policy
-from narrowcast.policy.policy import (
-    Policy,
-    RuleChange,
-    as_policy,
-    known_policy,
-)
+from narrowcast.policy.lint import lint_policy
+from narrowcast.policy.policy import Policy, as_policy, known_policy
 from narrowcast.policy.rules import (
-    ACTIONS,
     MODULE_CALL,
     MODULE_CALL_OP,
     NOWHERE,
@@ -22,31 +16,23 @@ from narrowcast.policy.rules import (
     did_you_mean,
     parse_action,
 )
-from narrowcast.policy.settings import CACHES, DEVICE_TYPES, check_device_type
-from narrowcast.policy.table import Candidates, Table
+from narrowcast.policy.settings import DEVICE_TYPES
 from narrowcast.policy.unmatched import nearest_name
 from narrowcast.policy.versions import in_range, installed_torch
 
 __all__ = [
-    "ACTIONS",
-    "CACHES",
     "DEVICE_TYPES",
     "MODULE_CALL",
     "MODULE_CALL_OP",
     "NOWHERE",
     "RESULT",
     "Action",
-    "Candidates",
-    "Finding",
     "Kind",
     "Lack",
     "Policy",
     "Rule",
-    "RuleChange",
     "Site",
-    "Table",
     "as_policy",
-    "check_device_type",
     "did_you_mean",
     "in_range",
     "installed_torch",

@@ -1,7 +1,7 @@
 """What a device can do, as data: which ops it runs in which formats, which it refuses, and which it only emulates.
 
-A device is asked once, by the smallest call of each op that a policy may lower (`costs.abilities`); the answers are
-kept in its profile. For a device that is not here, `builtin/devices.toml` has what is known of it.
+A device is asked once, by the smallest call of each op that a policy may lower (`profiles/abilities.py`); the answers
+are kept in its profile. For a device that is not here, `builtin/devices.toml` has what is known of it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def short_name(op: str) -> str:
 def shipped_capabilities(device_type: str, units: tuple[str, ...]) -> Capabilities:
     """What is known of a device of this type with these units, without asking it."""
     label = device_label(device_type, units)
-    for row in _shipped():
+    for row in _rows("devices", "device"):
         if row["type"] == device_type and not set(row.get("without", ())) & set(units_in_use(units)):
             return Capabilities(label, tuple(_abilities(row)))
     return Capabilities(label)
@@ -103,14 +103,10 @@ def shipped_capabilities(device_type: str, units: tuple[str, ...]) -> Capabiliti
 @cache
 def missing_kernels(device_type: str) -> tuple[Lack, ...]:
     """Ops that the installed torch has no kernel for in a low format, on any device of this type."""
-    file = Path(__file__).parent / "builtin" / f"lacks_{device_type}.toml"
-    if not file.is_file():
-        return ()
     version = installed_torch()
-    rows = tomllib.loads(file.read_text(encoding="utf-8"))["lack"]
     return tuple(
         Lack(op, parse_format(row["format"]), f"{device_type} has no {row['format']} kernel for {short_name(op)}")
-        for row in rows
+        for row in _rows(f"lacks_{device_type}", "lack")
         if in_range(row.get("torch", ""), version)
         for op in row["op"]
         if op in known_ops()
@@ -120,11 +116,9 @@ def missing_kernels(device_type: str) -> tuple[Lack, ...]:
 @cache
 def one_format() -> tuple[Lack, ...]:
     """Ops that torch runs, on every device, with tensors of one format alone."""
-    file = Path(__file__).parent / "builtin" / "one_format.toml"
-    rows = tomllib.loads(file.read_text(encoding="utf-8"))["one_format"]
     return tuple(
         Lack(op, None, row["reason"], low_first=row.get("low_first", False))
-        for row in rows
+        for row in _rows("one_format", "one_format")
         for op in row["op"]
         if op in known_ops()
     )
@@ -137,10 +131,10 @@ def _abilities(row: Mapping[str, Any]) -> Iterable[Ability]:
                 yield Ability(op, format, "forward", entry["state"], entry.get("ratio", 0.0), entry.get("error", ""))
 
 
-@cache
-def _shipped() -> tuple[dict[str, Any], ...]:
-    file = Path(__file__).parent / "builtin" / "devices.toml"
-    return tuple(tomllib.loads(file.read_text(encoding="utf-8"))["device"])
+def _rows(name: str, table: str) -> list[dict[str, Any]]:
+    """The rows of a table of a file of `builtin/`; none where there is no such file."""
+    file = Path(__file__).parent / "builtin" / f"{name}.toml"
+    return list(tomllib.loads(file.read_text(encoding="utf-8"))[table]) if file.is_file() else []
 
 
 _LABELS = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
 from narrowcast.formats import Format
 from narrowcast.output.files import replace_text
+from narrowcast.policy.changes import RuleChange, changed_rules
 from narrowcast.policy.lacks import FULL, RAISE, Lack
 from narrowcast.policy.layers import check_layer
 from narrowcast.policy.rules import Rule
@@ -23,25 +24,14 @@ from narrowcast.policy.settings import (
     SETTINGS,
     check_builtin_name,
     check_device_type,
+    check_is_loaded,
     check_settings,
 )
 from narrowcast.policy.table import Table
 from narrowcast.policy.text import parse_text, read_text
-from narrowcast.policy.versions import cited, exists_in, installed_torch
+from narrowcast.policy.versions import cited, existing, installed_torch
 
-
-@dataclass(frozen=True, slots=True)
-class RuleChange:
-    """One line of a policy diff: the same calls, another action (None: no rule)."""
-
-    conditions: tuple[str | None, ...]
-    before: Rule | None
-    after: Rule | None
-
-    def __str__(self) -> str:
-        rule = self.after or self.before
-        where = str(rule).rpartition(":")[0]
-        return f"{where}: {self.before.action if self.before else '-'} -> {self.after.action if self.after else '-'}"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,20 +78,11 @@ class Policy:
             object.__setattr__(self, "extends", ())
         for name in self.extends:
             check_builtin_name(name)
-        self._check_name()
+        check_is_loaded(self.name, self.extends, bool(self.layers))
         for layer in self.layers:
             check_layer(layer)
         _known[id(self)] = self
         self.digest  # noqa: B018  computed now: code that Dynamo traces reads it, and could not compute it
-
-    def _check_name(self) -> None:
-        """PolicyError for a policy without rules whose name is that of another one: it was to be loaded."""
-        is_file, is_builtin = self.name.endswith(".toml"), self.name in BUILTIN and self.extends != (self.name,)
-        if not self.layers and (is_file or (is_builtin and self.name != "native")):
-            raise PolicyError(
-                asked=f"Policy({self.name!r})", found="this makes a policy of that name, without rules",
-                advice=f"Write Policy.load({self.name!r}).",
-            )  # fmt: skip
 
     # -- the built-in policies, and files
 
@@ -162,26 +143,15 @@ class Policy:
                 found=f"{other.name} extends {', '.join(extra)}, which would have to come below rules that are there",
                 advice=f"Merge the other way round, or let {self.name} extend {', '.join(extra)} itself.",
             )
-        return Policy(
-            name=f"{self.name}+{other.name}",
-            layers=self.layers + other.layers,
-            extends=self.extends + extra,
-            description=self.description or other.description,
-            cache=other.cache or self.cache,
-            unsupported=other.unsupported or self.unsupported,
-            low=other.low or self.low,
-            training=other.training or self.training,
-            inner=other.inner or self.inner,
-        )
+        settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
+        name, description = f"{self.name}+{other.name}", self.description or other.description
+        return Policy(name, self.layers + other.layers, self.extends + extra, description, **settings)
 
     def resolve(self, device_type: str) -> Policy:
         """This policy with the built-in layers for one device type written out. Cheap after the first time."""
         if not self.extends and not self._has_versions:
             return self
-        resolved: Policy | None = self.memory.get(device_type)
-        if resolved is None:
-            resolved = self.memory[device_type] = _resolve(self, device_type)
-        return resolved
+        return self.remembered(device_type, lambda: _resolve(self, device_type))
 
     @cached_property
     def memory(self) -> dict[Any, Any]:
@@ -192,6 +162,13 @@ class Policy:
             found = _memories[key] = _Memory()
         return found
 
+    def remembered(self, key: Any, make: Callable[[], T]) -> T:
+        """What was worked out about this policy under a key, or is worked out now."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        found: T = self.memory[key]
+        return found
+
     def without(self, lacks: Iterable[Lack]) -> Policy:
         """This policy for a device that lacks these; what it lacks already stays."""
         return replace(self, lacks=tuple(lacks))
@@ -200,19 +177,13 @@ class Policy:
         """This policy, with what the device lacks run in fp32, and what takes one format given one."""
         if self.resolve("cpu").unsupported == FULL:
             return self
-        found: Policy | None = self.memory.get(FULL)
-        if found is None:
-            found = self.memory[FULL] = replace(self, unsupported=FULL)
-        return found
+        return self.remembered(FULL, lambda: replace(self, unsupported=FULL))
 
     def with_inner(self, inner: str) -> Policy:
         """This policy with another `inner`: what rules in `torch.autocast` blocks inside its regions."""
         if inner == self.effective_inner:
             return self
-        found: Policy | None = self.memory.get(("inner", inner))
-        if found is None:
-            found = self.memory["inner", inner] = replace(self, inner=inner)
-        return found
+        return self.remembered(("inner", inner), lambda: replace(self, inner=inner))
 
     # -- questions
 
@@ -244,14 +215,7 @@ class Policy:
     def digest(self) -> str:
         """64 hexadecimal digits that change when, and only when, a rule, its order or the cache setting does."""
         lines = [f"cache={self.cache}", *(f"extends={name}" for name in self.extends)]
-        if self.unsupported is not None:
-            lines.append(f"unsupported={self.unsupported}")
-        if self.low is not None:
-            lines.append(f"low={self.low}")
-        if self.training:
-            lines.append(f"training={self.training}")
-        if self.inner is not None:
-            lines.append(f"inner={self.inner}")
+        lines += [f"{key}={getattr(self, key)}" for key in SETTINGS[1:] if getattr(self, key)]
         lines += [f"lacks={lack.op} {lack.format}" for lack in self.lacks or ()]
         for number, layer in enumerate(self.layers):
             lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for rule in layer]
@@ -269,15 +233,7 @@ class Policy:
 
         Resolve both first to see `native` against `safe`, or cpu against cuda.
         """
-        before, after = self._effective, other._effective
-        keys = [*before, *(k for k in after if k not in before)]
-        changes = [RuleChange(k, before.get(k), after.get(k)) for k in keys]
-        return tuple(c for c in changes if c.before is None or c.after is None or c.before.action != c.after.action)
-
-    @property
-    def _effective(self) -> dict[tuple[str | None, ...], Rule]:
-        """The last rule about each set of calls."""
-        return {rule.conditions: rule for rule in self.rules}
+        return changed_rules(self.rules, other.rules)
 
     @cached_property
     def effective_cache(self) -> str:
@@ -301,9 +257,8 @@ class Policy:
     @property
     def is_native(self) -> bool:
         """Whether this is torch's own behaviour, neither more nor less."""
-        plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and not self.lacks
-        plain = plain and self.inner in (None, "native")
-        leaves_open = self.low is None and not self.training
+        plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and self.inner in (None, "native")
+        leaves_open = not (self.lacks or self.low or self.training)
         return self.extends == ("native",) and not self.layers and plain and leaves_open
 
     @cached_property
@@ -426,16 +381,9 @@ def load_builtin(name: str) -> Policy:
     policy = Policy.parse(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
     version = installed_torch()
     layers = tuple(
-        tuple(replace(rule, source=cited(rule.source, version)) for rule in layer) for layer in _existing(policy.layers)
+        tuple(replace(rule, source=cited(rule.source, version)) for rule in layer) for layer in existing(policy.layers)
     )
     return replace(policy, text=None, text_layers=0, layers=layers)
-
-
-def _existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ...]:
-    version = installed_torch()
-    return tuple(
-        tuple(replace(r, torch=None) if r.torch else r for r in layer if exists_in(r, version)) for layer in layers
-    )
 
 
 def _resolve(policy: Policy, device_type: str) -> Policy:
@@ -443,15 +391,9 @@ def _resolve(policy: Policy, device_type: str) -> Policy:
     for name in policy.extends:
         base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
         below += [layer for layer in base.layers if layer not in below]
-    settings = {key: _setting(policy, key) for key in SETTINGS}
-    return replace(policy, layers=(*below, *_existing(policy.layers)), extends=(), text=None, text_layers=0, **settings)
-
-
-def _setting(policy: Policy, key: str) -> Any:
-    """What the policy says in its head, or what it extends does."""
-    own = getattr(policy, key)
-    chosen = (getattr(load_builtin(name), key) for name in policy.extends if name != "native")
-    return own or next((found for found in chosen if found), own)
+    says = (policy, *(load_builtin(name) for name in policy.extends if name != "native"))
+    settings = {key: next(filter(None, (getattr(p, key) for p in says)), getattr(policy, key)) for key in SETTINGS}
+    return replace(policy, layers=(*below, *existing(policy.layers)), extends=(), text=None, text_layers=0, **settings)
 
 
 _NATIVE = Policy("native", extends=("native",))

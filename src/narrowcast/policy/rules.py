@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -106,6 +107,11 @@ class Site:
         if not self.around:
             return (self.module_path,)
         return (self.module_path, f"{self.around}.{self.module_path}".strip("."))
+
+    @property
+    def at(self) -> tuple[str, str, int]:
+        """The module path, the file and the line: what records keep of a place."""
+        return self.module_path, self.file, self.line
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else "?"
@@ -281,15 +287,13 @@ class Rule:
 
     def matches_site(self, site: Site) -> bool:
         """Whether the call's place satisfies the module, class and function conditions."""
-        if self.op == MODULE_CALL:  # the module itself, not what is inside
-            return (
-                (self.module is None or any(fnmatchcase(path, self.module) for path in site.paths))
-                and (self.module_class is None or any(_matches_name(self.module_class, c) for c in site.classes[:1]))
-                and (self.function is None or any(_matches_name(self.function, f) for f in site.functions))
-            )
+        matches_path: Callable[[str, str], bool] = _matches_path
+        classes = site.classes
+        if self.is_module_call:  # the module itself, not what is inside
+            matches_path, classes = fnmatchcase, classes[:1]
         return (
-            (self.module is None or any(_matches_path(self.module, path) for path in site.paths))
-            and (self.module_class is None or any(_matches_name(self.module_class, c) for c in site.classes))
+            (self.module is None or any(matches_path(path, self.module) for path in site.paths))
+            and (self.module_class is None or any(_matches_name(self.module_class, c) for c in classes))
             and (self.function is None or any(_matches_name(self.function, f) for f in site.functions))
         )
 
@@ -321,7 +325,7 @@ def _literals(pattern: str | None) -> int:
     return 0 if pattern is None else 1 + sum(c not in "*?[]" for c in pattern)
 
 
-def _matches_path(pattern: str, path: str) -> bool:
+def _matches_path(path: str, pattern: str) -> bool:
     """A glob names modules; a call is inside if its module or one around it is named."""
     while True:
         if fnmatchcase(path, pattern):

@@ -43,6 +43,16 @@ def check_device_type(device_type: str) -> None:
         )
 
 
+def check_is_loaded(name: str, extends: tuple[str, ...], has_rules: bool) -> None:
+    """PolicyError for a policy without rules whose name is that of another one: it was to be loaded."""
+    is_file, is_builtin = name.endswith(".toml"), name in BUILTIN and extends != (name,)
+    if not has_rules and (is_file or (is_builtin and name != "native")):
+        raise PolicyError(
+            asked=f"Policy({name!r})", found="this makes a policy of that name, without rules",
+            advice=f"Write Policy.load({name!r}).",
+        )  # fmt: skip
+
+
 def check_builtin_name(name: str) -> None:
     """Raise PolicyError unless `name` is native, native:DEVICE, safe or ipex."""
     family, colon, device_type = name.partition(":")

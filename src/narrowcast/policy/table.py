@@ -12,7 +12,7 @@ class Candidates:
     """The rules that may apply to an op, strongest first.
 
     `whole` are the rules for the call; the last one is unconditional, or there is none that always holds.
-    `per_argument` are those that name one argument. `depends_on_place` says whether any of them asks where the call is.
+    `per_argument` are those that name one argument. `depends_on_site` says whether any of them asks where the call is.
     """
 
     whole: tuple[Rule, ...]

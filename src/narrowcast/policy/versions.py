@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
@@ -21,9 +22,11 @@ def installed_torch() -> str:
         return _ASSUMED_TORCH
 
 
-def exists_in(rule: Rule, torch_version: str) -> bool:
-    """Whether the rule's `torch` range holds this version."""
-    return in_range(rule.torch or "", torch_version)
+def existing(layers: tuple[tuple[Rule, ...], ...]) -> tuple[tuple[Rule, ...], ...]:
+    """The rules whose `torch` range holds the installed version, without that range."""
+    version = installed_torch()
+    rules = ([r for r in layer if in_range(r.torch or "", version)] for layer in layers)
+    return tuple(tuple(replace(r, torch=None) if r.torch else r for r in layer) for layer in rules)
 
 
 def cited(source: str, torch_version: str) -> str:

@@ -53,10 +53,7 @@ def fitted(policy: Policy, device_type: str) -> Policy:
     if resolved.unsupported != FULL or resolved.lacks is not None:
         return resolved
     lacks = (*capabilities(device_type).lacks, *missing_kernels(device_type), *one_format())
-    found: Policy | None = resolved.memory.get(lacks)
-    if found is None:
-        found = resolved.memory[lacks] = resolved.without(lacks)
-    return found
+    return resolved.remembered(lacks, lambda: resolved.without(lacks))
 
 
 def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Policy, str]:
@@ -119,14 +116,9 @@ def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
     asked = _on_a_thread_of_its_own(lambda: tuple(_answers(device.type, backward)), unanswered)
     if keeps:
         profile.abilities.update({ability.key: ability for ability in asked})
-        keep_quietly(profile)
+        with suppress(ProfileError):  # what is asked costs little, and is asked again where nothing can be kept
+            profile.write(patience_s=0.5)
     return Capabilities(label, asked)
-
-
-def keep_quietly(profile: Profile) -> None:
-    """Save a profile, if that is possible: what is asked costs little, and is asked again where nothing can be kept."""
-    with suppress(ProfileError):
-        profile.write(patience_s=0.5)
 
 
 def _on_a_thread_of_its_own(ask: Callable[[], T], otherwise: T) -> T:

@@ -132,11 +132,7 @@ def as_sample(signature: Signature, times_ns: Sequence[float]) -> Sample:
     ordered = sorted(times_ns)
     lower, upper = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
     if upper - lower > 2 * UNSURE * statistics.median(ordered):
-        return _sample(signature, ordered[: (len(ordered) + 1) // 2], lower, upper)
-    return _sample(signature, ordered, lower, upper)
-
-
-def _sample(signature: Signature, ordered: Sequence[float], lower: float, upper: float) -> Sample:
+        ordered = ordered[: (len(ordered) + 1) // 2]
     work = signature.work
     return Sample(
         signature.family or signature.op, signature.format.name, signature.backward, work.flops, work.moved_bytes,

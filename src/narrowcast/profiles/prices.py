@@ -102,7 +102,7 @@ class TimePrices:
         is_read_in_loop = any(not self.stores(reader) for reader in readers)
         half_way = {f: ways * self._copy_ns(self._elements(value) * f.bits / 8) / 2 for f in formats}
         if is_made_in_loop or is_read_in_loop:  # the conversion alone
-            casts = dict.fromkeys(pairs, ways * self._convert_ns(value))
+            casts = dict.fromkeys(pairs, ways * (self._elements(value) * CONVERSION_NS))
         else:  # a loop of its own
             casts = {(a, b): ways * self._cast_ns(value, a, b) for a, b in pairs}
         reads = half_way if is_read_in_loop and not is_made_in_loop else {}
@@ -110,9 +110,6 @@ class TimePrices:
 
     def _cast_ns(self, value: Value, src: Format, dst: Format) -> float:
         return self.model.estimate(cast_signature(value.shape, src, dst, self.sizes)).ns
-
-    def _convert_ns(self, value: Value) -> float:
-        return self._elements(value) * CONVERSION_NS
 
     def _elements(self, value: Value) -> int:
         return math.prod(known_shape(value.shape, self.sizes))

@@ -20,37 +20,33 @@ def _lstm(make: Make) -> tuple[Any, ...]:
     return (make(3, 2, inputs), *weights, *states, False, [], mode, hidden, layers, True, False, False, True)
 
 
-def _image(make: Make) -> tuple[Any, ...]:
-    return make(1, 4, 8, 8), make(4, 4, 3, 3)
+def _of(*shapes: tuple[int, ...]) -> Callable[[Make], tuple[Any, ...]]:
+    """A call with tensors of these shapes."""
+    return lambda make: tuple(make(*shape) for shape in shapes)
 
 
-def _volume(make: Make) -> tuple[Any, ...]:
-    return make(1, 4, 5, 5, 5), make(4, 4, 3, 3, 3)
-
-
-def _line(make: Make) -> tuple[Any, ...]:
-    return make(1, 4, 8), make(4, 4, 3)
-
+_line, _image = _of((1, 4, 8), (4, 4, 3)), _of((1, 4, 8, 8), (4, 4, 3, 3))
+_volume = _of((1, 4, 5, 5, 5), (4, 4, 3, 3, 3))
 
 SMALLEST: Mapping[Any, Callable[[Make], tuple[Any, ...]]] = {
-    aten.mm.default: lambda make: (make(8, 8), make(8, 8)),
-    aten.mv.default: lambda make: (make(8, 8), make(8)),
-    aten.addmm.default: lambda make: (make(8), make(8, 8), make(8, 8)),
-    aten.bmm.default: lambda make: (make(2, 8, 8), make(2, 8, 8)),
-    aten.baddbmm.default: lambda make: (make(2, 8, 8), make(2, 8, 8), make(2, 8, 8)),
-    aten.addbmm.default: lambda make: (make(8, 8), make(2, 8, 8), make(2, 8, 8)),
-    aten.linear.default: lambda make: (make(2, 8, 8), make(8, 8), make(8)),
-    aten.matmul.default: lambda make: (make(2, 8, 8), make(8, 8)),
-    aten.linalg_vecdot.default: lambda make: (make(2, 8), make(2, 8)),
+    aten.mm.default: _of((8, 8), (8, 8)),
+    aten.mv.default: _of((8, 8), (8,)),
+    aten.addmm.default: _of((8,), (8, 8), (8, 8)),
+    aten.bmm.default: _of((2, 8, 8), (2, 8, 8)),
+    aten.baddbmm.default: _of((2, 8, 8), (2, 8, 8), (2, 8, 8)),
+    aten.addbmm.default: _of((8, 8), (2, 8, 8), (2, 8, 8)),
+    aten.linear.default: _of((2, 8, 8), (8, 8), (8,)),
+    aten.matmul.default: _of((2, 8, 8), (8, 8)),
+    aten.linalg_vecdot.default: _of((2, 8), (2, 8)),
     aten.conv1d.default: _line,
     aten.conv2d.default: _image,
     aten.conv3d.default: _volume,
     aten.conv_transpose1d.default: _line,
     aten.conv_transpose2d.input: _image,
     aten.conv_transpose3d.input: _volume,
-    aten.conv_tbc.default: lambda make: (make(4, 2, 4), make(3, 4, 4), make(4)),
-    aten.prelu.default: lambda make: (make(2, 4, 4), make(4)),
-    aten.scaled_dot_product_attention.default: lambda make: (make(1, 2, 8, 8), make(1, 2, 8, 8), make(1, 2, 8, 8)),
+    aten.conv_tbc.default: _of((4, 2, 4), (3, 4, 4), (4,)),
+    aten.prelu.default: _of((2, 4, 4), (4,)),
+    aten.scaled_dot_product_attention.default: _of((1, 2, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8)),
     aten.mkldnn_rnn_layer.default: _lstm,
 }
 """By op, the arguments of its smallest call."""

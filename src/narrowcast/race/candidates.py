@@ -22,7 +22,6 @@ from torch.fx.node import map_arg
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.goals import CAST, MEMORY, WORKING, Goal
-from narrowcast.graphs.edit import with_dtype
 from narrowcast.graphs.operands import operands_of
 from narrowcast.graphs.read import Reading
 from narrowcast.graphs.resting import Resting, rest_weights
@@ -43,6 +42,7 @@ from narrowcast.profiles.profile import Profile
 from narrowcast.profiles.signature import known_shape
 from narrowcast.profiles.workspaces import Workspaces
 from narrowcast.program import Edit, Program, Step, Value, element_bytes, print_program
+from narrowcast.torch_bridge import id_with_dtype
 from narrowcast.torch_surface.dispatch import OpOverload
 
 PLACED, POLICY, HIGH, OP_BY_OP = "placed", "policy", "high", "op by op"
@@ -176,7 +176,7 @@ class _Maker:
 
     def candidate(self, name: str, is_compiled: bool) -> Candidate:
         """The candidate, not yet written."""
-        outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, with_dtype)
+        outcome = run_passes(self.reading.program, (self.place, *BEFORE_AUTOGRAD), self.reading.policies, id_with_dtype)
         full_name = name if is_compiled else f"{name}, {OP_BY_OP}"
         peak = self.peak(outcome.program) if self.goal.kind == MEMORY else None
         return Candidate(full_name, outcome, self.placements[0], self.formats, is_compiled, self.prices.sure(), peak)

@@ -22,7 +22,7 @@ from narrowcast.graphs.resting import Resting, with_stand_ins
 from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.passes.assign import assign_casts
-from narrowcast.policy import NOWHERE, Site
+from narrowcast.policy import NOWHERE
 from narrowcast.policy.lacks import ONE_FORMAT
 from narrowcast.profiles.device import device_now
 from narrowcast.profiles.known import foreign_profile, keep, known_profile
@@ -33,6 +33,7 @@ from narrowcast.race.remembered import Choice, choice_key, load_choice, save_cho
 from narrowcast.race.rounds import time_sides
 from narrowcast.race.sides import Side
 from narrowcast.report import CandidateTime, CompiledGraph
+from narrowcast.report.explanation import site_text
 from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.dynamo import begins_again, without_wrappers
 
@@ -134,9 +135,10 @@ def _tell_aligned(reading: Reading, goal: Goal) -> None:
         if rule is None or rule.source != ONE_FORMAT or (step.op, step.site) in told:
             continue
         told.add((step.op, step.site))
+        where = site_text(*step.site.at)
         warn_at(
             f"narrowcast: {step.op.removesuffix('.default')} raises under autocast, because its tensors come in "
-            f"several formats{_at(step.site)}; goal={goal.kind!r} runs it in the one of the tensor that it writes to, "
+            f"several formats{where}; goal={goal.kind!r} runs it in the one of the tensor that it writes to, "
             'or in the widest. policy="safe" does so without a goal',
             step.site,
         )
@@ -161,11 +163,6 @@ def _tell_too_slow(candidates: Sequence[Candidate], taken: Candidate, reading: R
 
 def _held(candidate: Candidate) -> float:
     return candidate.peak.bytes if candidate.peak is not None else math.inf
-
-
-def _at(site: Site) -> str:
-    where = f" in {site.module_path}" if site.module_path else ""
-    return f"{where}, {site.file}:{site.line}" if site.file else where
 
 
 def _is_right(candidate: Candidate, values: Sequence[Any]) -> bool:
@@ -246,7 +243,8 @@ def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> li
     if not goal.races:
         return [c for c in ordered if c.name == PLACED] or ordered[:1]
     best = ordered[0]
-    left = [c for c in ordered if c.predicted_ns <= _limit(best, c) * best.predicted_ns]
+    limits = [RULED_OUT if min(best.sure, c.sure) >= SURE else HOPELESS for c in ordered]
+    left = [c for c, limit in zip(ordered, limits, strict=True) if c.predicted_ns <= limit * best.predicted_ns]
     as_it_is = next((c for c in ordered if not c.is_compiled), None)
     if as_it_is is not None and as_it_is not in left and as_it_is.predicted_ns <= HOPELESS * best.predicted_ns:
         left.append(as_it_is)  # nothing is compiled for it, and what is compiled may turn out not to run
@@ -258,10 +256,6 @@ def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> li
     if len(best.placement.calls) > LARGE:
         used = (alike or compiled)[:1]
     return [c for c in left if c in used or not c.is_compiled]
-
-
-def _limit(best: Candidate, other: Candidate) -> float:
-    return RULED_OUT if min(best.sure, other.sure) >= SURE else HOPELESS
 
 
 def tell(report: CompiledGraph, placed: Placed, choice: Choice) -> str:

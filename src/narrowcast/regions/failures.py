@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from types import FrameType, TracebackType
 
 from narrowcast.errors import NarrowcastError
 from narrowcast.policy.capabilities import RAISES, device_label, short_name
 from narrowcast.profiles.abilities import capabilities
 from narrowcast.profiles.device import device_now
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import find_site, innermost_frame
 
 _MARK = "narrowcast: "
 _FROM_TRACE = re.compile(r'^\s+File "([^"]+)", line (\d+), in ', re.MULTILINE)
@@ -32,7 +31,8 @@ def note_failure(error: BaseException, device_type: str, repairs: bool = False) 
     """Add the note to an error that the device raised for want of a kernel, or an op for mixed formats; nothing to any
     other. repairs: the policy has avoided what can be avoided.
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or _has_note(error):
+    noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
+    if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or noted:
         return
     with suppress(Exception):  # the user's error goes on, with a note or without
         _add_note(error, device_type, repairs)
@@ -60,13 +60,9 @@ def _where(error: BaseException) -> str:
     traced = _FROM_TRACE.findall(str(error))
     if traced:  # the stack is the compiler's; it says itself where
         return ", {}:{}".format(*traced[-1])
-    site = find_site(frame=_innermost(error.__traceback__))
+    site = find_site(frame=innermost_frame(error))
     module = f" in {site.module_path}" if site.module_path and "<" not in site.module_path else ""
     return f"{module}, {site.file}:{site.line}" if site.file else module
-
-
-def _has_note(error: BaseException) -> bool:
-    return any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
 
 
 def _what(first_line: str, device_type: str) -> tuple[str, str] | None:
@@ -81,9 +77,3 @@ def _what(first_line: str, device_type: str) -> tuple[str, str] | None:
         lacks = f"{device_label(device_type, device_now(device_type).units)} has no {_NAMES[missing['type']]} kernel"
         return f"{lacks} {missing['kernel']}", 'nc.Rule("aten.<the op>", "inside"), with the op that nc.record() names'
     return None
-
-
-def _innermost(traceback: TracebackType | None) -> FrameType | None:
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame if traceback is not None else None

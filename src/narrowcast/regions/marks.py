@@ -60,11 +60,6 @@ def find_marked(key: str) -> Markable:
     return _in_graphs[key]
 
 
-def marked_region(key: str) -> Prepared:
-    """The facts of the region with that key."""
-    return find_marked(key).prepared
-
-
 def enter_marked(key: str) -> None:
     """In a graph: open the region. While Dynamo traces, it is closed at the latest when that ends."""
     find_marked(key).__enter__()

@@ -58,10 +58,7 @@ class Prepared:
         if self.graphs is not None:
             return replace(self, facts=facts, plans={}, boundaries={}, graphs=self.graphs.with_facts(facts))
         key = ("with facts", facts, self.changed, self.grade, self.cache_limit_bytes, self.trains)
-        found: Prepared | None = self.policy.memory.get(key)
-        if found is None:
-            found = self.policy.memory[key] = replace(self, facts=facts, plans={}, boundaries={})
-        return found
+        return self.policy.remembered(key, lambda: replace(self, facts=facts, plans={}, boundaries={}))
 
     @property
     def differs(self) -> bool:

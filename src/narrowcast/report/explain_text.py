@@ -12,7 +12,7 @@ from narrowcast.ledger import Cast
 from narrowcast.ledger.text import advice_parts, argument_text, cast_table, how_text, line_text, refusals, totals_line
 from narrowcast.output.console import as_text, in_bytes, short_file, table
 from narrowcast.report.explanation import Comparison, Explained, RepeatRow
-from narrowcast.report.graph_text import graph_parts
+from narrowcast.report.graph_text import graph_parts, short_site
 from narrowcast.report.placement_text import placement_parts
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
@@ -101,13 +101,8 @@ def _own_rules(explanation: Explained) -> RenderableType:
         modules = ", ".join(m or "(root)" for m in row.modules[:4]) + (", ..." if len(row.modules) > 4 else "")
         calls = str(row.calls) if row.calls else "[bold red]0[/]"
         matched = escape(modules) if row.calls else "[bold red]matched nothing[/]"
-        made.add_row(escape(row.rule), escape(_short_origin(row.origin)), calls, matched)
+        made.add_row(escape(row.rule), escape(short_site(row.origin)), calls, matched)
     return made
-
-
-def _short_origin(origin: str) -> str:
-    file, colon, line = origin.rpartition(":")
-    return f"{short_file(file)}{colon}{line}" if file else origin
 
 
 def _casts_by_module(explanation: Explained) -> RenderableType:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowcast.ledger import Cast, Ledger
+from narrowcast.ledger import Cast, Ledger, Tally
 from narrowcast.policy import Rule
 from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row, placement_data
 
@@ -94,7 +94,7 @@ class NotFinite:
     @property
     def text(self) -> str:
         """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
-        where = _site_text(self.module_path, self.file, self.line)
+        where = site_text(self.module_path, self.file, self.line)
         return f"{self.value} in the {self.format} result of {self.op.removesuffix('.default')}{where}"
 
 
@@ -131,14 +131,15 @@ class Failure:
         tried = f"tried: {'; '.join((*runs, *fails))}" if self.attempts else "no other policy was tried"
         call = self.op.removesuffix(".default") or "the model's own code"
         got = f" got {' and '.join(self.formats.split(','))}" if self.formats else " raised"
-        where = _site_text(self.module_path, self.file, self.line)
+        where = site_text(self.module_path, self.file, self.line)
         return (
             f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}. "
             f"It says: {self.error.rstrip('.')}."
         )
 
 
-def _site_text(module_path: str, file: str, line: int) -> str:
+def site_text(module_path: str, file: str, line: int) -> str:
+    """` in encoder, model.py:12`, as far as it is known."""
     return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
 
 
@@ -210,15 +211,13 @@ class Explained:
 
     def op_rows(self) -> list[OpRow]:
         """Every op with its formats and why, most bytes first."""
-        rows: dict[tuple[str, ...], list[int]] = {}
+        rows: dict[tuple[str, ...], Tally] = {}
         for kind, tally in self.ledger.calls.items():
             key = (kind.op, kind.came, kind.computes, kind.result, kind.action, kind.reason, kind.direction)
-            row = rows.setdefault(key, [0, 0])
-            row[0] += tally.calls
-            row[1] += tally.moved_bytes
+            rows.setdefault(key, Tally()).add(tally)
         found = [
-            OpRow(op, calls, came, computes, result, action, reason, moved, direction)
-            for (op, came, computes, result, action, reason, direction), (calls, moved) in rows.items()
+            OpRow(op, row.calls, came, computes, result, action, reason, row.moved_bytes, direction)
+            for (op, came, computes, result, action, reason, direction), row in rows.items()
         ]
         return sorted(found, key=lambda row: (row.direction != "forward", -row.moved_bytes, row.op))
 

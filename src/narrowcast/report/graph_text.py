@@ -55,7 +55,7 @@ def _graphs(rows: list[GraphRow]) -> RenderableType:
                  ">casts in eager", ">shared", ">folded", ">dropped", ">casts left")  # fmt: skip
     for row in rows:
         made.add_row(
-            str(row.number), escape(_short(row.site)), str(row.calls), str(row.assigned), str(row.shared),
+            str(row.number), escape(short_site(row.site)), str(row.calls), str(row.assigned), str(row.shared),
             str(row.folded), str(row.dropped), str(row.casts),
         )  # fmt: skip
     return made
@@ -78,10 +78,11 @@ def _breaks(rows: list[GraphRow]) -> list[RenderableType]:
         return []
     made = table("what is not captured: it runs as eager code, in the same region", "graph", "", "where", "why")
     for row, what, where, why in found:
-        made.add_row(str(row.number), what, escape(_short(where)), escape(why))
+        made.add_row(str(row.number), what, escape(short_site(where)), escape(why))
     return [made]
 
 
-def _short(site: str) -> str:
+def short_site(site: str) -> str:
+    """`model.py:12` of a whole path and a line."""
     file, _, line = site.rpartition(":")
     return f"{short_file(file)}:{line}" if file else site

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
@@ -225,8 +226,8 @@ class _Walker:
         rule = plan.rule
         action, reason = self._why(step, rule)
         kind = CallKind(
-            known.op, step.site.module_path, step.site.file, step.site.line, _formats(came), computes,
-            _formats([result]), action or "unlisted", reason or "runs as its inputs are", policy,
+            known.op, *step.site.at, _formats(came), computes, _formats([result]), action or "unlisted",
+            reason or "runs as its inputs are", policy,
         )  # fmt: skip
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
         for old, new in zip(known.operands, step.operands, strict=True):
@@ -250,26 +251,16 @@ class _Walker:
             made = self.before.steps[made.operands[0].value]
         plan, policy = self._plan(made)
         source = self.after.values[cast.operands[0].value]
-        self.ledger.add(
-            Cast.of(
-                made.op, RESULT, made.site, plan.rule_about(RESULT), src=source.type, dst=cast.value.type,
-                elements=source.elements, moved_bytes=source.bytes + cast.value.bytes, how="copied",
-                direction="forward", kind="activation", policy=policy,
-            )
-        )  # fmt: skip
+        facts = _copied(source, cast) | {"kind": "activation", "policy": policy}
+        self.ledger.add(Cast.of(made.op, RESULT, made.site, plan.rule_about(RESULT), **facts))
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
         """A cast that the graph was captured with, which a rule about the module's call, or a pin, asked for."""
         source = self.after.values[step.operands[0].value]
         self.ledger.count_match(facts.get("label", ""), step.site.module_path)
         words = {name: facts.get(name, "") for name in ("action", "rule", "reason", "source", "policy")}
-        self.ledger.add(
-            Cast.of(
-                MODULE_CALL_OP, facts["argument"], step.site, None, src=source.type, dst=step.value.type,
-                elements=source.elements, moved_bytes=source.bytes + step.value.bytes, how="copied",
-                direction="forward", kind=self._kind(source), **words,
-            )
-        )  # fmt: skip
+        words |= _copied(source, step) | {"kind": self._kind(source)}
+        self.ledger.add(Cast.of(MODULE_CALL_OP, facts["argument"], step.site, None, **words))
 
     def _kind(self, source: Value) -> str:
         return "weight" if source.weight else "input" if source.id in self.inputs else "activation"
@@ -289,14 +280,22 @@ class _Walker:
         self.seen.add((source.id, cast.value.type))
         rule = plan.rule_for(argument)
         action, reason = self._why(step, rule)
-        self.ledger.add(
-            Cast.of(
-                step.op, argument, step.site, rule, src=source.type, dst=cast.value.type, elements=source.elements,
-                moved_bytes=0 if shared else source.bytes + cast.value.bytes, how="shared" if shared else "copied",
-                direction="forward", kind=self._kind(source), policy=policy, repeated=repeated, action=action,
-                reason=reason,
-            )
-        )  # fmt: skip
+        facts = _copied(source, cast) | ({"moved_bytes": 0, "how": "shared"} if shared else {})
+        facts |= {
+            "kind": self._kind(source),
+            "policy": policy,
+            "repeated": repeated,
+            "action": action,
+            "reason": reason,
+        }
+        self.ledger.add(Cast.of(step.op, argument, step.site, rule, **facts))
+
+
+def _copied(source: Value, cast: Step) -> dict[str, Any]:
+    """What the ledger says of a cast of this value."""
+    moved = source.bytes + cast.value.bytes
+    sizes = {"elements": source.elements, "moved_bytes": moved}
+    return {"src": source.type, "dst": cast.value.type, "how": "copied", "direction": "forward", **sizes}
 
 
 def _formats(values: Sequence[Value]) -> str:

@@ -20,7 +20,7 @@ from narrowcast.module_calls import ModuleCall
 from narrowcast.policy import Kind, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.scripts.callers import mark_whole
-from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes
+from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes, close_passage
 from narrowcast.scripts.source import shown_at
 from narrowcast.torch_bridge import DTYPES, FORMATS
 from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
@@ -191,8 +191,7 @@ def close_passages(graph: Any) -> None:
     """Take them out of a graph whose calls are not inlined."""
     for node in graph.findAllNodes("aten::alias"):
         if passage(node) is not None:
-            node.output().replaceAllUsesWith(node.inputsAt(0))
-            node.destroy()
+            close_passage(node)
 
 
 # -- and read when they are --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowcast.ops import called_by
 from narrowcast.scripts.region_facts import constant
-from narrowcast.torch_bridge import OpFacts, find_op, op_facts
+from narrowcast.torch_bridge import OpFacts, find_registered, op_facts
 from narrowcast.torch_surface.dispatch import parse_schema
 
 
@@ -84,9 +84,7 @@ def list_of_values(node: Any, position: int) -> list[Any] | None:
 
 @cache
 def _facts(schema: str) -> OpFacts | None:
-    name, _, _ = schema.partition("(")
-    identity = name.replace("::", ".")
-    op = find_op(identity if "." in name else f"{identity}.default")
+    op = find_registered(schema.partition("(")[0])
     return op_facts(op) if op is not None else None
 
 
@@ -128,7 +126,7 @@ def is_only_read(value: Any) -> bool:
 
 
 def _may_be_tensor(value: Any) -> bool:
-    return is_tensor(value) or (is_optional_tensor(value))
+    return is_tensor(value) or is_optional_tensor(value)
 
 
 def is_optional_tensor(value: Any) -> bool:

@@ -17,7 +17,7 @@ from narrowcast.scripts.callers import site_in
 from narrowcast.scripts.calls import decided_as_itself, facts_of
 from narrowcast.scripts.runtime import graph_of
 from narrowcast.scripts.scopes import Scope, Section
-from narrowcast.torch_bridge import find_op, op_id
+from narrowcast.torch_bridge import find_registered, op_id
 from narrowcast.torch_surface.dispatch import op_name
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
@@ -34,9 +34,7 @@ _GRU = "aten::gru"
 def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], Policy]) -> bool:
     """Put what the kernels do in the place of these ops, in regions whose policies do not name them. True if any is."""
     found = False
-    for item in section.items:
-        for inner in item.blocks:
-            found = open_composites(graph, inner, policy_of) or found
+    for item in section.walk():
         node = item.node
         on = [scope for scope in item.scopes.values() if scope.enabled is not False]
         if not on or not is_composite(node) or any(_is_named(policy_of(scope), node) for scope in on):
@@ -76,7 +74,7 @@ def is_composite(node: Any) -> bool:
 
 def tell_closed(section: Section) -> None:
     """ScriptWarning for ops inside which eager autocast casts, and a script does not."""
-    for item in section.items:
+    for item in section.walk():
         kind, on = item.node.kind(), any(scope.enabled is not False for scope in item.scopes.values())
         overload, _, _ = (item.node.schema() or "").partition("(")
         name = kind.replace("::", ".")
@@ -89,8 +87,6 @@ def tell_closed(section: Section) -> None:
                 ScriptWarning,
                 stacklevel=2,
             )
-        for inner in item.blocks:
-            tell_closed(inner)
 
 
 def _inserted(graph: Any, node: Any) -> list[Any] | None:
@@ -106,7 +102,5 @@ def _inserted(graph: Any, node: Any) -> list[Any] | None:
 
 
 def _is_named(policy: Policy, node: Any) -> bool:
-    name, _, _ = node.schema().partition("(")
-    identity = name.replace("::", ".")
-    op = find_op(identity if "." in name else f"{identity}.default")
+    op = find_registered(node.schema().partition("(")[0])
     return op is not None and bool(policy.table.candidates(op_id(op), True).whole)

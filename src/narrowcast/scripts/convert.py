@@ -26,7 +26,7 @@ from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.statistics import keep_norms, norms_kept
 from narrowcast.scripts.write import write_graph
 from narrowcast.sites.sightings import see_all
-from narrowcast.torch_bridge import check_ops, find_op, op_id, overload_with_dtype
+from narrowcast.torch_bridge import check_ops, id_with_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
 from narrowcast.torch_surface.state import autocast_off
 
@@ -132,7 +132,7 @@ def make_graph_explicit(
     reading = Reader(attribute, policy_of).read(section, name)
     see_all(reading.program, reading.policies)
     passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
-    outcome = run_passes(reading.program, passes, reading.policies, _overload)
+    outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
     write_graph(graph, section, reading, outcome.program)
     if marked:
         _mark(graph, scanner)
@@ -195,17 +195,9 @@ def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> An
     return getattr(owner, node.s("name"), None) if owner is not None else None
 
 
-def _overload(op: str) -> str:
-    found = find_op(op)
-    other = overload_with_dtype(found) if found is not None else None
-    return op_id(other) if other is not None else op
-
-
 def _convert_forks(section: Section, module: Any) -> None:
     """What is forked runs in the regions that hold where it is forked."""
-    for item in section.items:
-        for inner in item.blocks:
-            _convert_forks(inner, module)
+    for item in section.walk():
         if item.node.kind() != "prim::fork" or not item.scopes:
             continue
         forked = item.node.g("Subgraph")
@@ -234,14 +226,12 @@ _QUESTIONS = {"aten::is_autocast_enabled": "cuda", "aten::is_autocast_cpu_enable
 
 def _answer(graph: Any, section: Section) -> None:
     """Code that asks whether autocast is on is told what its regions say: when the script runs, it is off."""
-    for item in section.items:
+    for item in section.walk():
         scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
         if scope is not None:
             graph.setInsertPoint(item.node)
             known = isinstance(scope.enabled, bool)
             item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
-        for inner in item.blocks:
-            _answer(graph, inner)
 
 
 _UNSEEN = {
@@ -262,15 +252,10 @@ _UNSEEN = {
 
 def _refuse_unseen(section: Section) -> None:
     """ScriptError for code in a region that nobody can cast."""
-    for item in section.items:
+    for item in section.walk():
         kind = item.node.kind()
         on = [s for s in item.scopes.values() if s.enabled is not False]
-        if on and kind in _UNSEEN and not _belongs_to_region(item.node):
+        is_regions = bool(item.node.inputsSize()) and region_class(item.node.inputsAt(0)) is not None
+        if on and kind in _UNSEEN and not is_regions:
             found, advice = _UNSEEN[kind]
             raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)
-        for inner in item.blocks:
-            _refuse_unseen(inner)
-
-
-def _belongs_to_region(node: Any) -> bool:
-    return bool(node.inputsSize()) and region_class(node.inputsAt(0)) is not None

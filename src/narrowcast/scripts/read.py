@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan, Region, decide
+from narrowcast.formats import parse_format
 from narrowcast.ledger import HidingBlock
 from narrowcast.ops import named
 from narrowcast.passes import COMPOSITE, call_of
 from narrowcast.policy import MODULE_CALL_OP, Kind, Policy
-from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value, reaching
+from narrowcast.program import TENSOR, Block, OpenedRegion, Operand, Program, Step, Value
 from narrowcast.scripts.boundaries import passage
 from narrowcast.scripts.callers import site_in
 from narrowcast.scripts.calls import (
@@ -30,11 +30,11 @@ from narrowcast.scripts.calls import (
     sources,
 )
 from narrowcast.scripts.formats import OTHER, join, promoted
+from narrowcast.scripts.memory import Memory
 from narrowcast.scripts.region_facts import dtype_of
 from narrowcast.scripts.scopes import Item, Scope, Scopes, Section
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, is_weight, short_type
-from narrowcast.torch_bridge.memory import alias_names
-from narrowcast.torch_surface.dispatch import op_name, schema_of, storage_key
+from narrowcast.torch_surface.dispatch import op_name, schema_of
 
 _ANY_SHAPE = ("?",)
 
@@ -82,12 +82,13 @@ class Reader:
     policies: dict[str, Policy] = field(default_factory=dict)
     sessions: dict[int, int] = field(default_factory=dict)
     hidden: dict[HidingBlock, int] = field(default_factory=dict)
-    memories: Counter[int] = field(default_factory=Counter)  # how many known tensors are views of each
+    memory: Memory = field(init=False)
     parts: dict[str, str] = field(default_factory=dict)  # of the call looked at: types of results that rules are about
 
     def read(self, section: Section, name: str) -> Reading:
         """The program of a graph."""
         self._propagate(section)
+        self.memory = Memory(self.ids, self.known)
         body = self._block(section, "main")
         program = Program(name, body, tuple(self.opened))
         return Reading(
@@ -126,7 +127,7 @@ class Reader:
     def _propagate(self, section: Section) -> None:
         """The types of all values; loops until nothing changes."""
         for value in section.block.inputs():
-            self.types.setdefault(value.unique(), _declared(value))
+            self.types.setdefault(value.unique(), self._type(value))
         for item in section.items:
             self._propagate_through(item)
 
@@ -218,7 +219,7 @@ class Reader:
             if after is not None:
                 return after
         if name in ("float", "double", "half", "bfloat16"):
-            return {"float": "fp32", "double": "fp64", "half": "fp16", "bfloat16": "bf16"}[name]
+            return parse_format(name).name
         return promoted(given) if name in named("result.keeps") else TENSOR
 
     def _plan(self, item: Item, facts: OpFacts, found: list[Source], number: int) -> Plan:
@@ -298,11 +299,6 @@ class Reader:
             return Value(number, known, _ANY_SHAPE, "", known != OTHER)
         return Value(number, short_type(tensor.dtype), tuple(tensor.shape), "", tensor.requires_grad, is_weight(tensor))
 
-    def _plain(self, kind: str) -> Value:
-        made = Value(len(self.values), kind)
-        self.values.append(made)
-        return made
-
     def _step_of(
         self, item: Item, facts: OpFacts, found: list[Source], numbers: Sequence[int], regions: tuple[int, ...]
     ) -> Step:
@@ -350,8 +346,9 @@ class Reader:
         if len(outputs) == 1:
             value = self._value(outputs[0])
         else:
-            value = self._plain("tuple" if outputs else OTHER)
-        may_share = self._may_share(node, facts, made, blocks)
+            value = Value(len(self.values), "tuple" if outputs else OTHER)
+            self.values.append(value)
+        may_share = self.memory.may_share(node, facts, made, blocks)
         aliases = tuple(n for n, operand in enumerate(made.operands) if may_share(operand))
         self.items[value.id] = item
         self.operands[value.id] = found
@@ -362,45 +359,6 @@ class Reader:
                 steps.append(Step(got, "getitem", (Operand("a0", value.id),), str(n), aliases=(0,)))
         return steps
 
-    def _may_share(
-        self, node: Any, facts: OpFacts | None, made: Step, blocks: tuple[Block, ...]
-    ) -> Callable[[Operand], bool]:
-        """Whether what a node gives may have the memory of one of its operands."""
-        if passage(node) is not None:
-            return lambda operand: operand.name == made.operands[-1].name
-        if facts is not None:
-            names = alias_names(facts.op)
-            return lambda operand: names is None or operand.name in names
-        if node.kind() == "prim::GetAttr" and self._has_own_memory(node.output()):
-            return lambda operand: False
-        through = reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
-        if through is None:
-            return lambda operand: True
-        # a loop that does not run gives what it was given
-        given = [v for v in node.inputs() if v.unique() in self.ids and not _is_plain(v)]
-        passed = {*through, *(self.ids[v.unique()] for v in given)}
-        return lambda operand: operand.value in passed
-
-    def _has_own_memory(self, attribute: Any) -> bool:
-        """Whether an attribute is no tensor, or one whose memory no other attribute that is read has."""
-        tensor = self.known.get(attribute.unique())
-        if tensor is None or tensor.layout is not torch.strided:
-            return _is_plain(attribute)
-        if not self.memories:
-            dense = {id(t): t for t in self.known.values() if t.layout is torch.strided}
-            self.memories = Counter(storage_key(t) for t in dense.values())
-        return self.memories[storage_key(tensor)] == 1
-
-    def _passed_on(self, item: Item) -> list[tuple[int, int]]:
-        """What the body of a loop takes: each parameter, with what comes there before the loop and after each step."""
-        if item.node.kind() != "prim::Loop":
-            return []
-        (body,) = item.blocks
-        taken = list(body.block.inputs())[1:] * 2
-        came = [*list(item.node.inputs())[2:], *list(body.block.outputs())[1:]]
-        pairs = zip(taken, came, strict=True)
-        return [(self.ids[t.unique()], self.ids[v.unique()]) for t, v in pairs if v.unique() in self.ids]
-
     def _other(self, item: Item, blocks: tuple[Block, ...]) -> Step:
         """What is no op of a library: control flow, attributes, lists, calls into Python."""
         node = item.node
@@ -410,35 +368,13 @@ class Reader:
         within = [*blocks, *[inner for b in blocks for _, s in b.walk() for inner in s.blocks]]
         made_inside = {s.id for b in within for s in b.steps} | {v.id for b in within for v in b.parameters}
         captured = dict.fromkeys(o.value for o in inner if o.value not in made_inside and o.value not in numbers)
-        written = _written_in(blocks, self._passed_on(item))
+        written = self.memory.written_in(item, blocks)
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
         name = node.kind().replace("::", ".")
         pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
         site = site_in(item.caller, node)
         effects = () if pure else ("order",)
         return Step(Value(-1, OTHER), name, operands, grad_mode=item.grad_mode, effects=effects, site=site)
-
-
-def _written_in(blocks: tuple[Block, ...], passed_on: list[tuple[int, int]]) -> set[int]:
-    """The values that blocks may write to, views of them included. passed_on: parameters, and what comes there."""
-    found = {o.value for block in blocks for step in block.steps for o in step.operands if o.written}
-    before = -1
-    while len(found) > before:
-        before = len(found)
-        for block in blocks:
-            for step in reversed(block.steps):
-                if step.id in found:
-                    found.update(step.operands[n].value for n in step.aliases)
-        found.update(value for parameter, value in passed_on if parameter in found)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, which shares memory with nothing."""
-    return value.type().kind() in _PLAIN
-
-
-_PLAIN = ("IntType", "FloatType", "BoolType", "NumberType", "StringType", "NoneType", "DeviceObjType")
 
 
 def _sources(item: Item, facts: OpFacts) -> list[Source]:
@@ -452,7 +388,3 @@ class _Values:
 
     regions: list[OpenedRegion]
     values: list[Value]
-
-
-def _declared(value: Any) -> str:
-    return TENSOR if holds_tensors(value) else OTHER

@@ -7,7 +7,7 @@ is the same for every object that may be entered is known; the rest is read off 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,13 @@ class Section:
     items: list[Item]
     sessions: list[int] = field(default_factory=list)
 
+    def walk(self) -> Iterator[Item]:
+        """Every item, and after it those of its blocks."""
+        for item in self.items:
+            yield item
+            for inner in item.blocks:
+                yield from inner.walk()
+
 
 class Bounds:
     """What a scanner asks about the boundaries of modules' calls; this one knows of none (boundaries.py has them)."""
@@ -144,7 +151,7 @@ class Scanner:
         for node in self.edges:
             node.destroy()
         for node in self.passages:
-            _close(node)
+            close_passage(node)
         remove_unused_objects(self.graph)
 
     def _section(self, block: Any, stack: list[Scopes], caller: Site) -> Section:
@@ -172,7 +179,7 @@ class Scanner:
                     self.passages.append(node)
                     section.items.append(self._passed(node, passed, frames[-1], callers[-1]))
                 else:
-                    _close(node)
+                    close_passage(node)
                 continue
             if _is_machinery(node):
                 continue
@@ -325,7 +332,7 @@ class Scanner:
         return read.output()
 
 
-def _close(passage: Node) -> None:
+def close_passage(passage: Node) -> None:
     """Take a passage out of the graph."""
     passage.output().replaceAllUsesWith(passage.inputsAt(0))
     passage.destroy()

@@ -89,7 +89,8 @@ class _Rewriter:
         for node in [n for statement in definition.body for n in ast.walk(statement)]:
             if isinstance(node, ast.With):
                 for item in node.items:
-                    item.context_expr = self._made_here(item.context_expr)
+                    if not isinstance(item.context_expr, ast.Call):
+                        item.context_expr = self._existing(item.context_expr) or item.context_expr
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 self._make_ours(node)
         if regions:
@@ -121,12 +122,6 @@ class _Rewriter:
         arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items())
         return _at(ast.parse(f"{OURS}({arguments})", mode="eval").body, expression)  # type: ignore[no-any-return]
 
-    def _made_here(self, expression: ast.expr) -> ast.expr:
-        """The region of a with statement; one that exists in Python already as the call that makes it."""
-        if isinstance(expression, ast.Call):
-            return expression
-        return self._existing(expression) or expression
-
     def _with_digest(self, call: ast.Call) -> None:
         """A call of ours, in place: its policy is any Python expression, in a script it is text; so is its dtype, if
         that has a name of the user's. A script's cache is its own.
@@ -139,7 +134,7 @@ class _Rewriter:
             if keyword.arg == "cache_enabled" and isinstance(keyword.value, ast.Constant):
                 grade = keyword.value.value
                 keyword.value = _at(ast.Constant(True if isinstance(grade, str) else grade), keyword.value)
-        call.keywords = [k for k in call.keywords if k.arg != "policy" or not _is_none(k.value)]
+        call.keywords = [k for k in call.keywords if k.arg != "policy" or ast.unparse(k.value) != "None"]
         told = {k.arg: k.value for k in call.keywords if k.arg in ("policy", "inner")}
         if "inner" not in told and isinstance(told.get("policy", _NATIVE), ast.Constant):
             return
@@ -285,11 +280,7 @@ def _edge(name: str, mark: str) -> ast.stmt:
     """Where a region, or a part without gradients, is entered or left."""
     if name.startswith(_GRAD):
         return ast.parse(f"{TORCH}.set_grad_enabled({name if mark == EXIT_MARK else False})").body[0]
-    return _mark(name, mark)
-
-
-def _mark(name: str, attribute: str) -> ast.stmt:
-    return ast.parse(f"{name}.{attribute} = {name}.{attribute}").body[0]
+    return ast.parse(f"{name}.{mark} = {name}.{mark}").body[0]
 
 
 def _exits_early(body: list[ast.stmt], top: bool = True) -> bool:
@@ -326,10 +317,6 @@ def _computes(expression: ast.expr) -> bool:
         isinstance(n, ast.Call) or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult | ast.Pow))
         for n in ast.walk(expression)
     )
-
-
-def _is_none(expression: ast.expr) -> bool:
-    return isinstance(expression, ast.Constant) and expression.value is None
 
 
 def _without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:

@@ -118,7 +118,7 @@ class _Writer:
         """A value of the script, cast to what the step gives."""
         scope = self._scope(step)
         dst = DTYPES[step.value.format] if step.value.format is not None else torch.float32
-        is_low = dst is not torch.float32 and self._is_low(scope, dst)
+        is_low = dst is not torch.float32 and (dst is scope.low or not isinstance(scope.low, torch.dtype))
         exactly = step.constants == EXACTLY
         if scope.device_type == ANYWHERE:
             everywhere = runtime.cast_everywhere_exactly if exactly else runtime.cast_everywhere
@@ -141,9 +141,6 @@ class _Writer:
             function = runtime.cast_list
         number = self._low(scope) if is_low else self._constant(number_of(dst))
         return self._call(function, [value, self._on(scope), self._constant(scope.device_type), number])
-
-    def _is_low(self, scope: Scope, dst: torch.dtype) -> bool:
-        return dst is scope.low or not isinstance(scope.low, torch.dtype)
 
     def _together(self, step: Step) -> list[Any]:
         """Operands cast to the format that they turn out to have in common."""

@@ -103,6 +103,14 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     )
 
 
+def innermost_frame(error: BaseException) -> FrameType | None:
+    """The frame that raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame if traceback is not None else None
+
+
 _CALLERS = 6  # a method of the model calls its parts at once, or through a few others
 
 

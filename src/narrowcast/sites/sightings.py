@@ -63,8 +63,9 @@ def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
 
 def sightings_of(policy: Policy) -> Sightings | None:
     """Those of a resolved policy; None if no rule of the user's asks about modules."""
-    if "sightings" not in policy.memory:
+
+    def make() -> Sightings | None:
         rules = [r for r in policy.rules if not r.is_builtin and (r.module is not None or r.module_class is not None)]
-        policy.memory["sightings"] = Sightings(policy, rules) if rules else None
-    found: Sightings | None = policy.memory["sightings"]
-    return found
+        return Sightings(policy, rules) if rules else None
+
+    return policy.remembered("sightings", make)

@@ -6,11 +6,14 @@ from narrowcast.torch_bridge.ops import (
     Slot,
     defaults_after,
     find_op,
+    find_registered,
+    id_with_dtype,
     is_random,
     op_facts,
     op_id,
     ops_in,
     overload_with_dtype,
+    overloads_in,
 )
 from narrowcast.torch_bridge.rules import check_ops, ops_of
 from narrowcast.torch_bridge.tensors import cast, device_type_of, is_weight, number_as_tensor, tensors_in
@@ -26,6 +29,8 @@ __all__ = [
     "defaults_after",
     "device_type_of",
     "find_op",
+    "find_registered",
+    "id_with_dtype",
     "is_random",
     "is_weight",
     "number_as_tensor",
@@ -34,6 +39,7 @@ __all__ = [
     "ops_in",
     "ops_of",
     "overload_with_dtype",
+    "overloads_in",
     "short_type",
     "tensors_in",
     "to_dtype",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -89,25 +90,26 @@ def find_op(identity: str) -> OpOverload | None:
     return found
 
 
+def find_registered(name: str) -> OpOverload | None:
+    """The overload that torch's registry names so: `aten::mm`, `aten::add.Tensor`."""
+    identity = name.replace("::", ".")
+    return find_op(identity if "." in name else f"{identity}.default")
+
+
+def overloads_in(namespace: str) -> Iterator[OpOverload]:
+    """Every overload of a namespace."""
+    names = sorted(name for name in all_op_names() if name.startswith(f"{namespace}::"))
+    return filter(None, map(find_registered, names))
+
+
 def ops_in(namespace: str) -> tuple[OpOverload, ...]:
     """Every overload of a namespace that computes. Remembered for aten; other libraries may register more later."""
-    return _aten_ops() if namespace == "aten" else _ops_in(namespace)
+    return _aten_ops() if namespace == "aten" else tuple(op for op in overloads_in(namespace) if op_facts(op).computes)
 
 
 @lru_cache(maxsize=1)
 def _aten_ops() -> tuple[OpOverload, ...]:
-    return _ops_in("aten")
-
-
-def _ops_in(namespace: str) -> tuple[OpOverload, ...]:
-    found = []
-    for name in sorted(all_op_names()):
-        space, _, rest = name.partition("::")
-        if space == namespace:
-            op = find_op(f"{space}.{rest if '.' in rest else rest + '.default'}")
-            if op is not None and op_facts(op).computes:
-                found.append(op)
-    return tuple(found)
+    return tuple(op for op in overloads_in("aten") if op_facts(op).computes)
 
 
 def overloads_of(identity: str) -> tuple[OpOverload, ...]:
@@ -132,6 +134,13 @@ def overload_with_dtype(op: OpOverload) -> OpOverload | None:
             found: OpOverload = other
             return found
     return None
+
+
+def id_with_dtype(identity: str) -> str:
+    """The id of the overload that takes a dtype besides; the same id where there is none."""
+    op = find_op(identity)
+    other = overload_with_dtype(op) if op is not None else None
+    return op_id(other) if other is not None else identity
 
 
 def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:

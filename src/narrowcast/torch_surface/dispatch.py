@@ -110,10 +110,9 @@ def has_kernel(op: OpOverload, key: DispatchKey | str) -> bool:
 
 def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
     """The kernel at the device type's Autocast key, or None where the op falls through it."""
-    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, autocast_key_name(device_type)):
+    if not has_kernel(op, autocast_key_name(device_type)):
         return None
-    return torch.library.get_kernel(name, autocast_key(device_type))
+    return torch.library.get_kernel(op.name(), autocast_key(device_type))
 
 
 def registered_ops(device_type: str) -> tuple[str, ...]:

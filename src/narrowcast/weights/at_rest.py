@@ -57,10 +57,6 @@ def lows_of(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> list[tor
     return found
 
 
-def _nobody() -> None:
-    """Stands in for a weak reference to a weight that is gone."""
-
-
 def _probes(weight: torch.Tensor) -> list[Any]:
     """Elements at even distances, read where they lie."""
     if weight.device.type != "cpu" or weight.dtype is not torch.float32 or not weight.numel():
@@ -81,12 +77,11 @@ class WeightsAtRest:
         self._lock = threading.Lock()
         self.made = 0
 
-    def low(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in another format, without a gradient; cast only if it is not kept, or not as it was."""
-        return self.find(weight, dtype)[0]
-
     def find(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Copy | None]:
-        """The weight in another format, and what is kept of it; None if nothing can be kept."""
+        """The weight in another format, without a gradient, and what is kept of it; None if nothing can be kept.
+
+        It is cast only if it is not kept, or not as it was.
+        """
         key = (id(weight), dtype)
         kept = self._copies.get(key)
         lows = lows_of([kept], [weight]) if kept is not None else None
@@ -109,7 +104,7 @@ class WeightsAtRest:
         """Graphs hold copies, too: the memory goes, and they see that it is gone. No reference prevents a swap."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            copy.low, copy.weight = None, _nobody
+            copy.low, copy.weight = None, lambda: None
 
     def forget(self, *weights: torch.Tensor) -> None:
         """Drop the casts of these weights, or all of them."""

@@ -128,7 +128,7 @@ class WeightCache:
         checks = checks and trace is None and type(weight) in _PLAIN  # what is fake has no bits
         key = (id(weight), dtype, torch.is_grad_enabled(), trace)
         made_of = (version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
-        limit = _least(limit_bytes, self.limit_bytes)
+        limit = min((each for each in (limit_bytes, self.limit_bytes) if each is not None), default=None)
         entry = self.entries.get(key)
         if entry is not None and entry.is_of(weight, made_of) and (not checks or entry.is_as_it_was(weight)):
             if limit is not None:
@@ -210,10 +210,6 @@ mutations = _Mutations()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # fake ones, and other subclasses, may have no pointer
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 _CHUNK = 2**20

@@ -41,7 +41,7 @@ def native_cast(weight: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> t
     entry = _casts.by_id.get(key)
     if entry is not None:
         return entry[1]
-    _clear_with_torch()
+    stay(torch, "clear_autocast_cache", _clearing_ours, "casts in native regions go with torch's own")
     with torch.enable_grad():  # as torch does: a cast made under no_grad carries the gradient of a later use
         made = cast(weight, dtype)
     _casts.by_id[key] = (weight, made)
@@ -52,10 +52,6 @@ def native_cache_size() -> tuple[int, int]:
     """How many casts of native regions our kernels keep on this thread, and their bytes."""
     made = [cast for _, cast in _casts.by_id.values()]
     return len(made), sum(cast.nbytes for cast in made)
-
-
-def _clear_with_torch() -> None:
-    stay(torch, "clear_autocast_cache", _clearing_ours, "casts in native regions go with torch's own")
 
 
 def _clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
