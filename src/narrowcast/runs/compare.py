@@ -242,6 +242,16 @@ class _Comparing:
         tiny = FORMATS[torch.float32].epsilon * 8
         return ROUND_OFF if worst <= max(OUTPUT_FACTOR * found.band, tiny) else FAULT
 
+    def _alone_in(self, op: str, path: str) -> autocast:
+        """A region in which one op of one module is low, and gives what it gave in the reference's format."""
+        module = path or None
+        rules = (
+            Rule(op, Action(Kind.LOWER), module=module),
+            Rule(op, Action(Kind.FOLLOW), module=module, argument="result"),
+        )
+        policy = Policy("alone", (rules,), extends=())
+        return autocast(self._region.device, self._region.fast_dtype, policy=policy)
+
     # -- one call low at a time ----------------------------------------------------------------------------------------
 
     def _isolate(self, often: int, expected: Outcome) -> None:
@@ -259,9 +269,7 @@ class _Comparing:
             format = next((f for f in (alike[0].computes or "").split(",") if f in ("bf16", "fp16")), None)
             if format is None:
                 continue
-            rule = Rule(op, Action(Kind.LOWER), module=path or None, reason="alone")
-            region = autocast(self._region.device, self._region.fast_dtype,
-                              policy=Policy("alone", ((rule,),), extends=()))  # fmt: skip
+            region = self._alone_in(op, path)
             outcome = replace(self._trial, backward=False)
             try:
                 made = self._run(outcome, region, None)

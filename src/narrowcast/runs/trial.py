@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -100,7 +101,7 @@ class Trial:
                 found = []
                 for item in output:
                     if self.backward and isinstance(item, torch.Tensor) and item.requires_grad:
-                        self.loss_of(item).backward()
+                        self.go_back(item)
                     found.append(detached(item))
                 return found
             return output
@@ -108,21 +109,22 @@ class Trial:
     def _differentiate(self, output: Any) -> Any:
         if isinstance(output, list) and output and not any(t.requires_grad for t in tensors_of(output)):
             return output  # a generator's, differentiated already
-        self.loss_of(output).backward()
+        self.go_back(output)
         return output
 
-    def loss_of(self, output: Any) -> torch.Tensor:
-        """What is differentiated. RunError if nothing can be."""
-        if callable(self.backward):
-            loss = self.backward(output)
-        else:
-            loss = _own_loss(output)
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+    def go_back(self, output: Any) -> None:
+        """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
+        loss = self.backward(output) if callable(self.backward) else _own_loss(output)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            (loss if loss.dim() == 0 else loss.sum()).backward()
+            return
+        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        if callable(self.backward) or not tensors:
             raise RunError(
                 "backward=True", "no output of the model has a gradient",
-                advice="Give backward=a function that makes the loss of the model's output, or leave backward out.",
+                advice="Give backward=a function that makes the loss of the model's output, or omit backward.",
             )  # fmt: skip
-        return loss if loss.dim() == 0 else loss.sum()
+        torch.autograd.backward(tensors, [_weights(t) for t in tensors])
 
     @contextmanager
     def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
@@ -205,17 +207,17 @@ def detached(tree: Any) -> Any:
 
 
 def _own_loss(output: Any) -> Any:
-    """A scalar output, an output's `loss`, or a fixed random sum of all that has a gradient."""
+    """A scalar output, or an output's `loss`; None if there is neither."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor) and named.requires_grad:
         return named
     tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
-    if len(tensors) == 1 and tensors[0].dim() == 0:
-        return tensors[0]
+    return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
+
+
+def _weights(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient that an output is given: random signs, always the same, of one size that every format holds."""
     generator = torch.Generator().manual_seed(0)
-    sums = []
-    for t in tensors:
-        weights = torch.randn(t.shape, generator=generator, dtype=torch.float64)
-        wide = t if t.dtype is torch.float64 else t.float()
-        sums.append((wide * weights.to(wide)).sum() / max(1, t.numel()) ** 0.5)
-    return sum(sums[1:], sums[0]) if sums else None
+    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+    size = 2.0 ** -round(math.log2(max(1, tensor.numel())) / 2)
+    return (signs * size).to(tensor)
