@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from narrowcast.explaining.explain import explain
     from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
+    from narrowcast.report.fit import fit
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.compare import compare
@@ -33,7 +34,7 @@ __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"report": ("Explanation",), "report.run": ("Run",)}
+_REPORTS = {"report": ("Explanation",), "report.fit": ("fit",), "report.run": ("Run",)}
 _TORCH_HALF = {
     "api.compile": ("compile",),
     "api.export": ("export",),
@@ -80,6 +81,7 @@ __all__ = [
     "explain",
     "export",
     "fast",
+    "fit",
     "formats",
     "invalidate",
     "is_exact",

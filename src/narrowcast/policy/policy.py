@@ -16,7 +16,7 @@ from narrowcast.output.files import replace_text
 from narrowcast.policy.changes import RuleChange, changed_rules
 from narrowcast.policy.lacks import FULL, RAISE, Lack
 from narrowcast.policy.layers import check_layer
-from narrowcast.policy.rules import Rule
+from narrowcast.policy.rules import Rule, Site
 from narrowcast.policy.settings import (
     BUILTIN,
     INNER,
@@ -56,7 +56,8 @@ class Policy:
     (torch's own lists: the block hides this policy), `policy` (this policy, in the block's own format), or None (as in
     what it extends, or `native`). A block that is switched off is off.
 
-    Two policies are equal when they decide alike: names, reasons and comments take no part.
+    `allowances` say where `nc.watch` takes what is not finite as meant (`allow_nonfinite = true`; their actions are
+    nothing). Two policies are equal when they decide alike: these, names, reasons and comments take no part.
     """
 
     name: str = field(compare=False)
@@ -69,6 +70,7 @@ class Policy:
     training: tuple[str, ...] = ()
     inner: str | None = None
     lacks: tuple[Lack, ...] | None = None
+    allowances: tuple[Rule, ...] = field(default=(), compare=False)
     text: str | None = field(default=None, compare=False, repr=False)
     text_layers: int = field(default=0, compare=False, repr=False)
 
@@ -121,7 +123,8 @@ class Policy:
         from narrowcast.policy.written import print_text  # loads tomlkit, which nothing else needs
 
         settings = {key: getattr(self, key) for key in SETTINGS}
-        return print_text(self.name, self.layers, self.extends, self.description, settings, self.text, self.text_layers)
+        named = (self.name, self.layers, self.extends, self.description)
+        return print_text(*named, settings, self.allowances, self.text, self.text_layers)
 
     # -- new policies from old
 
@@ -145,6 +148,7 @@ class Policy:
             )
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
         name, description = f"{self.name}+{other.name}", self.description or other.description
+        settings["allowances"] = self.allowances + other.allowances
         return Policy(name, self.layers + other.layers, self.extends + extra, description, **settings)
 
     def resolve(self, device_type: str) -> Policy:
@@ -225,7 +229,8 @@ class Policy:
     def wording(self) -> str:
         """A digest of all that the digest leaves out: names, reasons, sources, places in files."""
         lines = [self.name, self.description, *(lack.reason for lack in self.lacks or ())]
-        lines += [f"{rule.reason}|{rule.source}|{rule.origin}" for rule in self.rules]
+        lines += [f"{rule.reason}|{rule.source}|{rule.origin}" for rule in (*self.rules, *self.allowances)]
+        lines += [f"allowed={rule.conditions}" for rule in self.allowances]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def diff(self, other: Policy) -> tuple[RuleChange, ...]:
@@ -260,6 +265,11 @@ class Policy:
         plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and self.inner in (None, "native")
         leaves_open = not (self.lacks or self.low or self.training)
         return self.extends == ("native",) and not self.layers and plain and leaves_open
+
+    def allowance(self, op: str, site: Site, argument: str = "") -> Rule | None:
+        """The allowance for what this call reads (an argument), or gives, being not finite."""
+        about = [r for r in self.allowances if r.matches_op(op) and r.matches_site(site)]
+        return next((r for r in about if (r.argument or argument) == argument), None)
 
     @cached_property
     def has_open_patterns(self) -> bool:
@@ -363,7 +373,7 @@ def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Poli
         below = [_load(folder / name, inside) for name in said.extends if name.endswith(".toml")]
         policy = Policy(
             said.name, said.layers, tuple(n for n in said.extends if not n.endswith(".toml")) or (NOTHING,),
-            said.description, text=text, text_layers=len(said.layers), **said.settings,
+            said.description, allowances=said.allowances, text=text, text_layers=len(said.layers), **said.settings,
         )  # fmt: skip
     except NarrowcastError as error:
         if error.where:

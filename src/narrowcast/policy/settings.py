@@ -9,6 +9,8 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
 BUILTIN = ("native", "safe", "ipex")
 NOTHING = "nothing"
 """What a policy extends that has all its rules itself: ops that it does not name run as their inputs are."""
+NO_ACTION = "follow"
+"""The action of a rule that only allows what is not finite; nobody asks for it."""
 SETTINGS = ("cache", "unsupported", "low", "training", "inner")
 CACHES = ("native", "off")
 LOW = ("bf16", "fp16")

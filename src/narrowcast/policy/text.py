@@ -15,6 +15,10 @@
     reason = "..."
     source = "..."
 
+    [[rule]]
+    op = "aten.log"             # what nc.watch takes as meant here; an action is not needed, and may stand beside it
+    allow_nonfinite = true
+
 Rules of a later layer win whatever their specificity; a file has one layer, and `[[layer]]` with `[[layer.rule]]`
 tables starts the next.
 """
@@ -31,7 +35,7 @@ from typing import Any
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError, with_origin
 from narrowcast.policy.known_ops import unknown_op
 from narrowcast.policy.rules import Rule, did_you_mean, parse_action
-from narrowcast.policy.settings import SETTINGS
+from narrowcast.policy.settings import NO_ACTION, SETTINGS
 
 _HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
     "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str, "low": str,
@@ -43,7 +47,7 @@ _LISTS: dict[str, type] = {
 }  # fmt: skip
 _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
     "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
-    "reason": str, "source": str, "override": bool, "torch": str,
+    "reason": str, "source": str, "override": bool, "torch": str, "allow_nonfinite": bool,
 }  # fmt: skip
 _TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
 _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
@@ -78,6 +82,7 @@ class PolicyText:
     description: str
     settings: dict[str, Any]
     head: _Block
+    allowances: tuple[Rule, ...] = ()
 
     def line_of(self, error: NarrowcastError) -> int:
         """The line of the setting that an error is about, or of `extends`."""
@@ -109,18 +114,20 @@ def parse_text(text: str, file: str) -> PolicyText:
         ) from None
     head, blocks = _blocks(text)
     _check_keys(data, _HEADER_KEYS, file, head, "a policy")
-    layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file, head))]
+    allowances: list[Rule] = []
+    layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file, head, allowances))]
     position = 0
     for table in data.get("layer", []):
         rows = table.get("rule", [])
         _check_keys(table, {"rule": list}, file, head, "a layer")
-        layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file, head)))
+        layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file, head, allowances)))
         position += len(rows)
     extends = data.get("extends", "native")
     settings = {key: tuple(data[key]) if isinstance(data[key], list) else data[key] for key in SETTINGS if key in data}
     return PolicyText(
         data.get("name", Path(file).stem), tuple(layer for layer in layers if layer),
         (extends,) if isinstance(extends, str) else tuple(extends), data.get("description", ""), settings, head,
+        tuple(allowances),
     )  # fmt: skip
 
 
@@ -144,18 +151,23 @@ def _blocks(text: str) -> tuple[_Block, dict[str, list[_Block]]]:
     return _Block(1, tuple(head_lines)), blocks
 
 
-def _rules(rows: list[Any], blocks: list[_Block], file: str, head: _Block) -> list[Rule]:
+def _rules(rows: list[Any], blocks: list[_Block], file: str, head: _Block, allowances: list[Rule]) -> list[Rule]:
+    """The rules of a layer; those that allow what is not finite are added to the allowances."""
     inline = _Block(head.line_of("rule"), ())  # `rule = [{...}]` has no headers to find lines by
     rules: list[Rule] = []
     for number, row in enumerate(rows):
         block = blocks[number] if number < len(blocks) else inline
         _check_keys(row, _RULE_KEYS, file, block, "a rule")
-        for key in ("op", "action"):
+        allows = row.get("allow_nonfinite", False)
+        if allows:
+            allowances += _rules_of_row({**row, "action": NO_ACTION}, block, file)
+        for key in ("op",) if allows else ("op", "action"):
             if key not in row:
                 raise PolicyError(
                     "a rule", f"it has no {key}", (Origin(file, block.line),), f'Add a line: {key} = "...".'
                 )
-        rules += _rules_of_row(row, block, file)
+        if "action" in row:
+            rules += _rules_of_row(row, block, file)
     return rules
 
 

@@ -16,6 +16,7 @@ def print_text(
     extends: tuple[str, ...],
     description: str,
     settings: dict[str, Any],
+    allowances: tuple[Rule, ...],
     text: str | None,
     text_layers: int,
 ) -> str:
@@ -27,8 +28,10 @@ def print_text(
         if value and document.get(key) != value:
             document[key] = list(value) if isinstance(value, tuple) else value
     later = list(layers[text_layers:])
-    if later and text_layers == 0:
-        document["rule"] = _array_of_rules(later.pop(0))
+    added = allowances if text is None else ()
+    if (later and text_layers == 0) or added:
+        first = later.pop(0) if later and text_layers == 0 else ()
+        document["rule"] = _array_of_rules(first, added)
     if later:
         written = document.get("layer") or tomlkit.aot()
         for layer in later:
@@ -50,13 +53,15 @@ def _header(name: str, extends: tuple[str, ...], description: str) -> tomlkit.TO
     return document
 
 
-def _array_of_rules(rules: tuple[Rule, ...]) -> tomlkit.items.AoT:
+def _array_of_rules(rules: tuple[Rule, ...], allowances: tuple[Rule, ...] = ()) -> tomlkit.items.AoT:
     array = tomlkit.aot()
-    for rule in rules:
+    for rule in (*rules, *allowances):
         table = tomlkit.table()
+        allows = any(rule is allowance for allowance in allowances)
+        action = None if allows else str(rule.action)
         values = {
-            "op": rule.op, "action": str(rule.action), "module": rule.module, "class": rule.module_class,
-            "function": rule.function, "argument": rule.argument, "torch": rule.torch,
+            "op": rule.op, "action": action, "allow_nonfinite": allows or None, "module": rule.module,
+            "class": rule.module_class, "function": rule.function, "argument": rule.argument, "torch": rule.torch,
             "override": rule.override or None, "reason": rule.reason or None, "source": rule.source or None,
         }  # fmt: skip
         for key, value in values.items():

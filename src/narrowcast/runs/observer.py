@@ -24,6 +24,7 @@ from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_type
 from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site
+from narrowcast.regions.stack import innermost
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
 from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
@@ -55,7 +56,8 @@ class SeenCall:
     """A call of a run. args, kwargs: as the op was called, before the casts of the plan.
 
     came, computes: the formats of its tensors as they came, and as the op reads them. forward: of a backward call, the
-    forward call whose gradients it computes. is_cast: a conversion between formats, of autocasting's or of the user's.
+    forward call whose gradients it computes. policy: of the region that is open, or was at the forward. is_cast: a
+    conversion between formats, of autocasting's or of the user's.
     """
 
     id: CallId
@@ -71,10 +73,12 @@ class SeenCall:
     is_cast: bool = False
     result: Any = None
     notes: dict[str, Any] = field(default_factory=dict)
+    policy: Policy | None = None
 
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
         """The rule that allows what is not finite here, in an argument or in what the call gives."""
-        return None
+        of = self.forward or self.id
+        return self.policy.allowance(of.op, self.site, argument) if self.policy is not None else None
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -118,7 +122,7 @@ class Observer(DispatchMode):
         self._local = _ThreadState()
         self._turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._outside: Counter[tuple[str, str, str]] = Counter()
-        self._nodes: OrderedDict[int, tuple[CallId, Site]] = OrderedDict()
+        self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
         self._graph_turns: Counter[str] = Counter()
         self._graph_calls: dict[tuple[str, GraphCall], _Called] = {}
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -195,7 +199,7 @@ class Observer(DispatchMode):
         if seen is None:
             return
         for number in range(state.starts.pop(), next_sequence_number()):
-            self._nodes[number] = (seen.id, seen.site)
+            self._nodes[number] = (seen.id, seen.site, seen.policy)
         seen.result = result
         with self._looking():
             self.after(seen)
@@ -229,7 +233,7 @@ class Observer(DispatchMode):
             self.before(seen)
         seen.result = self.gives(seen, facts, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
-            self._nodes[next_sequence_number() - 1] = (seen.id, seen.site)
+            self._nodes[next_sequence_number() - 1] = (seen.id, seen.site, seen.policy)
         with self._looking():
             self.after(seen)
         return seen.result
@@ -268,11 +272,13 @@ class Observer(DispatchMode):
     ) -> SeenCall:  # fmt: skip
         direction, forward = self._direction()
         if direction == BACKWARD:
-            of, site = forward if forward is not None else (None, site or find_site(with_names=False))
+            of, site, policy = forward or (None, site or find_site(with_names=False), None)
             path = of.module_path if of is not None else site.module_path
             turn = of.turn if of is not None else 1
             identity = CallId(path, facts.id, self._number(path, facts.id, turn), turn, direction)
-            return SeenCall(identity, site, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast)
+            return SeenCall(
+                identity, site, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast, policy=policy
+            )
         if site is None:
             site = current_site() or find_site(with_names=False)
         path = site.module_path
@@ -287,7 +293,9 @@ class Observer(DispatchMode):
         key = (path, op, "cast" if is_cast else direction)
         numbers[key] += 1
         identity = CallId(path, op, numbers[key], turn, direction)
-        return SeenCall(identity, site, facts, args, kwargs, came, computes, is_cast=is_cast)
+        region = innermost()
+        policy = region.prepared.policy if region is not None else None
+        return SeenCall(identity, site, facts, args, kwargs, came, computes, is_cast=is_cast, policy=policy)
 
     def _in_graph(self, path: str, call: GraphCall) -> _Called:
         """The call of a module inside a graph that a node stands in."""
@@ -303,7 +311,7 @@ class Observer(DispatchMode):
         self._outside[key] += 1
         return self._outside[key]
 
-    def _direction(self) -> tuple[str, tuple[CallId, Site] | None]:
+    def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
         """Forward, backward or recomputation; and of a backward call the forward call."""
         if current_graph_task() == -1:
             return FORWARD, None

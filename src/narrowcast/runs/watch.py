@@ -252,7 +252,7 @@ class _Watch(Observer):
     def _is_allowed(self, call: SeenCall, argument: str = "") -> str:
         """Why the policy allows what is not finite, if one of its rules does."""
         rule = call.allows_nonfinite(argument)
-        return f"allowed by {rule.label}" if rule is not None else ""
+        return f"allowed by a rule about {rule.op} ({rule.origin})" if rule is not None else ""
 
     def _mean(self, results: list[torch.Tensor], why: str) -> None:
         for tensor in results:
