@@ -233,7 +233,8 @@ class Observer(DispatchMode):
             self.before(seen)
         seen.result = self.gives(seen, facts, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
-            self._nodes[next_sequence_number() - 1] = (seen.id, seen.site, seen.policy)
+            # an op without a gradient makes no node: the last one is another's
+            self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
         with self._looking():
             self.after(seen)
         return seen.result

@@ -15,6 +15,7 @@ import torch
 from narrowcast.errors import RunError
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.runs.isolation import isolated, restored
+from narrowcast.runs.observer import quietly
 from narrowcast.runs.subject import Subject
 from narrowcast.torch_bridge import device_type_of, tensors_in
 from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
@@ -124,7 +125,9 @@ class Trial:
                 "backward=True", "no output of the model has a gradient",
                 advice="Give backward=a function that makes the loss of the model's output, or omit backward.",
             )  # fmt: skip
-        torch.autograd.backward(tensors, [_weights(t) for t in tensors])
+        with quietly():
+            weights = [_weights(t) for t in tensors]
+        torch.autograd.backward(tensors, weights)
 
     @contextmanager
     def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
