@@ -74,7 +74,7 @@ def _advice(found: Differences) -> list[str]:
     module = f'\nmodule = "{of.module_path}"' if of.module_path else ""
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in (FAULT, NOT_FINITE) else why
-    return [f"To keep the worst in fp32 ({why}):", "[[rules]]", f'op = "{of.op}"{module}', 'action = "full"']
+    return [f"To keep the worst in fp32 ({why}):", "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
 
 
 def _number(value: float) -> str:

@@ -20,6 +20,10 @@ came with an input or a weight; or nothing yet, but figures that grow towards it
 """
 
 
+SHOWN = 3
+"""How many findings the first screen has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A call that made a NaN or an infinity out of finite values.
@@ -55,6 +59,8 @@ class Finding:
         return Path(self.replay.save(Path(folder), self))
 
     def __str__(self) -> str:
+        if self.made_by == TREND:
+            return f"{self.what}, step {self.step}: {self.sentence}\n  {self.advice}"
         lines = [f"{self.what} made by {self.id}", f"  {self.file}:{self.line}", f"  {self.sentence}"]
         lines += [f"  {name}: {_facts_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
         return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
@@ -86,6 +92,7 @@ class Watching:
 
     findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many
     were looked at. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by step.
+    repeated: how often a call that is a finding made one again, in a later step or a recomputation.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -95,6 +102,7 @@ class Watching:
     calls: int = 0
     spread: int = 0
     steps: int = 0
+    repeated: int = 0
 
     @property
     def first(self) -> Finding | None:
@@ -107,17 +115,18 @@ class Watching:
     def __str__(self) -> str:
         steps = f" in {self.steps} steps" if self.steps else ""
         lines = [f"{self.calls} calls{steps} were looked at: {_verdict(self)}"]
-        for finding in self.findings[:5]:
+        shown = sorted(self.findings, key=lambda finding: finding.made_by == TREND)[:SHOWN]
+        for finding in shown:
             lines += ["", str(finding)]
-        if len(self.findings) > 5:
-            lines += ["", f"... {len(self.findings) - 5} more findings: w.findings"]
+        if len(self.findings) > SHOWN:
+            lines += ["", f"... {len(self.findings) - SHOWN} more findings: w.findings"]
         lines += [f"meant: {times} infinities, {why}" for why, times in self.meant.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.watch/1`."""
         data = {
-            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread, "meant": self.meant,
+            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread, "repeated": self.repeated, "meant": self.meant,
             "notes": self.notes, "findings": [finding.data() for finding in self.findings], "history": self.history,
         }  # fmt: skip
         return json.dumps(data, indent=indent)
@@ -131,5 +140,7 @@ def _verdict(watching: Watching) -> str:
     first = watching.first
     if first is None:
         return "no NaN or infinity was made" + (", but see the trends" if watching.findings else "")
+    made = sum(finding.made_by != TREND for finding in watching.findings)
     passed = f"; {watching.spread} later calls passed it on" if watching.spread else ""
-    return f"{len(watching.findings)} made a NaN or an infinity{passed}"
+    again = f", {watching.repeated} times more" if watching.repeated else ""
+    return f"{made} made a NaN or an infinity{again}{passed}"

@@ -20,6 +20,7 @@ from narrowcast.eager.asked import AnyDtype, AnyPolicy
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.numerics import output_errors
+from narrowcast.output.progress import Step, long_work
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.differences import (
@@ -120,9 +121,14 @@ class _Comparing:
         self._weights = Weights(trial.model)
         self._policies = (region.policy,)
         self._changed: set[str] = set()
+        self._step: Step = lambda: None
 
     def run(self, isolate: int) -> None:
         """All runs, and what they show."""
+        with long_work(f"comparing {self._found.subject}", 6 + isolate * self._is_own) as self._step:
+            self._run_all(isolate)
+
+    def _run_all(self, isolate: int) -> None:
         found = self._found
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         expected = self._run(self._other, self._around_reference(), reference.observing(), self._dtype, first=True)
@@ -152,6 +158,7 @@ class _Comparing:
             self._weights.keep()
         outcome = trial.run(region, watching, dtype)
         self._found.runs += 1
+        self._step()
         changed = self._weights.changed()
         self._changed.update(changed)
         with quietly():

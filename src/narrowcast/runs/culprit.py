@@ -94,7 +94,7 @@ def keep_high(call: SeenCall) -> str:
     """The rule that keeps the call in fp32, as a policy file has it."""
     of = call.forward or call.id
     module = f', module = "{of.module_path}"' if of.module_path else ""
-    return f'Keep it in fp32: [[rules]] with op = "{of.op}"{module}, action = "full".'
+    return f'Keep it in fp32: [[rule]] with op = "{of.op}"{module}, action = "full".'
 
 
 def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> tuple[Finding, bool]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import NotFiniteError, Origin, RunError
-from narrowcast.ledger.identity import RECOMPUTATION, CallId
+from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.by_storage import ByStorage
@@ -142,7 +142,7 @@ class _Watch(Observer):
         self._meant: ByStorage[str] = ByStorage()
         self._limits: ByStorage[_Limit] = ByStorage()
         self._told: ByStorage[bool] = ByStorage()
-        self._known: set[tuple[CallId | None, CallId]] = set()
+        self._known: set[tuple[str | int, ...]] = set()
         self._later: list[tuple[SeenCall, list[int], list[int]]] = []
 
     # -- as calls end --------------------------------------------------------------------------------------------------
@@ -266,11 +266,12 @@ class _Watch(Observer):
             self._told.put(tensor, True)
 
     def _report(self, call: SeenCall, finding: Finding) -> None:
-        """Tell of a finding once: a forward that a checkpoint repeats made it before."""
+        """Tell of a finding once: the same call made it before, in an earlier step, or in the forward that is repeated."""
         self._note_told(call.results)
-        key = (call.forward, replace(call.id, direction="forward") if call.id.direction == RECOMPUTATION else call.id)
+        direction = FORWARD if call.id.direction == RECOMPUTATION else call.id.direction
+        key = (call.id.module_path, call.id.op, direction, call.site.file, call.site.line, finding.made_by)
         if key in self._known:
-            self._found.spread += 1
+            self._found.repeated += 1
             return
         self._known.add(key)
         finding = replace(finding, step=self._found.steps + 1)

@@ -1,0 +1,172 @@
+"""`narrowcast capture`, `compare`, `watch`, `fit` and `report`: runs looked at call by call."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from narrowcast.cli.target import load_subject
+from narrowcast.errors import NotFiniteError, Origin, TargetError
+from narrowcast.output.files import replace_text
+from narrowcast.report.differences import FAULT, NOT_FINITE, Differences
+from narrowcast.report.differences_text import differences_text
+from narrowcast.report.fit import fit
+from narrowcast.report.run import Run
+from narrowcast.report.run_text import run_text
+from narrowcast.report.saved import load_saved
+from narrowcast.runs.capture import capture
+from narrowcast.runs.compare import compare
+from narrowcast.runs.watch import watch
+
+Target = Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")]
+PolicyOption = Annotated[str | None, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")]
+DtypeOption = Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")]
+DeviceOption = Annotated[str | None, typer.Option(help="Whose lists hold, if not the model's own.")]
+BackwardOption = Annotated[bool, typer.Option("--backward", help="Differentiate, too.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Every call, not only the first screen.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")]
+
+
+def capture_command(
+    target: Target,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the run is saved (.json.gz).")],
+    policy: PolicyOption = None,
+    dtype: DtypeOption = None,
+    device_type: DeviceOption = None,
+    backward: BackwardOption = False,
+    statistics: Annotated[str, typer.Option(help="sampled, or whole: look at every element.")] = "sampled",
+    checksums: Annotated[bool, typer.Option("--checksums", help="One of each tensor's bytes.")] = False,
+    tensors: Annotated[Path | None, typer.Option(help="A folder to write the tensors themselves into.")] = None,
+    every_call: AllOption = False,
+) -> None:
+    """Run TARGET's model and save what each call computes: formats, ranges, statistics, places."""
+    _check_folder("--output", output)
+    subject = load_subject(target)
+    with torch.set_grad_enabled(backward):
+        run = capture(
+            subject, policy=policy, dtype=dtype, device_type=device_type, backward=backward, statistics=statistics,
+            checksums=checksums, tensors=tensors,
+        )  # fmt: skip
+    saved = run.save(output)
+    typer.echo(run_text(run, every_call))
+    typer.echo(f"saved in {saved} ({saved.stat().st_size / 1024:.0f} KiB); narrowcast report shows it again")
+
+
+def compare_command(
+    target: Target,
+    policy: PolicyOption = None,
+    dtype: DtypeOption = None,
+    device_type: DeviceOption = None,
+    reference: Annotated[str, typer.Option(help="fp32 or fp64.")] = "fp32",
+    by: Annotated[str, typer.Option(help="What the first screen lists: op or module.")] = "op",
+    backward: BackwardOption = False,
+    isolate: Annotated[int, typer.Option(help="How many calls are also tried low alone.")] = 5,
+    every_call: AllOption = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault."""
+    _check_folder("--json", json_file)
+    subject = load_subject(target)
+    with torch.set_grad_enabled(backward):
+        found = compare(
+            subject, policy=policy, dtype=dtype, device_type=device_type, reference=reference, by=by,
+            backward=backward, isolate=isolate,
+        )  # fmt: skip
+    found.subject = subject.name
+    _show(found, differences_text(found, every_call), json_file)
+    if found.verdict in (FAULT, NOT_FINITE):
+        raise typer.Exit(1)
+
+
+def watch_command(
+    script: Annotated[Path, typer.Argument(help="A Python script, run unchanged.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
+    at: Annotated[str, typer.Option(help="Look as each op ends, or once a step: auto, op, step.")] = "auto",
+    stop: Annotated[bool, typer.Option("--stop", help="Stop at the first finding.")] = False,
+    every: Annotated[int, typer.Option(help="Look at gradients each so many steps.")] = 1,
+    log: Annotated[Path | None, typer.Option(help="A file of JSON lines, one for each finding and look.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A folder for the first finding as a script of its own.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Run SCRIPT and say which call makes the first NaN or infinity; 1 if one does."""
+    _check_folder("--json", json_file)
+    if not script.is_file():
+        raise TargetError(f"watch {script}", "no such file", (Origin(str(script)),), "Give a Python script.")
+    before, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *(arguments or [])]
+    sys.path.insert(0, str(script.resolve().parent))
+    watching = watch(at=at, stop=stop, every=every, log=log)
+    try:
+        with watching:
+            runpy.run_path(str(script), run_name="__main__")
+    except NotFiniteError:
+        pass  # it is listed
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            typer.echo(f"the script left with {error.code}", err=True)
+    finally:
+        sys.argv, sys.path[:] = before, path
+        _show(watching.found, str(watching.found), json_file)
+    first = watching.found.first
+    if first is not None and save is not None:
+        typer.echo(f"python {first.save(save)} runs that call alone")
+    if first is not None:
+        raise typer.Exit(1)
+
+
+def fit_command(
+    target: Annotated[str, typer.Argument(help="A saved run, or a target as capture takes it.")],
+    tolerance: Annotated[float, typer.Option(help="The share of a tensor that may underflow.")] = 0.01,
+    backward: BackwardOption = False,
+    format: Annotated[str, typer.Option(help="The low format of the policy: fp16 or bf16.")] = "fp16",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy there (.toml).")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Would it fit? What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
+    _check_folder("--json", json_file)
+    _check_folder("--output", output)
+    if target.endswith((".gz", ".json")):
+        run = Run.load(target)
+    else:
+        with torch.set_grad_enabled(backward):
+            run = capture(load_subject(target), backward=backward, statistics="whole")
+    found = fit(run, tolerance)
+    _show(found, str(found), json_file)
+    if output is not None:
+        policy = found.policy(format, output.stem)
+        policy.save(output)
+        typer.echo(f"wrote {output}: {len(policy.rules)} rules keep in fp32 what does not fit {format}")
+
+
+def report_command(
+    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit or a ledger's save wrote.")],
+    every_call: AllOption = False,
+) -> None:
+    """Show a saved result again."""
+    found = load_saved(saved)
+    if isinstance(found, Run):
+        typer.echo(run_text(found, every_call))
+    elif isinstance(found, Differences):
+        typer.echo(differences_text(found, every_call))
+    else:
+        typer.echo(str(found))
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
+        raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
+
+
+def _show(found: Any, text: str, json_file: Path | None) -> None:
+    """The text, or its JSON in place of it or beside it."""
+    if json_file is not None and str(json_file) == "-":
+        typer.echo(found.to_json(indent=1))
+        return
+    if json_file is not None:
+        replace_text(json_file, found.to_json(indent=1) + "\n")
+    typer.echo(text)

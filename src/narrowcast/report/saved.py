@@ -1,0 +1,105 @@
+"""Saved results, read back: which kind of file it is, and the object that it holds. Nothing in a file is executed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import Origin, RunError
+from narrowcast.ledger import Ledger
+from narrowcast.ledger.identity import CallId
+from narrowcast.report import differences, findings, fit, run
+from narrowcast.report.explanation import OutputError
+from narrowcast.report.run import Histogram, TensorFacts
+
+Saved = run.Run | differences.Differences | findings.Watching | fit.Fit | Ledger
+
+
+def load_saved(path: str | Path) -> Saved:
+    """What a command or `save` wrote: a run, a comparison, a watch, a fit or a ledger. RunError for anything else."""
+    where = (Origin(str(path)),)
+    try:
+        raw = Path(path).read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        data = json.loads(text)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise RunError(
+            f"a saved result, {path}", f"{type(error).__name__}: {error}", where,
+            "Give a file that narrowcast capture, compare, watch or fit wrote.",
+        ) from None  # fmt: skip
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema == run.SCHEMA:
+        return run.Run.from_json(text, str(path))
+    if isinstance(schema, str) and schema.startswith("narrowcast.ledger/"):
+        return Ledger.from_json(text, str(path))
+    read = _READERS.get(str(schema))
+    if read is None:
+        known = ", ".join((run.SCHEMA, *_READERS))
+        raise RunError(
+            f"a saved result, {path}", f"schema {schema!r}, where these are known: {known}", where,
+            "Write it anew with this version of Narrowcast.",
+        )  # fmt: skip
+    try:
+        found: Saved = read(data)
+        return found
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(
+            f"a saved result, {path}", f"a record is broken: {type(error).__name__}: {error}", where,
+            "Write it anew.",
+        ) from None  # fmt: skip
+
+
+def _of(kind: Any, row: dict[str, Any], **changed: Any) -> Any:
+    """The record of that kind; numbers that JSON lacks come as text."""
+    known = {f.name: row[f.name] for f in fields(kind) if f.name in row}
+    numbers = {k: float(v) for k, v in known.items() if v in ("nan", "inf", "-inf")}
+    return kind(**{**known, **numbers, **changed})
+
+
+def _call_id(text: str) -> CallId | None:
+    return CallId.parse(text) if text else None
+
+
+def _differences(data: dict[str, Any]) -> differences.Differences:
+    rows = [
+        _of(differences.CallError, row, id=CallId.parse(row["id"]), forward=_call_id(row["forward"]))
+        for row in data["rows"]
+    ]
+    gradients = [_of(differences.GradientError, row) for row in data["gradients"]]
+    outputs = tuple(_of(OutputError, row) for row in data["outputs"])
+    found: differences.Differences = _of(differences.Differences, data, rows=rows, gradients=gradients, outputs=outputs)
+    return found
+
+
+def _watching(data: dict[str, Any]) -> findings.Watching:
+    def facts(row: dict[str, Any]) -> TensorFacts:
+        made: TensorFacts = _of(TensorFacts, row, shape=tuple(row["shape"]), exponents=Histogram(), below=Histogram())
+        return made
+
+    def finding(row: dict[str, Any]) -> findings.Finding:
+        named = {key: tuple((n, facts(r)) for n, r in row[key].items()) for key in ("inputs", "outputs")}
+        made: findings.Finding = _of(
+            findings.Finding, row, id=CallId.parse(row["id"]), forward=_call_id(row["forward"]), **named
+        )
+        return made
+
+    return findings.Watching(
+        [finding(row) for row in data["findings"]], dict(data["meant"]), list(data["notes"]), list(data["history"]),
+        data["calls"], data["spread"], data["steps"], data.get("repeated", 0),
+    )  # fmt: skip
+
+
+def _fit(data: dict[str, Any]) -> fit.Fit:
+    rows = [_of(fit.TensorFit, row, id=CallId.parse(row["id"])) for row in data["rows"]]
+    places = {CallId.parse(key): str(place) for key, place in data["places"].items()}
+    return fit.Fit(rows, places, float(data["tolerance"]), list(data["notes"]))
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    differences.SCHEMA: _differences, findings.SCHEMA: _watching, fit.SCHEMA: _fit,
+}  # fmt: skip
