@@ -126,8 +126,9 @@ class Watching:
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.watch/1`."""
         data = {
-            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread, "repeated": self.repeated, "meant": self.meant,
-            "notes": self.notes, "findings": [finding.data() for finding in self.findings], "history": self.history,
+            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread,
+            "repeated": self.repeated, "meant": self.meant, "notes": self.notes, "history": self.history,
+            "findings": [finding.data() for finding in self.findings],
         }  # fmt: skip
         return json.dumps(data, indent=indent)
 

@@ -22,13 +22,14 @@ from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
 from narrowcast.runs.arguments import tensors_by_name
-from narrowcast.runs.by_storage import ByStorage
+from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.culprit import cast_finding, find_culprit, finding_of, overflowing_casts
 from narrowcast.runs.finiteness import Flags, is_floating, mask_like, numbers_not_finite
 from narrowcast.runs.observer import Observer, SeenCall, quietly
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written
 from narrowcast.runs.trends import Trends
+from narrowcast.torch_surface.dispatch import storage_key
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
 MOMENTS = ("auto", "op", "step")
@@ -242,12 +243,20 @@ class _Watch(Observer):
             self._mean([t for _, _, t in bad], "given from outside")
             self._count_meant("given from outside")
             return True
-        kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a tensor made outside of the watched calls"
+        kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
         sentence = f"its argument {name}, {kind}, holds NaN: {int(value.isnan().sum())} of {value.numel()} elements"
         advice = "Look at the data and the weights, and at what made them."
         self._report(call, finding_of(call, call.notes["inputs"], "nan", GIVEN, sentence, advice))
         self._note_told([tensor])
         return False
+
+    def _parameter(self, tensor: torch.Tensor) -> str:
+        """`the parameter encoder.weight`, if the tensor is one of the models that run, or a view of one."""
+        for root in self.roots:
+            for name, parameter in root.named_parameters():
+                if has_storage(parameter) and storage_key(parameter) == storage_key(tensor):
+                    return f"the parameter {name}"
+        return ""
 
     def _is_allowed(self, call: SeenCall, argument: str = "") -> str:
         """Why the policy allows what is not finite, if one of its rules does."""
@@ -266,7 +275,7 @@ class _Watch(Observer):
             self._told.put(tensor, True)
 
     def _report(self, call: SeenCall, finding: Finding) -> None:
-        """Tell of a finding once: the same call made it before, in an earlier step, or in the forward that is repeated."""
+        """Tell of a finding once: not again in later steps, nor where a checkpoint repeats the forward."""
         self._note_told(call.results)
         direction = FORWARD if call.id.direction == RECOMPUTATION else call.id.direction
         key = (call.id.module_path, call.id.op, direction, call.site.file, call.site.line, finding.made_by)

@@ -1,0 +1,394 @@
+"""Runs captured, watched, compared and replayed: what is found, what is left behind, what is refused."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import NotFiniteError, RunError
+
+warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
+class Attention(nn.Module):
+    """Two products in one module, a layer called twice."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.q, self.o, self.norm = nn.Linear(width, width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.twice = nn.Linear(width, width)
+
+    def forward(self, x):
+        q = self.q(x)
+        weights = torch.matmul(q, q.transpose(-1, -2)).softmax(-1)
+        y = self.norm(self.o(torch.matmul(weights, q)) + x)
+        return self.twice(nn.functional.gelu(self.twice(y)))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    yield Attention()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, 16)
+
+
+def calls(run):
+    """Identities, formats and lines of what is no cast and no accumulation of gradients."""
+    accumulating = ("aten.add_.Tensor", "aten.add.Tensor")
+    kept = [c for c in run.calls if not c.is_cast and not (c.id.direction == "backward" and c.id.op in accumulating)]
+    return [(str(c.id), c.computes, c.line) for c in kept]
+
+
+class TestIdentity:
+    """One identity for a call, in every form."""
+
+    def test_numbers_calls_of_an_op_in_a_module_and_calls_of_the_module(self, model, x):
+        names = [name for name, _, _ in calls(nc.capture(model, (x,), dtype="bf16"))]
+        assert [n for n in names if "matmul" in n] == ["aten.matmul.default #1", "aten.matmul.default #2"]
+        assert [n for n in names if n.startswith("twice")] == [
+            "twice aten.linear.default #1", "twice aten.linear.default #1 turn 2"]  # fmt: skip
+
+    def test_is_the_same_under_every_policy_and_in_fp32(self, model, x):
+        fp32, bf16 = nc.capture(model, (x,), backward=True), nc.capture(model, (x,), dtype="bf16", backward=True)
+        assert [c[0] for c in calls(fp32)] == [c[0] for c in calls(bf16)]
+        assert {c[1] for c in calls(fp32)} == {"fp32"} and "bf16" in {c[1] for c in calls(bf16)}
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+    @pytest.mark.parametrize("when", ["before", "inside"])
+    def test_is_the_same_in_compiled_code(self, model, x, backend, when):
+        eager = nc.capture(model, (x,), dtype="bf16", backward=True)
+        compiled = nc.compile(model, dtype="bf16", backend=backend)
+        if when == "before":
+            compiled(x)
+        assert calls(nc.capture(compiled, (x,), backward=True)) == calls(eager)
+
+    def test_is_the_same_in_exported_code_also_when_loaded(self, model, x, tmp_path):
+        eager = nc.capture(model, (x,), dtype="bf16", backward=True)
+        program = nc.export(model, (x,), dtype="bf16")
+        assert calls(nc.capture(program, (x,), backward=True)) == calls(eager)
+        torch.export.save(program, tmp_path / "program.pt2")
+        loaded = torch.export.load(tmp_path / "program.pt2")
+        assert calls(nc.capture(loaded, (x,), backward=True)) == calls(eager)
+
+    def test_of_a_model_that_torch_compiled_is_eagers(self, model, x):
+        eager = nc.capture(model, (x,), dtype="bf16")
+        assert calls(nc.capture(torch.compile(model, backend="eager"), (x,), dtype="bf16")) == calls(eager)
+
+    def test_a_backward_call_names_its_forward_call(self, model, x):
+        run = nc.capture(model, (x,), dtype="bf16", backward=True)
+        backward = [c for c in run.calls if c.id.direction == "backward" and c.id.op == "aten.mm.default"]
+        assert {c.forward.op for c in backward} == {"aten.linear.default"}
+        assert all(c.id.module_path == c.forward.module_path for c in backward)
+
+    def test_a_recomputation_has_a_direction_of_its_own(self, model, x):
+        x.requires_grad_()
+        with nc.capture() as run:
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+        directions = {c.id.direction for c in run.calls}
+        assert directions == {"forward", "backward", "recomputation"}
+
+    def test_compiled_code_is_compiled_after_it_was_observed(self, model, x):
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = nc.compile(model, dtype="bf16", backend=backend)
+        nc.capture(compiled, (x,))
+        made = len(graphs)
+        compiled(x)
+        compiled(x)
+        assert len(graphs) <= made + 1 and graphs
+
+
+class TestCapture:
+    """What a run holds."""
+
+    def test_facts_are_those_of_the_tensors(self, x):
+        scaled = torch.tensor([0.0, 1.0, -2.0, 1e-40, 3.0])
+        run = nc.capture(lambda t: torch.relu(t) * 2, (scaled,), statistics="whole")
+        given = run.facts(run.calls[0].inputs)["self"]
+        assert (given.low, given.high, given.zeros, given.subnormal) == (
+            -2.0,
+            3.0,
+            pytest.approx(0.2),
+            pytest.approx(0.2),
+        )
+        assert given.mean == pytest.approx(0.4) and given.exponents.last == 1 and given.exponents.total == 4
+
+    def test_non_finite_shares_and_the_range_of_the_rest(self):
+        run = nc.capture(torch.neg, (torch.tensor([1.0, float("nan"), float("inf"), -4.0]),))
+        gave = run.facts(run.calls[0].outputs)["result"]
+        assert (gave.nan, gave.infinite, gave.low, gave.high) == (0.25, 0.25, -1.0, 4.0)
+
+    def test_numbers_among_the_arguments_have_all_their_digits(self):
+        norm = nn.LayerNorm(4, eps=1.2345678901234567e-7)
+        run = nc.capture(norm, (torch.randn(2, 4),), dtype="bf16")
+        assert dict(run.calls[0].given)["eps"] == "1.2345678901234567e-07"
+
+    def test_a_block_captures_gradients_and_moments(self, model, x):
+        optimizer = torch.optim.Adam(model.parameters())
+        with nc.capture() as run:
+            model(x).sum().backward()
+            optimizer.step()
+        row = run.parameters["q.weight"]
+        assert {"value", "gradient", "exp_avg", "exp_avg_sq"} <= set(row)
+        assert run.tensors[row["gradient"]].shape == (16, 16)
+
+    def test_leaves_gradients_buffers_and_random_state_alone(self, x):
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(5), nn.Dropout()).train()
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        nc.capture(model, (x,), backward=True)
+        nc.compare(model, (x,), dtype="bf16", backward=True, isolate=1)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state) and bool((model[0].weight.grad == 1).all())
+        assert model[0].bias.grad is None
+
+    def test_tensors_are_written_within_their_limit(self, model, x, tmp_path):
+        run = nc.capture(model, (x,), tensors=tmp_path / "t", tensor_limit_bytes=2000, checksums=True)
+        files = list((tmp_path / "t").iterdir())
+        assert files and sum(f.stat().st_size for f in files) < 2000 + 128 * len(files)
+        assert "were not written" in run.notes[0] and all(t.checksum for t in run.tensors)
+
+    @pytest.mark.parametrize(
+        ("call", "found"),
+        [
+            (lambda x: nc.capture(nn.ReLU(), x), "as a tuple"),
+            (lambda x: nc.capture(3, (x,)), "cannot be called"),
+            (lambda x: nc.capture(nn.ReLU(), (x,), statistics="all"), "no such statistics"),
+            (lambda x: nc.capture(dtype="bf16"), "without a model"),
+            (lambda x: nc.capture(nn.ReLU(), (x,), tensors="/nowhere/t"), "/nowhere/t"),
+            (lambda x: nc.capture(torch.relu, (x,), backward=True), "has a gradient"),
+            (lambda x: nc.compare(nn.ReLU(), (x,), reference="fp8"), "no such reference"),
+            (lambda x: nc.compare(nn.ReLU(), (x,), by="layer"), "no such grouping"),
+            (lambda x: nc.compare(lambda t: "text", (x,)), "no floating tensor"),
+            (lambda x: nc.compare(lambda t: t * float("nan"), (x,)), "nothing but NaN"),
+            (lambda x: nc.watch(at="end"), "no such moment"),
+            (lambda x: nc.watch(every=0), "from 1"),
+        ],
+    )
+    def test_what_cannot_be_is_said(self, x, call, found):
+        with pytest.raises(RunError, match=found):
+            call(x)
+
+    def test_a_run_that_raises_is_kept_as_far_as_it_went(self, model, x):
+        with pytest.raises(ZeroDivisionError), nc.capture() as run:
+            model(x)
+            1 / 0
+        assert run.calls and run.tensors and "ZeroDivisionError" in run.notes[0]
+
+
+class TestWatch:
+    """Findings over steps, and how they are told."""
+
+    def train(self, steps=4, learning_rate=1e-2):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+        x = torch.randn(8, 4)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(x) ** 2).sum().backward()
+            optimizer.step()
+
+    def test_a_sound_run_has_no_finding_and_a_history(self):
+        with nc.watch(every=2) as w:
+            self.train(5)
+        assert w.first is None and not w.findings and [row["step"] for row in w.history] == [1, 3, 5]
+        assert set(w.history[0]["gradients"]) == {"weight", "bias"} and w.steps == 5
+
+    @pytest.mark.parametrize("at", ["op", "step"])
+    def test_a_run_that_diverges_shows_growth_before_infinity(self, at):
+        with nc.watch(at=at) as w:
+            self.train(30, 1e2)
+        assert w.first is not None and "(model(x) ** 2)" in line(w.first)
+        assert w.findings[0].made_by == "trend" and w.findings[0].step < w.first.step
+
+    def test_stops_where_it_is_told_to(self):
+        with pytest.raises(NotFiniteError, match="made by"), nc.watch(stop=True) as w:
+            self.train(30, 1e2)
+        assert len([f for f in w.findings if f.made_by != "trend"]) == 1
+
+    def test_tells_a_callback_and_writes_lines(self, tmp_path):
+        told = []
+        with nc.watch(callback=told.append, log=tmp_path / "log.jsonl") as w:
+            self.train(30, 1e2)
+        assert told == w.findings
+        rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert sum("finding" in row for row in rows) == len(told) and sum("gradients" in row for row in rows) == 30
+
+    def test_gradients_that_underflow_are_a_trend(self):
+        weight = nn.Parameter(torch.ones(100))
+        optimizer = torch.optim.SGD([weight], lr=1e-9)
+        with nc.watch() as w:
+            for step in range(6):
+                weight.grad = torch.full((100,), 1e-3)
+                if step:
+                    weight.grad[:90] = 0
+                optimizer.step()
+        assert [f.what for f in w.findings] == ["underflow"] and "90%" in w.findings[0].sentence
+
+    def test_nan_that_is_given_is_told_of_its_first_reader(self, model, x):
+        with nc.watch() as w:
+            model(x * float("nan"))
+        assert w.first.made_by == "given" or w.first.id.op == "aten.mul.Tensor"
+        model.q.weight.data[0, 0] = float("nan")
+        with nc.watch() as w:
+            model(x)
+        assert w.first.made_by == "given" and "the parameter q.weight" in w.first.sentence
+
+    def test_the_logarithm_of_zero_is_no_finding_where_it_is_masked(self):
+        x = torch.tensor([0.0, 1.0, 2.0])
+        with nc.watch() as w:
+            torch.where(x > 0, x.log(), torch.zeros(()))
+        assert w.first is None and "masked" in next(iter(w.meant))
+        with nc.watch() as w:
+            kept = x.log() * 2
+        assert w.first.id.op == "aten.log.default" and "1 of 3 elements of self are zero" in w.first.sentence, kept
+
+    def test_a_fully_masked_row_is_a_finding(self):
+        with nc.watch() as w:
+            torch.zeros(2, 3).masked_fill(torch.ones(2, 3, dtype=torch.bool), float("-inf")).softmax(-1)
+        assert w.first.what == "nan" and "meant" in w.first.sentence
+
+    def test_a_policy_may_allow_it(self, tmp_path):
+        text = 'name = "p"\n[[rule]]\nop = "aten.log"\nallow_nonfinite = true\n'
+        policy = nc.Policy.parse(text)
+        assert policy.digest == nc.Policy.native().digest and policy.to_toml() == text
+        with nc.watch() as w, nc.autocast("cpu", torch.bfloat16, policy=policy):
+            kept = torch.zeros(3).log()
+        assert w.first is None and "allowed by a rule about aten.log" in next(iter(w.meant)), kept
+
+    def test_a_finding_is_a_script_of_its_own(self, tmp_path):
+        layer = nn.Linear(64, 8)
+        with torch.no_grad():
+            layer.weight.mul_(1e4)
+        with nc.watch() as w, nc.autocast("cpu", torch.float16):
+            layer(100 * torch.randn(4, 64))
+        script = w.first.save(tmp_path / "repro")
+        for options, infinite in (([], True), (["--format", "fp32"], False)):
+            ran = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=120)
+            assert ran.returncode == 0, ran.stderr
+            assert (" 0 infinite" not in ran.stdout) is infinite, ran.stdout
+
+    def test_nothing_stays_behind(self, model, x):
+        before = torch.nn.Module.__call__, torch.autocast.__enter__
+        with nc.watch(), nc.capture():
+            model(x)
+        assert (torch.nn.Module.__call__, torch.autocast.__enter__) == before
+        with nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
+            model(x)
+        assert ledger.casts
+
+
+def line(finding):
+    with open(finding.file, encoding="utf-8") as file:  # noqa: PTH123
+        return file.read().splitlines()[finding.line - 1]
+
+
+class TestCompare:
+    """References, groupings, what is no fault."""
+
+    @pytest.mark.parametrize("reference", ["fp32", "fp64"])
+    def test_every_low_call_has_an_own_error_within_its_band(self, model, x, reference):
+        found = nc.compare(model, (x,), dtype="bf16", reference=reference, backward=True)
+        assert found.verdict == "round-off" and not found.unmatched, found
+        low = [row for row in found.rows if row.computes == "bf16"]
+        assert low and all(row.own < 1.5 * row.band for row in low)
+        assert all(row.kernel <= row.band for row in low)
+        assert {g.parameter for g in found.gradients} == {n for n, _ in model.named_parameters()}
+        assert any(row.alone == row.alone for row in found.rows)
+
+    def test_without_a_low_format_nothing_differs(self, model, x):
+        found = nc.compare(model, (x,), policy=nc.Policy("nothing", extends=()))
+        assert found.verdict == "exact" and not found.differing
+
+    def test_compiled_code_differs_nowhere_from_eager(self, model, x):
+        def eager(x):
+            with nc.autocast("cpu", torch.bfloat16):
+                return model(x)
+
+        found = nc.compare(nc.compile(model, dtype="bf16", backend="aot_eager"), (x,), reference=eager)
+        assert found.verdict == "exact" and not found.differing and not found.unmatched, found
+
+    def test_random_numbers_are_the_same_in_every_run(self, x):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)).train()
+        found = nc.compare(model, (x,), dtype="bf16")
+        assert found.verdict == "round-off", found
+
+    def test_what_differs_between_two_runs_of_the_reference_is_no_fault(self, x):
+        class Counting(nn.Module):
+            runs = [0]  # noqa: RUF012
+
+            def forward(self, x):
+                Counting.runs[0] += 1
+                return torch.mm(x[0], x[0].T) * Counting.runs[0]
+
+        found = nc.compare(Counting(), (x,), dtype="bf16")
+        assert "nondeterministic" in {row.verdict for row in found.rows}
+        assert any("differ between two runs of the reference" in note for note in found.notes)
+
+    def test_weights_that_the_model_changes_are_put_back(self, x):
+        class Moving(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(16, 4)
+
+            def forward(self, x):
+                with torch.no_grad():
+                    self.linear.weight.mul_(0.5)
+                return self.linear(x)
+
+        model = Moving()
+        before = model.linear.weight.clone()
+        found = nc.compare(model, (x,), dtype="bf16")
+        assert torch.equal(model.linear.weight, before) and "changes its own weights" in " ".join(found.notes)
+        assert not found.faults, found
+
+    @pytest.mark.parametrize("kind", ["dict", "tuple", "generator"])
+    def test_outputs_of_many_kinds(self, kind):
+        layer = nn.Linear(16, 4)
+
+        def run(x):
+            if kind == "generator":
+                return (layer(x * k).sum() for k in (1, 2))
+            y = layer(x)
+            return {"logits": y, "n": 3} if kind == "dict" else (y, [y * 2])
+
+        found = nc.compare(run, (torch.randn(3, 16),), dtype="bf16", backward=True)
+        assert found.outputs and found.verdict == "round-off", found
+
+    def test_a_model_that_differentiates_in_its_forward(self):
+        class Forces(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.energy = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+            def forward(self, positions):
+                with torch.enable_grad():
+                    positions = positions.detach().requires_grad_()
+                    energy = self.energy(positions).sum()
+                    return energy, torch.autograd.grad(energy, positions)[0]
+
+        found = nc.compare(Forces(), (torch.randn(5, 3),), dtype="bf16")
+        assert {row.id.direction for row in found.rows} == {"forward", "backward"}
+
+    def test_the_first_screen_is_short_and_the_rest_is_there(self, model, x):
+        found = nc.compare(model, (x,), dtype="bf16", by="module")
+        assert len(str(found).splitlines()) <= 25
+        data = json.loads(found.to_json())
+        assert data["schema"] == "narrowcast.compare/1" and len(data["rows"]) == len(found.rows)

@@ -1,0 +1,197 @@
+"""Runs, findings, comparisons and fits as data: written, read back, refused where they are broken."""
+
+import gzip
+import json
+import math
+
+import pytest
+
+from narrowcast.errors import LedgerError, RunError
+from narrowcast.ledger.identity import CallId
+from narrowcast.report.differences import CallError, Differences, GradientError
+from narrowcast.report.findings import Finding, Watching
+from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
+from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
+from narrowcast.report.saved import load_saved
+
+LINEAR = CallId("encoder.layer.0", "aten.linear.default")
+
+
+def facts(low=-1.0, high=1.0, exponents=None, **more):
+    exponents = exponents or Histogram(-3, (1, 2, 3))
+    return TensorFacts("fp32", (2, 3), "cpu", 6, low, high, exponents=exponents, looked_at=6, **more)
+
+
+def a_run():
+    calls = [
+        CallRecord(LINEAR, "model.py", 3, "fp32", "bf16", "aten.linear: lower", "a product", (("input", 0),),
+                   (("result", 1),), (("alpha", "1"),)),
+        CallRecord(CallId("", "aten.mm.default", 2, 3, "backward"), "model.py", 9, "bf16", "bf16", forward=LINEAR,
+                   inputs=(("self", 1),), outputs=(("result", 2),)),
+    ]  # fmt: skip
+    tensors = [facts(), facts(nan=0.5), facts(-70000.0, 5.0, Histogram(14, (5, 0, 1)), below=Histogram(0, (1, 5)))]
+    return Run({"device": "a cpu"}, calls, tensors, {"weight": {"gradient": 2}}, ["a note"])
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [LINEAR, CallId("", "aten.mm.default", 3), CallId("a b.c", "aten.add.Tensor", 2, 5, "backward"),
+     CallId("l", "gradient.weight", direction="recomputation")],
+)  # fmt: skip
+def test_an_identity_is_read_back_from_its_text(identity):
+    assert CallId.parse(str(identity)) == identity
+
+
+@pytest.mark.parametrize("text", ["", "aten.mm.default", "x aten.mm #", "x aten.mm.default #1 sideways"])
+def test_other_text_is_no_identity(text):
+    with pytest.raises(LedgerError, match="no identity"):
+        CallId.parse(text)
+
+
+class TestRun:
+    """A run and its file."""
+
+    def test_is_read_back_from_its_text(self):
+        run = a_run()
+        again = Run.from_json(run.to_json())
+        assert (again.calls, again.tensors, again.parameters) == (run.calls, run.tensors, run.parameters)
+        assert (again.environment, again.notes) == (run.environment, run.notes)
+
+    @pytest.mark.parametrize(("name", "written"), [("run", "run.json.gz"), ("run.json", "run.json")])
+    def test_is_saved_compressed_unless_the_name_says_json(self, tmp_path, name, written):
+        path = a_run().save(tmp_path / name)
+        assert path.name == written and Run.load(path).calls == a_run().calls
+        assert load_saved(path).calls == a_run().calls
+
+    def test_a_call_is_found_by_its_identity(self):
+        run = a_run()
+        assert run.call(LINEAR) is run.calls[0] and run.call(str(run.calls[1].id)) is run.calls[1]
+        assert set(run.facts(run.calls[0].inputs)) == {"input"}
+        with pytest.raises(RunError, match="has none like it"):
+            run.call(CallId("", "aten.mm.default"))
+
+    def test_says_which_calls_are_not_finite(self):
+        run = a_run()
+        assert run.not_finite() == [run.calls[0]]
+        assert "the first made of finite inputs: encoder.layer.0 aten.linear.default #1 (model.py:3)" in str(run)
+
+    @pytest.mark.parametrize(
+        ("content", "found"),
+        [
+            (b"", "not JSON"),
+            (b"[1]", "schema"),
+            (b'{"schema": "narrowcast.run/99"}', "narrowcast.run/99"),
+            (b'{"schema": "narrowcast.run/1"}', "KeyError"),
+            (gzip.compress(b"x" * 1000)[:-20], "EOFError|Error"),
+            (b"\xff\xfe\x00", "Error"),
+        ],
+    )
+    def test_a_broken_or_foreign_file_is_refused_with_what_is_wrong(self, tmp_path, content, found):
+        path = tmp_path / "run.json.gz"
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=found) as refused:
+            Run.load(path)
+        assert str(path) in str(refused.value)
+
+    def test_a_number_that_no_tensor_has_is_refused(self):
+        data = json.loads(a_run().to_json())
+        data["tensors"] = data["tensors"][:1]
+        with pytest.raises(RunError, match="broken"):
+            Run.from_json(json.dumps(data))
+
+    def test_a_folder_that_is_missing_is_said_and_nothing_is_left(self, tmp_path):
+        with pytest.raises(RunError, match="saving a run"):
+            a_run().save(tmp_path / "nowhere" / "run.json")
+        assert not list(tmp_path.iterdir())
+
+
+class TestFit:
+    """What formats would lose."""
+
+    def test_overflow_is_told_by_the_range_and_the_exponents(self):
+        found = fit(a_run())
+        worst = found.unfit("fp16")[0]
+        assert (worst.argument, worst.overflow) == ("result", pytest.approx(1 / 6))
+        assert worst.headroom_bits == pytest.approx(math.log2(65504 / 70000))
+        assert not found.unfit("bf16") and found.calls("fp16") == [CallId("", "aten.mm.default", 2, 3, "backward")]
+
+    def test_a_scale_per_tensor_leaves_underflow_and_one_per_row_less(self):
+        wide = facts(-1.0, 1.0, Histogram(-45, (3, *[0] * 44, 3)), below=Histogram(0, (3, 3)))
+        run = Run(calls=[CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))], tensors=[wide])
+        found = fit(run)
+        under = {s: next(r.underflow for r in found.rows if (r.format, r.scale) == ("fp16", s))
+                 for s in (UNSCALED, PER_TENSOR, PER_ROW)}  # fmt: skip
+        assert under == {UNSCALED: 0.5, PER_TENSOR: 0.5, PER_ROW: 0.0}
+        assert "underflow" in str(found)
+
+    def test_the_policy_keeps_in_fp32_what_does_not_fit(self):
+        run = a_run()
+        run.calls[1] = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 2),))
+        policy = fit(run).policy("fp16")
+        rule = policy.rules[0]
+        assert (rule.op, rule.module, str(rule.action)) == ("aten.linear.default", "encoder.layer.0", "full")
+        assert "overflow fp16" in rule.reason and policy.low == "fp16"
+        with pytest.raises(RunError, match="16-bit"):
+            fit(run).policy("e4m3fn")
+
+    def test_a_share_or_format_that_cannot_be_is_refused(self):
+        with pytest.raises(RunError, match="share"):
+            fit(a_run(), tolerance=2.0)
+        with pytest.raises(RunError, match="no such scale"):
+            fit(a_run()).unfit("fp16", "per column")
+        with pytest.raises(RunError, match="not one of those"):
+            fit(a_run()).unfit("fp32")
+        with pytest.raises(RunError, match="has an fp32 tensor"):
+            fit(Run())
+
+
+class TestSaved:
+    """Comparisons, watches and fits read back."""
+
+    def test_a_comparison_is_read_back(self, tmp_path):
+        mm, why = CallId("x", "aten.mm.default"), "its kernel"
+        rows = [
+            CallError(LINEAR, "m.py", 1, "bf16", "fp32", "round-off", own=0.1),
+            CallError(mm, "m.py", 2, "bf16", "fp32", "fault", why=why, own=0.01, alone=0.2),
+        ]
+        gradients = [GradientError("weight", "fp32", math.nan, 0.9, 0.0, "not finite")]
+        found = Differences("model", "cpu", "native", "bf16", "fp32", rows, gradients=gradients, verdict="fault")
+        found.save(tmp_path / "c.json")
+        again = load_saved(tmp_path / "c.json")
+        assert again.rows[1] == rows[1] and math.isnan(again.gradients[0].relative_error)
+        assert math.isinf(again.rows[0].sqnr_db) and str(again) == str(found)
+
+    def test_faults_come_first_then_what_moves_the_output_then_own_error(self):
+        def row(op, own, verdict="round-off", alone=math.nan):
+            return CallError(CallId("", op), "m.py", 1, "bf16", "fp32", verdict, own=own, alone=alone)
+
+        rows = [row("a.a.a", 0.3), row("b.b.b", 0.1, alone=0.2), row("c.c.c", 0.01, "fault"), row("d.d.d", 0.0)]
+        found = Differences("m", "cpu", "native", "bf16", "fp32", rows)
+        assert [r.id.op for r in found.worst] == ["c.c.c", "b.b.b", "a.a.a"]
+        assert 'op = "c.c.c"' in str(found) and len(str(found).splitlines()) <= 25
+        assert found.modules()[0].faults == 1
+
+    def test_a_watch_is_read_back_and_says_findings_before_trends(self, tmp_path):
+        gradient = CallId("", "gradient.w", direction="backward")
+        trend = Finding(gradient, "", 0, "growth", "trend", "", "it grows", "slow down")
+        nan = Finding(LINEAR, "m.py", 7, "nan", "op", "fp16", "0 by 0", inputs=(("x", facts()),), step=3)
+        found = Watching([trend, nan], {"a mask": 2}, ["a note"], [{"step": 1}], calls=9, spread=2, repeated=1)
+        assert found.first is nan and str(found).index("0 by 0") < str(found).index("it grows")
+        found.save(tmp_path / "w.json")
+        again = load_saved(tmp_path / "w.json")
+        assert (again.first.id, again.meant, again.repeated) == (LINEAR, {"a mask": 2}, 1)
+        with pytest.raises(RunError, match="not kept"):
+            again.first.save(tmp_path / "repro")
+
+    def test_a_fit_is_read_back(self, tmp_path):
+        found = fit(a_run())
+        found.save(tmp_path / "f.json")
+        assert load_saved(tmp_path / "f.json").rows == found.rows
+
+    @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/1"}', "[]"])
+    def test_anything_else_is_refused(self, tmp_path, text):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(RunError, match="saved result"):
+            load_saved(tmp_path / "x.json")
+        with pytest.raises(RunError, match="saved result"):
+            load_saved(tmp_path / "missing.json")
