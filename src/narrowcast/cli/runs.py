@@ -13,11 +13,9 @@ import typer
 from narrowcast.cli.target import load_subject
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import replace_text
-from narrowcast.report.differences import FAULT, NOT_FINITE, Differences
-from narrowcast.report.differences_text import differences_text
+from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
-from narrowcast.report.run import Run
-from narrowcast.report.run_text import run_text
+from narrowcast.report.run import Run, run_text
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare

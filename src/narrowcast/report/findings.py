@@ -10,7 +10,7 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import replace_text
-from narrowcast.report.run import TensorFacts
+from narrowcast.report.run import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"
 
@@ -62,7 +62,7 @@ class Finding:
         if self.made_by == TREND:
             return f"{self.what}, step {self.step}: {self.sentence}\n  {self.advice}"
         lines = [f"{self.what} made by {self.id}", f"  {self.file}:{self.line}", f"  {self.sentence}"]
-        lines += [f"  {name}: {_facts_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
+        lines += [f"  {name}: {tensor_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
         return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
 
     def data(self) -> dict[str, Any]:
@@ -78,12 +78,6 @@ class Finding:
                 rows[key] = {k: v if v == v else str(v) for k, v in row.items()}
             found[name] = rows
         return found
-
-
-def _facts_text(facts: TensorFacts) -> str:
-    from narrowcast.report.run_text import tensor_text
-
-    return tensor_text(facts)
 
 
 @dataclass(slots=True)

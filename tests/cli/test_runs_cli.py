@@ -1,0 +1,120 @@
+"""`narrowcast capture`, `compare`, `watch`, `fit` and `report`, as a user runs them."""
+
+import json
+
+import pytest
+
+from narrowcast.cli import main
+
+SUBJECT = """
+import torch
+import narrowcast as nc
+
+def subject():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    return nc.Subject(model, (torch.randn(4, 8),), name="tiny")
+
+def wide():
+    made = subject()
+    with torch.no_grad():
+        made.model[0].weight.mul_(1e6)
+    return made
+"""
+
+TRAINING = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+x = torch.randn(8, 4)
+if __name__ == "__main__":
+    for _ in range(25):
+        optimizer.zero_grad()
+        (model(x) ** 2).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    file = tmp_path / "tiny.py"
+    file.write_text(SUBJECT)
+    return file
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(TRAINING)
+    return file
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command line in this process: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return stopped.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):
+    code, out, err = cli("capture", target, "-o", tmp_path / "run", "--dtype", "bf16", "--backward")
+    assert (code, err) == (0, "") and "every value is finite" in out and "0 aten.linear.default #1" in out
+    code, again, _ = cli("report", tmp_path / "run.json.gz")
+    assert code == 0 and again.strip() in out
+    assert len(cli("report", tmp_path / "run.json.gz", "--all")[1]) > 0
+
+
+def test_a_comparison_says_its_verdict_and_writes_json(cli, target, tmp_path):
+    code, out, err = cli("compare", target, "--dtype", "bf16", "--json", tmp_path / "c.json", "--isolate", "1")
+    assert (code, err) == (0, "") and out.startswith("tiny: native in bf16 against fp32") and "ROUND-OFF" in out
+    assert len(out.splitlines()) <= 25
+    assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "round-off"
+    assert cli("report", tmp_path / "c.json")[1] == out
+
+
+def test_a_model_that_overflows_is_a_finding_with_exit_code_one(cli, target):
+    code, out, _ = cli("compare", f"{target}:wide", "--dtype", "fp16", "--by", "module")
+    assert code == 1 and "NOT FINITE" in out
+
+
+def test_a_script_is_watched_unchanged(cli, script, tmp_path):
+    code, out, _ = cli("watch", script, "--lr", "1e-3")
+    assert code == 0 and "no NaN or infinity was made" in out
+    code, out, _ = cli("watch", "--json", tmp_path / "w.json", "--save", tmp_path / "repro", script, "--lr", "100")
+    assert code == 1 and "infinity made by" in out and "train.py:" in out
+    assert (tmp_path / "repro" / "repro.py").is_file()
+    assert cli("report", tmp_path / "w.json")[1].splitlines()[0] == out.splitlines()[0]
+    code, out, _ = cli("watch", "--stop", script, "--lr", "100")
+    assert code == 1 and "1 made a NaN or an infinity" in out
+
+
+def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
+    code, out, _ = cli("fit", f"{target}:wide", "-o", tmp_path / "fits.toml", "--json", tmp_path / "f.json")
+    assert code == 0 and "must stay in fp32 beside fp16" in out
+    assert cli("policy", "check", tmp_path / "fits.toml")[0] == 0
+    cli("capture", f"{target}:wide", "-o", tmp_path / "run")
+    assert "overflow fp16" in cli("fit", tmp_path / "run.json.gz")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("report", "missing.json"), "missing.json"),
+        (("watch", "missing.py"), "no such file"),
+        (("capture", "TARGET", "-o", "/nowhere/run"), "folder does not exist"),
+        (("compare", "TARGET", "--reference", "fp8"), "no such reference"),
+        (("fit", "missing.json.gz"), "missing.json.gz"),
+    ],
+)
+def test_bad_input_is_said_without_a_traceback(cli, target, arguments, said):
+    code, _, err = cli(*(target if a == "TARGET" else a for a in arguments))
+    assert code == 2 and said in err and "Traceback" not in err
