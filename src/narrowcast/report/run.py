@@ -315,7 +315,7 @@ def call_line(run: Run, call: CallRecord) -> str:
     """One call: identity, formats, the ranges of what it gave, its place."""
     gave = ", ".join(tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].fits())
     formats = call.computes or call.came or "-"
-    return f"  {call.id}  {formats}  {gave}  {_short(call.file)}:{call.line}"
+    return f"  {call.id}  {formats}  {gave}  {_short_file(call.file)}:{call.line}"
 
 
 def tensor_text(tensor: TensorFacts) -> str:
@@ -328,5 +328,5 @@ def tensor_text(tensor: TensorFacts) -> str:
     return ", ".join(parts)
 
 
-def _short(file: str) -> str:
+def _short_file(file: str) -> str:
     return "/".join(file.split("/")[-2:])
