@@ -1,7 +1,6 @@
 """Numerics: correctly rounded conversion, and the comparison of two runs."""
 
 from narrowcast.numerics.compare import compare, output_errors, peak_bytes, relative_error, sqnr_db
-from narrowcast.numerics.finite import first_not_finite
 from narrowcast.numerics.rounding import round_to
 
-__all__ = ["compare", "first_not_finite", "output_errors", "peak_bytes", "relative_error", "round_to", "sqnr_db"]
+__all__ = ["compare", "output_errors", "peak_bytes", "relative_error", "round_to", "sqnr_db"]

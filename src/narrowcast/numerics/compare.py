@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from narrowcast.numerics.finite import first_not_finite
 from narrowcast.profiles.clock import elapsed_ns
-from narrowcast.report import Comparison, OutputError
+from narrowcast.report import Comparison, NotFinite, OutputError
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, keystr, storage_key, tree_flatten_with_path
 
 Run = Callable[[], Any]
+Find = Callable[[Run, Run], tuple[NotFinite | None, str]]
 
 
 def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
@@ -90,16 +90,18 @@ def compare(
     metric_found: Mapping[str, float],
     repeats: int = 7,
     seconds: float = 10.0,
+    find: Find | None = None,
 ) -> Comparison:
     """Run both: once for the outputs and peak memory each, then alternating pairs for time: `repeats` of them, or after
-    the third as many as fit into these seconds.
+    the third as many as fit into these seconds. find: given both, says what first was not finite in the region alone,
+    and the first NaN of the reference; asked where outputs are not finite.
     """
     reference_output, reference_peak = peak_bytes(reference)
     region_output, region_peak = peak_bytes(region)
     errors = output_errors(reference_output, region_output)
     not_finite, reference_not_finite = None, ""
-    if any(math.isnan(error.sqnr_db) for error in errors) or _has_nan(reference_output):
-        not_finite, reference_not_finite = first_not_finite(reference, region)
+    if find is not None and (any(math.isnan(error.sqnr_db) for error in errors) or _has_nan(reference_output)):
+        not_finite, reference_not_finite = find(reference, region)
     del reference_output, region_output
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
