@@ -77,6 +77,30 @@ def watched(form, model, x, dtype):
     return w
 
 
+def test_the_rule_that_a_finding_names_moves_it_on_and_two_mend_it():
+    """With `up` in fp32 the cast of what it gives overflows in `down`; with both there is nothing to find."""
+    model, x = Block(scale=1e4), 40 * torch.randn(4, 64)
+    policy, places = nc.Policy.native(), []
+    for _ in range(2):
+        with nc.watch() as w, nc.autocast("cpu", torch.float16, policy=policy):
+            model(x)
+        places.append((w.first.id.module_path, w.first.made_by))
+        policy = policy.with_rules(nc.Rule(w.first.id.op, "full", module=w.first.id.module_path))
+    assert places == [("up", "format"), ("down", "cast")]
+    with nc.watch() as w, nc.autocast("cpu", torch.float16, policy=policy):
+        model(x)
+    assert w.first is None
+
+
+def test_in_a_script_it_is_found_with_the_script_as_its_place():
+    """TorchScript does not say which node runs: the op and what made it are found, the line is the call's."""
+    scripted = nc.script(Block(scale=1e4), dtype="fp16")
+    with nc.watch() as w:
+        scripted(40 * torch.randn(4, 64))
+    assert w.first.id.op in ("aten.addmm.default", "aten.linear.default") and w.first.made_by == "format", w
+    assert w.first.file == HERE and "scripted(40" in source_line(w.first.line)
+
+
 @pytest.mark.parametrize("form", FORMS)
 class TestWatch:
     """The first value that is not finite."""

@@ -264,3 +264,54 @@ def test_a_source_cites_the_torch_that_runs(version, expected):
 
     assert cited("torch 2.11 to 2.15, kernels", version) == expected
     assert cited("issue 12", version) == "issue 12"
+
+
+class TestAllowances:
+    """Where what is not finite is meant; nothing else of the policy changes by it."""
+
+    TEXT = (
+        'name = "p"\n\n[[rule]]\nop = ["aten.log", "aten.sqrt"]\nallow_nonfinite = true\nmodule = "loss"\n'
+        'argument = "self"\nreason = "masked by hand"\n\n[[rule]]\nop = "aten.exp"\naction = "full"\n'
+        "allow_nonfinite = true\n"
+    )
+
+    def test_are_read_beside_rules_and_are_none(self):
+        policy = Policy.parse(self.TEXT)
+        assert [r.op for r in policy.allowances] == ["aten.log", "aten.sqrt", "aten.exp"]
+        assert [(r.op, str(r.action)) for r in policy.rules] == [("aten.exp", "full")]
+        assert policy.digest == Policy.parse('name = "q"\n[[rule]]\nop = "aten.exp"\naction = "full"\n').digest
+
+    def test_hold_for_their_op_module_and_argument(self):
+        policy = Policy.parse(self.TEXT)
+        inside, outside = Site(module_path="loss.part"), Site(module_path="encoder")
+        assert policy.allowance("aten.log.default", inside, "self") is policy.allowances[0]
+        assert policy.allowance("aten.log.default", inside, "other") is None
+        assert policy.allowance("aten.log.default", inside) is None, "it is about an argument alone"
+        assert policy.allowance("aten.log.default", outside, "self") is None
+        assert policy.allowance("aten.exp.default", outside) is policy.allowances[2]
+        assert policy.allowance("aten.exp.default", outside, "self") is policy.allowances[2]
+        assert policy.allowance("aten.expm1.default", outside) is None
+
+    def test_are_written_and_read_again(self):
+        policy = Policy.parse(self.TEXT)
+        assert policy.to_toml() == self.TEXT
+        made = Policy("made", policy.layers, allowances=policy.allowances)
+        again = Policy.parse(made.to_toml())
+        assert again.allowances == policy.allowances and again.digest == policy.digest
+        alone = Policy("alone", allowances=policy.allowances[:1])
+        assert Policy.parse(alone.to_toml()).allowances == policy.allowances[:1]
+        assert "action" not in alone.to_toml()
+
+    def test_stay_with_new_policies_from_old_and_on_a_device(self):
+        policy = Policy.parse(self.TEXT)
+        other = Policy("other", ((Rule("aten.mm", "full"),),), allowances=(Rule("aten.div", "follow"),))
+        assert [r.op for r in policy.merge(other).allowances] == ["aten.log", "aten.sqrt", "aten.exp", "aten.div"]
+        assert policy.resolve("cpu").allowances == policy.allowances
+        assert policy.with_rules(Rule("aten.mm", "full")).allowances == policy.allowances
+        assert policy.wording != Policy.parse('name = "p"\n[[rule]]\nop = "aten.exp"\naction = "full"\n').wording
+
+    def test_that_are_false_allow_nothing_and_need_an_action(self):
+        with pytest.raises(PolicyError, match="no action"):
+            Policy.parse('[[rule]]\nop = "aten.log"\nallow_nonfinite = false\n')
+        with pytest.raises(PolicyError, match="type str"):
+            Policy.parse('[[rule]]\nop = "aten.log"\nallow_nonfinite = "yes"\n')
