@@ -92,13 +92,43 @@ def test_the_rule_that_a_finding_names_moves_it_on_and_two_mend_it():
     assert w.first is None
 
 
-def test_in_a_script_it_is_found_with_the_script_as_its_place():
-    """TorchScript does not say which node runs: the op and what made it are found, the line is the call's."""
-    scripted = nc.script(Block(scale=1e4), dtype="fp16")
+@pytest.mark.parametrize("make", ["script", "trace", "convert"])
+def test_in_a_script_it_is_found_at_the_line_inside(make):
+    """Ours say where they are as they run."""
+    model, x = Block(scale=1e4), 40 * torch.randn(4, 64)
+    scripted = {
+        "script": lambda: nc.script(model, dtype="fp16"),
+        "trace": lambda: nc.trace(model, (x,), dtype="fp16"),
+        "convert": lambda: nc.convert(torch.jit.script(model), dtype="fp16"),
+    }[make]()
+    before = scripted(x)
     with nc.watch() as w:
+        scripted(x)
+    assert (w.first.id.module_path, w.first.id.op, w.first.made_by) == ("up", "aten.addmm.default", "format"), w
+    assert w.first.file == HERE and "y = self.up(x)" in source_line(w.first.line)
+    assert (
+        torch.equal(
+            scripted(x),
+            before,
+        )
+        or before.isnan().any()
+    )
+
+
+def test_a_script_of_torchs_own_has_the_place_of_its_call():
+    """It says nothing of where it is."""
+    scripted = torch.jit.script(Block(scale=1e4))
+    with nc.watch() as w, nc.autocast("cpu", torch.float16):
         scripted(40 * torch.randn(4, 64))
-    assert w.first.id.op in ("aten.addmm.default", "aten.linear.default") and w.first.made_by == "format", w
-    assert w.first.file == HERE and "scripted(40" in source_line(w.first.line)
+    assert w.first.made_by == "format" and "scripted(40" in source_line(w.first.line), w
+
+
+def test_the_backward_of_a_script_has_the_lines_of_its_forward():
+    """By the numbers of autograd's nodes."""
+    scripted = nc.script(Block(), dtype="bf16")
+    run = nc.capture(scripted, (torch.randn(4, 64),), backward=True)
+    products = [c for c in run.calls if c.id.op == "aten.mm.default" and c.id.direction == "backward"]
+    assert {c.id.module_path for c in products} == {"up", "down"} and all(c.file == HERE for c in products)
 
 
 @pytest.mark.parametrize("form", FORMS)

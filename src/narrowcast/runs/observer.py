@@ -27,6 +27,7 @@ from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
 from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.script_sites import script_site, told_of_script_sites
 from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
 from narrowcast.torch_surface.autograd import (
     current_autograd_node,
@@ -155,6 +156,7 @@ class Observer(DispatchMode):
                 install_visiting(self._ops, device_type)
                 stack.callback(remove_visiting, device_type)
             stack.enter_context(CompiledCode(on=False))
+            stack.enter_context(told_of_script_sites())
             add_watcher(self)
             stack.callback(remove_watcher, self)
             stack.enter_context(self)
@@ -281,7 +283,7 @@ class Observer(DispatchMode):
                 identity, site, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast, policy=policy
             )
         if site is None:
-            site = current_site() or find_site(with_names=False)
+            site = current_site() or script_site() or find_site(with_names=False)
         path = site.module_path
         op = facts.id
         modules = self._local.modules

@@ -25,6 +25,7 @@ from narrowcast.scripts.scopes import ANYWHERE, Scanner, Scope, Scopes, Section,
 from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.statistics import keep_norms, norms_kept
 from narrowcast.scripts.write import write_graph
+from narrowcast.sites.script_sites import MARK, number_of
 from narrowcast.sites.sightings import see_all
 from narrowcast.torch_bridge import check_ops, id_with_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
@@ -102,12 +103,14 @@ def _find_read(node: Any, up: int) -> Any:
 
 
 def make_graph_explicit(
-    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True
-) -> tuple[Reading, Outcome]:
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True,
+    observed: bool = False,
+) -> tuple[Reading, Outcome]:  # fmt: skip
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 
     module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
-    marked as cast already. Returns what was read, and what the passes made of its program.
+    marked as cast already. observed: it says where it is as it runs. Returns what was read, and what the passes made
+    of its program.
 
     Raises ScriptError for what cannot be cast.
     """
@@ -133,6 +136,8 @@ def make_graph_explicit(
     see_all(reading.program, reading.policies)
     passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
     outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
+    if observed:  # the casts of a call come behind its mark
+        _tell_sites(graph, reading)
     write_graph(graph, section, reading, outcome.program)
     if marked:
         _mark(graph, scanner)
@@ -145,6 +150,15 @@ def make_graph_explicit(
         drop_empty(graph)
     keep_until_last_use(graph)
     return reading, outcome
+
+
+def _tell_sites(graph: Any, reading: Reading) -> None:
+    """Before each call the graph says where it stands."""
+    for number, item in reading.items.items():
+        graph.setInsertPoint(item.node)
+        site = number_of(reading.program.steps[number].site)
+        graph.insertNode(graph.create(MARK, [graph.insertConstant(site)], 0))
+    graph.setInsertPoint(graph.block())
 
 
 def _simplify(graph: Any) -> None:

@@ -33,6 +33,7 @@ from narrowcast.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.scripts.read import Reading
 from narrowcast.scripts.scopes import Scope, Scopes
 from narrowcast.sites.python_stack import called_modules, find_site, module_path, path_around
+from narrowcast.sites.script_sites import are_wanted, inside_script
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.jit import (
@@ -68,14 +69,15 @@ class Method:
     lock: Any = field(default_factory=threading.Lock)
 
     def make_explicit(
-        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None
+        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None, observed: bool = False
     ) -> tuple[Reading, Outcome]:
         """Convert a graph of the method, in place, with its own regions and those around its call.
 
         marked: what they ruled is marked as cast already, for those who put the graph elsewhere. caller: another one.
+        observed: the graph says where it is as it runs.
         """
         around = {**scopes, **self.around}
-        return make_graph_explicit(graph, around, self.module, self.name, caller or self.caller, marked)
+        return make_graph_explicit(graph, around, self.module, self.name, caller or self.caller, marked, observed)
 
     def convert_own(self, graph: Any) -> None:
         """Convert the graph that others get, in place, with the method's own regions."""
@@ -93,6 +95,8 @@ class Method:
     def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ambient = any_autocast()
         key, scopes, asked = _ambient(self.around) if ambient and not self.fixed else ((), {}, frozenset())
+        if are_wanted():
+            return self._run_observed(key, scopes, args, kwargs)
         caller = self._called_from(asked | self.asked)
         if not scopes and caller == self.caller and not self.called:
             with autocast_off() if ambient else nullcontext(), _as_written():
@@ -104,9 +108,19 @@ class Method:
         with autocast_off(), _as_written():
             return variant(*self._bound(args, kwargs))
 
-    def _variant(self, scopes: Scopes, caller: Site) -> Any:
+    def _run_observed(self, key: tuple[Any, ...], scopes: Scopes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same in a form that says where it is, paths and lines as eager code has them."""
+        caller = self._called_from(frozenset(("module", "module_class", "function")))
+        with self.lock:
+            variant = self.variants.get(("observed", *key, caller))
+            if variant is None:
+                variant = self.variants["observed", *key, caller] = self._variant(scopes, caller, observed=True)
+        with autocast_off(), _as_written(), inside_script():
+            return variant(*self._bound(args, kwargs))
+
+    def _variant(self, scopes: Scopes, caller: Site, observed: bool = False) -> Any:
         graph = self.raw.copy()
-        self.make_explicit(graph, scopes, caller=caller)
+        self.make_explicit(graph, scopes, caller=caller, observed=observed)
         return function_from_graph(self.name, graph)
 
     def _called_from(self, asked: frozenset[str]) -> Site:
