@@ -307,3 +307,24 @@ def test_code_that_cannot_be_hashed_is_a_place_like_any_other():
     with nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
         FunctionType(code, globals())(torch.ones(2, 2))
     assert {(cast.file, cast.line) for cast in ledger.casts} == {(__file__, code.co_firstlineno + 1)}
+
+
+def test_compiled_code_stays_compiled_after_it_was_recorded():
+    """Dynamo gives up for good on code that it meets under a dispatch mode; meanwhile it runs as eager code."""
+    ran = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            ran.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    model, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+    compiled = nc.compile(model, dtype="bf16", backend=backend)
+    compiled(x)
+    with nc.record() as ledger:
+        compiled(x)
+    assert len(ran) == 1 and len(ledger.casts) == 3
+    compiled(x)
+    assert len(ran) == 2

@@ -33,6 +33,7 @@ from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
 from narrowcast.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of
+from narrowcast.torch_surface.dynamo import CompiledCode
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 _DETACH = torch.ops.aten.detach.default
@@ -46,7 +47,8 @@ def record() -> Iterator[Ledger]:
     Native regions are recorded too. Records: casts of inputs, weights and activations, forward and in the backward run
     inside the block, with the op, the argument, the module path, the user's line, the rule and its reason; refused
     calls; and for each op how often it ran in which formats. Recordings nest; each sees what happens in its block on
-    the thread that opened it (and on autograd's threads). It costs time only while it runs.
+    the thread that opened it (and on autograd's threads). Compiled code runs as eager code meanwhile, on every thread:
+    the casts that are written in its graphs are listed by `narrowcast.explain`. It costs time only while it runs.
     """
     device_types = present_device_types()
     recorder = Recorder(Ledger(), device_types)
@@ -55,7 +57,7 @@ def record() -> Iterator[Ledger]:
         install_visiting(_native_ops(device_type), device_type)
     add_watcher(recorder)
     try:
-        with recorder, recorder.adviser.watching():
+        with CompiledCode(on=False), recorder, recorder.adviser.watching():
             yield recorder.ledger
     finally:
         remove_watcher(recorder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -148,20 +149,40 @@ def begins_again(error: Exception) -> bool:
 @cache
 class CompiledCode:
     """`with CompiledCode(on=False):` what torch.compile compiled runs as eager code inside, on every thread; inside
-    that, `with CompiledCode(on=True):` lets it run. Nothing where Dynamo was never needed.
+    that, `with CompiledCode(on=True):` lets it run. Nothing where Dynamo was never needed. Left in any order: what was
+    before holds again when the last one that switched it off is left.
     """
+
+    _lock = threading.Lock()
+    _holders = 0
+    _first: Any = None
 
     def __init__(self, on: bool) -> None:
         self._on = on
-        self._stance: Any = None
+        self._holds = False
 
     def __enter__(self) -> None:
-        if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("default" if self._on else "force_eager")  # from here on
+        if "torch._dynamo" not in sys.modules:
+            return
+        with CompiledCode._lock:
+            self._holds = True
+            if self._on:
+                torch.compiler.set_stance("default")  # from here on
+                return
+            if not CompiledCode._holders:
+                CompiledCode._first = torch.compiler.set_stance("force_eager")
+            CompiledCode._holders += 1
 
     def __exit__(self, *raised: object) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
+        if not self._holds:
+            return
+        with CompiledCode._lock:
+            if not self._on:
+                CompiledCode._holders -= 1
+                if not CompiledCode._holders:
+                    CompiledCode._first.__exit__(None, None, None)
+            elif CompiledCode._holders:
+                torch.compiler.set_stance("force_eager")
 
 
 def missing_cpp_compiler(named: str | None) -> str:
