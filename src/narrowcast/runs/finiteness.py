@@ -69,6 +69,12 @@ class Flags:
         return lambda number: bool(values[number])
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite, looked at now."""
+    found = _finite(tensor)
+    return math.isfinite(float(found)) if isinstance(found, torch.Tensor) else found
+
+
 def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
     """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu."""
     x = tensor.detach()
