@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -48,6 +48,7 @@ from narrowcast.torch_surface.fx import FakeTensor
 from narrowcast.torch_surface.modules import is_recomputing
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
+_AS_IT_IS = nullcontext()
 _COPY = torch.ops.aten.copy_.default
 _KEPT_NODES = 200_000
 """How many autograd nodes are remembered; their backward knows the forward call."""
@@ -259,7 +260,7 @@ class Observer(DispatchMode):
         state = self._local
         state.looking = True
         try:
-            with below_modes(), autocast_off(), torch.no_grad():
+            with below_modes(), autocast_off(), torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 told(seen)
         finally:
             state.looking = False

@@ -21,7 +21,7 @@ import torch
 from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
-from narrowcast.runs.arguments import tensors_by_name
+from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.culprit import cast_finding, find_culprit, finding_of, overflowing_casts
 from narrowcast.runs.finiteness import Flags, is_finite, is_floating, mask_like, numbers_not_finite
@@ -150,15 +150,15 @@ class _Watch(Observer):
 
     def before(self, call: SeenCall) -> None:
         """What came in, before an op may write to it."""
-        tensors = tensors_by_name(call.facts, call.args, call.kwargs)
-        came = call.notes["came"] = [t for _, t in tensors if is_floating(t)]
+        inputs = _floating(call)
+        came = call.notes["came"] = [t for _, t in inputs]
         looks_now = self._looks_now(came)
         if not looks_now or any(slot.written for slot in call.facts.slots):
             call.notes["flags"] = [self._flags.number(t) for t in came]  # else only if something is wrong: see `_came`
         if call.facts.writes and looks_now:
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
-            tensors = tensors_by_name(call.facts, call.args, call.kwargs)
-        call.notes["inputs"] = [(name, t) for name, t in tensors if is_floating(t)]
+            inputs = _floating(call)
+        call.notes["inputs"] = inputs
 
     def after(self, call: SeenCall) -> None:
         """What went out."""
@@ -323,6 +323,10 @@ class _Watch(Observer):
         if final:
             for limit in dict.fromkeys(self._limits.living()):
                 self._report_limit(limit, "what it gave is there at the end, and nothing masked it")
+
+
+def _floating(call: SeenCall) -> Named:
+    return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
 
 
 def _light(call: SeenCall) -> SeenCall:

@@ -86,7 +86,7 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if code is _CALL:
             modules.append(frame.f_locals["self"])
             callers.clear()
-        elif is_user_file(code.co_filename):
+        elif (with_names or line_frame is None) and is_user_file(code.co_filename):
             if line_frame is None:
                 line_frame = frame
             if with_names:
