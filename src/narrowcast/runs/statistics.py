@@ -49,14 +49,15 @@ class Statistics:
         self._folder, self._left = folder, limit_bytes
         self.not_written = 0
         self._rows: list[TensorFacts | _Pending] = []
-        self._known: dict[tuple[int, int, int, Any], tuple[int, Any]] = {}
+        self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
         self._held_bytes = 0
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number in the table, where it is entered if it is not there as it is now."""
         key = weak = None
         if tensor.layout is torch.strided and not tensor.is_meta:
-            key = (storage_key(tensor), _version(tensor), tensor.numel(), tensor.dtype)
+            lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            key = (storage_key(tensor), _version(tensor), lies)  # halves of one tensor share all but where they lie
             found = self._known.get(key)
             if found is not None and not found[1].expired():
                 return found[0]
