@@ -30,11 +30,20 @@ def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence:
     )  # fmt: skip
 
 
-def overflowing_casts(call: SeenCall) -> tuple[Named, Named]:
-    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks."""
+_PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
+"""Every element of their arguments goes into a sum that they give, where an infinity stays one or becomes NaN."""
+
+
+def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named, Named]:
+    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks.
+
+    gave_finite: its results were seen to be finite, which says of a product that its arguments were, too.
+    """
     overflowed: Named = []
     masks: Named = []
     if call.plan is None or not any(call.plan.formats):
+        return overflowed, masks
+    if gave_finite and call.facts.id in _PRODUCTS and all(result.numel() for result in call.results):
         return overflowed, masks
     for (name, tensor), dst in _planned(call):
         if dst is None or tensor.dtype not in FORMATS or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():

@@ -170,12 +170,13 @@ class _Watch(Observer):
         if not self._looks_now(results or call.notes["came"]):
             self._later.append((_light(call), self._came(call), [self._flags.number(t) for t in results]))
             return
-        overflowed, masks = overflowing_casts(call)
+        gave_finite = all(is_finite(tensor) for tensor in results)
+        overflowed, masks = overflowing_casts(call, gave_finite)
         for name, _ in masks:
             self._count_meant(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
         if overflowed and not self._is_allowed(call, overflowed[0][0]):
             self._report(call, cast_finding(call, overflowed))
-        elif all(is_finite(tensor) for tensor in results):
+        elif gave_finite:
             self._mask(call)
         else:
             self._judge(call, results)
