@@ -317,7 +317,7 @@ class _Watch(Observer):
             else:
                 sentence = "its inputs were finite; nc.watch(at='op') proves who made it"
                 self._report(call, finding_of(call, [], "nan or infinity", "", sentence))
-        for gradient in [p.grad for root in self.roots for p in root.parameters()]:
+        for gradient in [p.grad for root in self.roots for p in root.parameters()] if self._limits else ():
             limit = self._limits.get(gradient) if gradient is not None else None
             if limit is not None:
                 self._report_limit(limit, "it reached the gradient of a parameter")
