@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -132,7 +133,26 @@ class TestCapture:
         gave = run.facts(run.calls[0].outputs)["result"]
         assert (gave.nan, gave.infinite, gave.low, gave.high) == (0.25, 0.25, -1.0, 4.0)
 
-    def test_numbers_among_the_arguments_have_all_their_digits(self):
+    def test_parts_of_one_tensor_have_facts_of_their_own(self):
+        both = torch.cat([torch.ones(4, 4), torch.full((4, 4), 7.0)])
+        with nc.capture() as run:
+            for part in (*both.chunk(2), both[::2], both[:4].t()):
+                torch.exp(part)
+        given = [run.facts(call.inputs)["self"] for call in run.calls]
+        assert [facts.high for facts in given] == [1.0, 7.0, 7.0, 1.0]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_exponents_are_those_of_frexp_also_of_subnormal_numbers(self, dtype):
+        tiny = torch.finfo(dtype).smallest_normal
+        values = torch.tensor(
+            [[0.0, -1.0, 1.999, tiny, tiny / 2, -tiny / 3], [-0.0, 3e30, 0.1, 1e-7, 5.0, 8.0]], dtype=dtype
+        )
+        run = nc.capture(torch.neg, (values,), statistics="whole")
+        given = run.facts(run.calls[0].inputs)["self"]
+        wanted = Counter((torch.frexp(values[values != 0]).exponent - 1).tolist())
+        found = {e: n for e, n in enumerate(given.exponents.counts, given.exponents.first) if n}
+        assert found == wanted and given.zeros == pytest.approx(2 / 12) and given.subnormal == pytest.approx(2 / 12)
+
         norm = nn.LayerNorm(4, eps=1.2345678901234567e-7)
         run = nc.capture(norm, (torch.randn(2, 4),), dtype="bf16")
         assert dict(run.calls[0].given)["eps"] == repr(norm.eps)
@@ -250,6 +270,13 @@ class TestWatch:
         with nc.watch() as w:
             model(x)
         assert w.first.made_by == "given" and "the parameter q.weight" in w.first.sentence
+
+    def test_what_an_op_writes_is_looked_at_before_it_runs(self):
+        norm = nn.BatchNorm1d(3)
+        with nc.watch() as w:
+            norm(torch.tensor([[-3e38, 3e38, -3e38], *([[3e38, -3e38, 3e38]] * 3)]))
+        assert not norm.running_var.isfinite().all()
+        assert w.first.made_by == "format" and "meant" not in w.first.sentence and not w.meant
 
     def test_the_logarithm_of_zero_is_no_finding_where_it_is_masked(self):
         x = torch.tensor([0.0, 1.0, 2.0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from narrowcast.eager.kernels import gather, slots_of
-from narrowcast.torch_bridge import OpFacts
-from narrowcast.torch_surface.dispatch import schema_of
+from narrowcast.torch_bridge import OpFacts, op_facts
+from narrowcast.torch_surface.dispatch import OpOverload, schema_of
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -34,21 +35,24 @@ def results_by_name(results: list[torch.Tensor]) -> Named:
 
 def others_as_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     """Arguments that are no tensors, those that were left open with their defaults. Numbers have all their digits."""
-    tensors = {slot.name for slot in facts.slots}
     found = []
-    for position, argument in enumerate(schema_of(facts.op).arguments):
-        name = argument.name
+    for position, name, default, is_tensor in _parameters(facts.op):
         if position < len(args):
             value = args[position]
-        elif name in kwargs:
-            value = kwargs[name]
         else:
-            value = argument.default_value
-        is_number = name in tensors and isinstance(value, int | float | complex)
-        if value is None or (name in tensors and not is_number) or name in _PLACES:
+            value = kwargs.get(name, default)
+        if value is None or (is_tensor and not isinstance(value, int | float | complex)):
             continue
         found.append((name, repr(value) if not isinstance(value, torch.dtype) else str(value)))
     return tuple(found)
+
+
+@cache
+def _parameters(op: OpOverload) -> tuple[tuple[int, str, Any, bool], ...]:
+    """Position, name, default, and whether it is a tensor, of all that say what: torch makes a schema's rows anew."""
+    tensors = {slot.name for slot in op_facts(op).slots}
+    rows = enumerate(schema_of(op).arguments)
+    return tuple((n, a.name, a.default_value, a.name in tensors) for n, a in rows if a.name not in _PLACES)
 
 
 _PLACES = ("device", "layout", "pin_memory", "generator", "memory_format", "non_blocking", "implicit")

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import torch
 
+from narrowcast.eager.kernels import gather
+from narrowcast.formats import Format
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.runs.finiteness import is_floating, is_lowest
 from narrowcast.runs.observer import SeenCall
-from narrowcast.runs.rerun import can_run_again, planned_arguments, run_in
+from narrowcast.runs.rerun import can_run_again, run_in
 from narrowcast.runs.statistics import Statistics
-from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_bridge import DTYPES, FORMATS
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
@@ -28,44 +30,52 @@ def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence:
     )  # fmt: skip
 
 
-def overflowing_casts(call: SeenCall) -> tuple[Named, Named]:
-    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks."""
+_PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
+"""Every element of their arguments goes into a sum that they give, where an infinity stays one or becomes NaN."""
+
+
+def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named, Named]:
+    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks.
+
+    gave_finite: its results were seen to be finite, which says of a product that its arguments were, too.
+    """
     overflowed: Named = []
     masks: Named = []
     if call.plan is None or not any(call.plan.formats):
         return overflowed, masks
-    came = tensors_by_name(call.facts, call.args, call.kwargs)
-    planned = tensors_by_name(call.facts, *_planned_dtypes(call))
-    for (name, tensor), (_, cast) in zip(came, planned, strict=True):
-        if tensor.dtype not in FORMATS or cast.dtype is tensor.dtype or not tensor.numel():
-            continue
-        if FORMATS[cast.dtype].max >= FORMATS[tensor.dtype].max:
+    if gave_finite and call.facts.id in _PRODUCTS and all(result.numel() for result in call.results):
+        return overflowed, masks
+    for (name, tensor), dst in _planned(call):
+        if dst is None or tensor.dtype not in FORMATS or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
             continue
         x = tensor.detach()
-        low, high = (float(value) for value in torch.aminmax(x))
-        if max(-low, high) <= FORMATS[cast.dtype].max or not (low > -torch.inf and high < torch.inf):
+        if _surely_fits(x, dst.max):
             continue
-        if high <= FORMATS[cast.dtype].max and is_lowest(low, x):
+        low, high = (float(value) for value in torch.aminmax(x))
+        if max(-low, high) <= dst.max or not (low > -torch.inf and high < torch.inf):
+            continue
+        if high <= dst.max and is_lowest(low, x):
             masks.append((name, x))
-        elif bool(torch.isinf(x.to(cast.dtype)).any()) or FORMATS[cast.dtype].bits < 16:
+        elif bool(torch.isinf(x.to(DTYPES[dst])).any()) or dst.bits < 16:
             overflowed.append((name, x))
     return overflowed, masks
 
 
-def _planned_dtypes(call: SeenCall) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments as they will be read, empty: only their dtypes are looked at."""
-    light = replace(call)
-    light.args, light.kwargs = _emptied(call.args), {k: _emptied((v,))[0] for k, v in call.kwargs.items()}
-    return planned_arguments(light)
+def _planned(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], Format | None]]:
+    """The tensors that came, each with the format that it is cast to."""
+    came = tensors_by_name(call.facts, call.args, call.kwargs)
+    if call.plan is None or not any(call.plan.formats):
+        return [(pair, None) for pair in came]
+    given = zip(gather(call.facts, call.args, call.kwargs), call.plan.formats, strict=True)
+    return list(zip(came, [dst for tensor, dst in given if isinstance(tensor, torch.Tensor)], strict=True))
 
 
-def _emptied(values: tuple[object, ...]) -> tuple[object, ...]:
-    def of(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return value.new_empty(0)
-        return [of(v) for v in value] if isinstance(value, list | tuple) else value
-
-    return tuple(of(v) for v in values)
+def _surely_fits(x: torch.Tensor, largest: float) -> bool:
+    """Whether the sum of squares, a third of the range's price, shows that no element is beyond this one."""
+    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
+        return False
+    flat = x.view(-1)
+    return float(torch.dot(flat, flat)) < 0.9 * largest * largest  # what rounding takes off the sum is far less
 
 
 def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
@@ -82,9 +92,9 @@ def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
 
 
 def _formats(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], str]]:
-    came = tensors_by_name(call.facts, call.args, call.kwargs)
-    read = tensors_by_name(call.facts, *_planned_dtypes(call))
-    return [(pair, str(FORMATS.get(t.dtype, t.dtype))) for pair, (_, t) in zip(came, read, strict=True)]
+    return [
+        (pair, str(FORMATS.get(pair[1].dtype, pair[1].dtype) if dst is None else dst)) for pair, dst in _planned(call)
+    ]
 
 
 FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -36,6 +37,7 @@ def environment(device_type: str, policy: Policy | None = None, low: str = "") -
     return found
 
 
+@cache
 def _version(name: str) -> str:
     try:
         return version(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from narrowcast.runs.observer import SeenCall
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.dispatch import tree_leaves, version_of
 
-Key = tuple[int, int, Any, torch.dtype]
+Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
@@ -31,7 +30,7 @@ class Flags:
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number."""
         version = -1 if tensor.is_inference() else version_of(tensor)
-        key = (version, tensor.numel(), tensor.storage_offset(), tensor.dtype)
+        key = (version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
         numbers = self._known.get(tensor)
         if numbers is None:
             numbers = {}
@@ -67,6 +66,12 @@ class Flags:
         self._values.clear()
         self._known = ByStorage()
         return lambda number: bool(values[number])
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite, looked at now."""
+    found = _finite(tensor)
+    return math.isfinite(float(found)) if isinstance(found, torch.Tensor) else found
 
 
 def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:

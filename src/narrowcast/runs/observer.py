@@ -10,8 +10,9 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from narrowcast.torch_surface.fx import FakeTensor
 from narrowcast.torch_surface.modules import is_recomputing
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
+_AS_IT_IS = nullcontext()
 _COPY = torch.ops.aten.copy_.default
 _KEPT_NODES = 200_000
 """How many autograd nodes are remembered; their backward knows the forward call."""
@@ -189,8 +191,7 @@ class Observer(DispatchMode):
         computes = came if rule is None else planned_names(call.plan, call.tensors)
         seen = self._seen(call.facts, call.site, call.args, call.kwargs, came, computes)
         seen.plan, seen.rule = call.plan, rule
-        with self._looking():
-            self.before(seen)
+        self._look(self.before, seen)
         state.starts.append(next_sequence_number())
         state.decided.append(seen)
 
@@ -203,8 +204,7 @@ class Observer(DispatchMode):
         for number in range(state.starts.pop(), next_sequence_number()):
             self._nodes[number] = (seen.id, seen.site, seen.policy)
         seen.result = result
-        with self._looking():
-            self.after(seen)
+        self._look(self.after, seen)
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
@@ -221,24 +221,23 @@ class Observer(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         state = self._local
-        if func.namespace == "prim" or state.looking or any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **kwargs)
         facts = op_facts(func)
+        is_nobodys = state.looking or facts.id.startswith("prim.")
+        if is_nobodys or (types and any(issubclass(t, FakeTensor) for t in types)):
+            return func(*args, **kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
-            result = self._execute(func, args, kwargs)
+            result = func(*args, **kwargs) if facts.is_view else self._execute(func, args, kwargs)
             around = state.decided[0] if state.decided else None
             return result if around is None else self.gives(around, facts, result)
         came = format_names([t.dtype for t in tensors_in(args, kwargs)])
         seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
-        with self._looking():
-            self.before(seen)
+        self._look(self.before, seen)
         seen.result = self.gives(seen, facts, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
             # an op without a gradient makes no node: the last one is another's
             self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
-        with self._looking():
-            self.after(seen)
+        self._look(self.after, seen)
         return seen.result
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,14 +255,13 @@ class Observer(DispatchMode):
         finally:
             state.executing = False
 
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """What is computed inside is nobody's call."""
+    def _look(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
+        """Tell of a call; what is computed meanwhile is nobody's call."""
         state = self._local
         state.looking = True
         try:
-            with below_modes(), autocast_off(), torch.no_grad():
-                yield
+            with below_modes(), autocast_off(), torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+                told(seen)
         finally:
             state.looking = False
 
@@ -334,11 +332,19 @@ def _listed_ops(device_types: list[str], policies: tuple[Policy, ...]) -> tuple[
     """The ops that native autocast, or one of these policies, decides about by name."""
     found: dict[OpOverload, None] = {}
     for device_type in device_types:
-        rules = [*Policy.native(device_type).rules, *(r for p in policies for r in p.resolve(device_type).rules)]
-        for rule in rules:
-            if not rule.is_glob:
-                found.update(dict.fromkeys(ops_of(rule)))
+        found.update(dict.fromkeys(_native_ops(device_type)))
+        for policy in policies:
+            found.update(dict.fromkeys(_named_ops(policy.resolve(device_type))))
     return tuple(found)
+
+
+@cache
+def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
+    return _named_ops(Policy.native(device_type))
+
+
+def _named_ops(policy: Policy) -> tuple[OpOverload, ...]:
+    return tuple(op for rule in policy.rules if not rule.is_glob for op in ops_of(rule))
 
 
 @contextmanager

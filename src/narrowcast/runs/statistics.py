@@ -5,6 +5,7 @@ A tensor that was not written to since is looked at once, however many calls rea
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.report.run import Histogram, TensorFacts
-from narrowcast.torch_bridge import DTYPES, FORMATS, short_type
+from narrowcast.torch_bridge import FORMATS, short_type
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
 
 SAMPLE = 4096
@@ -48,14 +49,15 @@ class Statistics:
         self._folder, self._left = folder, limit_bytes
         self.not_written = 0
         self._rows: list[TensorFacts | _Pending] = []
-        self._known: dict[tuple[int, int, int, Any], tuple[int, Any]] = {}
+        self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
         self._held_bytes = 0
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number in the table, where it is entered if it is not there as it is now."""
         key = weak = None
         if tensor.layout is torch.strided and not tensor.is_meta:
-            key = (storage_key(tensor), _version(tensor), tensor.numel(), tensor.dtype)
+            lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            key = (storage_key(tensor), _version(tensor), lies)  # halves of one tensor share all but where they lie
             found = self._known.get(key)
             if found is not None and not found[1].expired():
                 return found[0]
@@ -156,38 +158,60 @@ def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
     """The facts, with what was taken read. x: the tensor, where it is at hand."""
     facts = pending.facts
     assert pending.range is not None and pending.sample is not None
-    low, high = (float(value) for value in pending.range)
-    format = FORMATS[DTYPES[_FORMATS[facts.format]]]
+    low, high = pending.range[0].item(), pending.range[1].item()
+    format = _FORMATS[facts.format]
     values = np.atleast_2d(_numpy(pending.sample))
     looked_at = values.size
-    with np.errstate(all="ignore"):
-        is_finite = np.isfinite(low) and np.isfinite(high)
-        nan = infinite = 0.0
-        if not is_finite:
-            everything = values if x is None else _numpy(x)
-            nan = float(np.isnan(everything).mean())
-            infinite = float(np.isinf(everything).mean())
-            nan = max(nan, 1 / facts.elements) if np.isnan(low) else nan
-            infinite = max(infinite, 1 / facts.elements) if np.isinf(low) or np.isinf(high) else infinite
-            finite = everything[np.isfinite(everything)]
-            low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-            values = np.where(np.isfinite(values), values, 0)
-        size = np.abs(values)
-        kept = size[size > 0]
-        _, exponents = np.frexp(size)
-        exponents -= 1
-        top = np.where(size > 0, exponents, -(1 << 20)).max(axis=-1, keepdims=True)
-        flat = size.ravel().astype(np.float64)
-        return replace(
-            facts, low=low, high=high, nan=nan, infinite=infinite, looked_at=looked_at,
-            mean=float(values.mean(dtype=np.float64)), rms=float(np.sqrt(flat @ flat / looked_at)),
-            zeros=1 - kept.size / looked_at if is_finite else float((values == 0).mean()) - nan - infinite,
-            subnormal=float((kept < format.smallest_normal).sum() / looked_at),
-            saturated=float((kept == format.max).sum() / looked_at),
-            exponents=_histogram(exponents[size > 0]), below=_histogram((top - exponents)[size > 0]),
-        )  # fmt: skip
+    is_finite = math.isfinite(low) and math.isfinite(high)
+    nan = infinite = 0.0
+    if not is_finite:
+        everything = values if x is None else _numpy(x)
+        nan = float(np.isnan(everything).mean())
+        infinite = float(np.isinf(everything).mean())
+        nan = max(nan, 1 / facts.elements) if math.isnan(low) else nan
+        infinite = max(infinite, 1 / facts.elements) if math.isinf(low) or math.isinf(high) else infinite
+        finite = everything[np.isfinite(everything)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        values = np.where(np.isfinite(values), values, 0)
+    exponents, is_zero = _exponents(values)
+    zeros = int(np.count_nonzero(is_zero))
+    top = exponents.max(axis=-1, keepdims=True)
+    below = top - exponents
+    if zeros:
+        exponents, below = exponents[~is_zero], below[~is_zero]
+    counts = _histogram(exponents)
+    smallest = math.frexp(format.smallest_normal)[1] - 1
+    subnormal = sum(counts.counts[: smallest - counts.first]) if counts.counts and counts.first < smallest else 0
+    is_saturated = max(-low, high) >= format.max
+    flat = values.ravel().astype(np.float64)
+    return replace(
+        facts, low=low, high=high, nan=nan, infinite=infinite, looked_at=looked_at,
+        mean=float(flat.sum() / looked_at), rms=math.sqrt(flat @ flat / looked_at),
+        zeros=zeros / looked_at if is_finite else zeros / looked_at - nan - infinite,
+        subnormal=subnormal / looked_at,
+        saturated=float(np.count_nonzero(np.abs(values) == format.max) / looked_at) if is_saturated else 0.0,
+        exponents=counts, below=_histogram(below),
+    )  # fmt: skip
 
 
+def _exponents(values: Any) -> tuple[Any, Any]:
+    """The binary exponent of each number, far below all others for zeros; and which are zeros. Read off the bits: that
+    takes a fifth of the time of frexp, which is asked where there are fp32's or fp64's own subnormal numbers.
+    """
+    mantissa_bits, integer = (23, np.int32) if values.dtype == np.float32 else (52, np.int64)
+    bits = values.view(integer) & np.iinfo(integer).max
+    is_zero = bits == 0
+    exponents = (bits >> mantissa_bits).astype(np.int32, copy=False)
+    exponents -= (1 << (30 if mantissa_bits == 23 else 62) - mantissa_bits) - 1
+    lowest = -126 if mantissa_bits == 23 else -1022
+    is_low = exponents < lowest
+    if is_low.any():
+        exponents[is_low] = np.frexp(values[is_low])[1] - 1
+        exponents[is_zero] = _UNDER_ALL
+    return exponents, is_zero
+
+
+_UNDER_ALL = -(1 << 20)
 _FORMATS = {str(f): f for f in FORMATS.values()}
 
 

@@ -21,10 +21,10 @@ import torch
 from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
-from narrowcast.runs.arguments import tensors_by_name
+from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.culprit import cast_finding, find_culprit, finding_of, overflowing_casts
-from narrowcast.runs.finiteness import Flags, is_floating, mask_like, numbers_not_finite
+from narrowcast.runs.finiteness import Flags, is_finite, is_floating, mask_like, numbers_not_finite
 from narrowcast.runs.observer import Observer, SeenCall, quietly
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written
@@ -150,13 +150,15 @@ class _Watch(Observer):
 
     def before(self, call: SeenCall) -> None:
         """What came in, before an op may write to it."""
-        tensors = tensors_by_name(call.facts, call.args, call.kwargs)
-        call.notes["flags"] = [self._flags.number(t) for _, t in tensors if is_floating(t)]
-        call.notes["came"] = [t for _, t in tensors if is_floating(t)]
-        if call.facts.writes and self._looks_now(call.notes["came"]):
+        inputs = _floating(call)
+        came = call.notes["came"] = [t for _, t in inputs]
+        looks_now = self._looks_now(came)
+        if not looks_now or any(slot.written for slot in call.facts.slots):
+            call.notes["flags"] = [self._flags.number(t) for t in came]  # else only if something is wrong: see `_came`
+        if call.facts.writes and looks_now:
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
-            tensors = tensors_by_name(call.facts, call.args, call.kwargs)
-        call.notes["inputs"] = [(name, t) for name, t in tensors if is_floating(t)]
+            inputs = _floating(call)
+        call.notes["inputs"] = inputs
 
     def after(self, call: SeenCall) -> None:
         """What went out."""
@@ -165,19 +167,24 @@ class _Watch(Observer):
         if call.facts.writes:
             for tensor in results:
                 self._flags.written(tensor)
-        flags = [self._flags.number(t) for t in results]
         if not self._looks_now(results or call.notes["came"]):
-            self._later.append((_light(call), call.notes["flags"], flags))
+            self._later.append((_light(call), self._came(call), [self._flags.number(t) for t in results]))
             return
-        overflowed, masks = overflowing_casts(call)
+        gave_finite = all(is_finite(tensor) for tensor in results)
+        overflowed, masks = overflowing_casts(call, gave_finite)
         for name, _ in masks:
             self._count_meant(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
         if overflowed and not self._is_allowed(call, overflowed[0][0]):
             self._report(call, cast_finding(call, overflowed))
-        elif all(self._flags.is_finite(number) for number in flags):
+        elif gave_finite:
             self._mask(call)
         else:
             self._judge(call, results)
+
+    def _came(self, call: SeenCall) -> list[int]:
+        """The flags of what came in: looked at late, what is not written to costs nothing while all goes well."""
+        flags: list[int] | None = call.notes.get("flags")
+        return [self._flags.number(t) for t in call.notes["came"]] if flags is None else flags
 
     def _looks_now(self, tensors: list[torch.Tensor]) -> bool:
         return self._at == "op" or (self._at == "auto" and all(t.device.type == "cpu" for t in tensors))
@@ -191,7 +198,7 @@ class _Watch(Observer):
                 self._count_meant("an exact limit, masked before anything came of it")
 
     def _judge(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        pairs = zip(call.notes["inputs"], call.notes["came"], call.notes["flags"], strict=True)
+        pairs = zip(call.notes["inputs"], call.notes["came"], self._came(call), strict=True)
         bad = [(name, tensor, came) for (name, tensor), came, flag in pairs if not self._flags.is_finite(flag)]
         if bad:
             self._pass_on(call, bad, results)
@@ -310,13 +317,17 @@ class _Watch(Observer):
             else:
                 sentence = "its inputs were finite; nc.watch(at='op') proves who made it"
                 self._report(call, finding_of(call, [], "nan or infinity", "", sentence))
-        for gradient in [p.grad for root in self.roots for p in root.parameters()]:
+        for gradient in [p.grad for root in self.roots for p in root.parameters()] if self._limits else ():
             limit = self._limits.get(gradient) if gradient is not None else None
             if limit is not None:
                 self._report_limit(limit, "it reached the gradient of a parameter")
         if final:
             for limit in dict.fromkeys(self._limits.living()):
                 self._report_limit(limit, "what it gave is there at the end, and nothing masked it")
+
+
+def _floating(call: SeenCall) -> Named:
+    return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
 
 
 def _light(call: SeenCall) -> SeenCall:

@@ -28,7 +28,8 @@ _PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packa
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule")
 
 _CALL = module_call_code()
-_names: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
+_names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
+"""By parent and the id of a module inside it; an id that another has now is told by what its name leads to."""
 
 
 @cache
@@ -85,7 +86,7 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if code is _CALL:
             modules.append(frame.f_locals["self"])
             callers.clear()
-        elif is_user_file(code.co_filename):
+        elif (with_names or line_frame is None) and is_user_file(code.co_filename):
             if line_frame is None:
                 line_frame = frame
             if with_names:
@@ -167,15 +168,17 @@ def name_in(parent: Module, module: Module) -> str:
     if module is parent:
         return ""
     names = _names.get(parent)
-    name = names.get(module) if names is not None else None
+    name = names.get(id(module)) if names is not None else None
     if name is None or not _is_at(parent, name, module):
-        names = WeakKeyDictionary()
+        names = {}
         for found, m in parent.named_modules(remove_duplicate=False):
-            names.setdefault(m, found)
+            names.setdefault(id(m), found)
         _names[parent] = names
-        name = names.get(module)
+        name = names.get(id(module))
     if name is None:
         return f"<{type(module).__name__}>"
+    if "_orig_mod" not in name:
+        return name
     return ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile's wrapper adds nothing
 
 
