@@ -149,7 +149,7 @@ class TestCompare:
     def test_a_sound_model_has_no_fault(self):
         found = nc.compare(Block(nn.GELU()), (torch.randn(32, 64),), dtype="bf16", backward=True)
         assert found.verdict == "round-off" and not found.faults, found
-        assert {g.verdict for g in found.gradients} == {"round-off"}
+        assert {g.verdict for g in found.gradients} <= {"round-off", "exact"}
 
     def test_a_layer_scaled_down_underflows(self):
         model = Block(scale=1e-6)
