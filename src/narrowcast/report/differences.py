@@ -95,7 +95,8 @@ class GradientError:
 class Differences:
     """What `nc.compare` found.
 
-    subject, device_type, policy, low, reference: what was compared. rows: by call, in order. outputs, gradients: of the
+    subject, device_type, policy, low, reference: what was compared; policy and low are empty where no region was asked
+    for around a model that brings its own casts, or none. rows: by call, in order. outputs, gradients: of the
     model; band: how far its output moves by one unit in the last place of each call's formats. unmatched: calls that
     only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
     """
