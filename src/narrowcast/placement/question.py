@@ -271,28 +271,28 @@ class _Finder:
         variable = self.variable.get(value.id, FIXED)
         formats = self.formats[variable] if variable != FIXED else (value.format,) if value.format else ()
         wanted = dict.fromkeys([*formats, *(n for r in reads for n in r.reader.needs if n is not None)])
-        groups: dict[tuple[int, int], list[Read]] = {}
+        groups: dict[tuple[str | int, int], list[Read]] = {}
         for read in reads:
             groups.setdefault(self._when(value, read), []).append(read)
         found: list[Priced] = []
         maker = self.steps.get(value.id)
         rounded = frozenset(f for f in formats if value.format is not None and not is_exact(value.format, f))
-        for (_, home), group in groups.items():
+        for group in groups.values():
             price = self.prices.value(value, maker, [read.step for read in group], tuple(wanted))
-            often = max((self.often[r.step.id] for r in group if r.step is not None), default=1) if home else 1
+            first = group[0].step  # the others are in its block
+            often = self.often[first.id] if first is not None else 1
             readers = tuple(read.reader for read in group)
             found.append((Flow(variable, formats, readers, rounded=rounded), price, often))
         return found
 
-    def _when(self, value: Value, read: Read) -> tuple[int, int]:
+    def _when(self, value: Value, read: Read) -> tuple[str | int, int]:
         """Casts made in one block with no write in between are one; what is returned or written to is its own."""
         if read.step is None:
-            return (-1 - read.position, 0)
+            return ("returned", read.position)
         if read.step.is_cast and self._has_own_memory(read.step):
-            return (read.step.id, -1)
-        block = self.home[read.step.id]
-        home = 0 if block is self.program.body else id(block)
-        return (self.writes[id(block)].count_before(value.id, read.step.id), home)
+            return ("kept", read.step.id)
+        block = id(self.home[read.step.id])
+        return (block, self.writes[block].count_before(value.id, read.step.id))
 
     def _reader(self, value: Value, step: Step | None, position: int, cast: Step | None) -> Reader:
         stores = self.prices.stores(step)
@@ -322,7 +322,7 @@ def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows
     total = sum(sum(c) for c in costs)
     for _, price, often in flows:
         total += sum((*price.casts.values(), *price.reads.values(), *price.stores.values())) * often
-    unit = total / _UNITS if total > _UNITS else 1.0
+    unit = max(total / _UNITS, 1.0)
 
     def whole(cost: float) -> int:
         return round(cost / unit)
