@@ -7,7 +7,7 @@ import pytest
 
 from narrowcast.formats import bf16, fp32
 from narrowcast.placement.prices import CastBytes, ValuePrice
-from narrowcast.placement.question import EXACT, FREE, find_choices
+from narrowcast.placement.question import EXACT, FREE, TRIPS, find_choices
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program
@@ -277,3 +277,34 @@ def test_casts_are_shared_by_readers_with_no_write_between_them():
 
     assert sorted(groups("")) == [1, 4]
     assert sorted(groups("%3: bf16[4, 4] cpu = lib.add_(self=%0!) ~0\n  ")) == [1, 2, 3]
+
+
+def test_what_is_returned_twice_is_cast_twice():
+    """And counts twice: nobody shares the casts of what the program returns."""
+    body = """%0: fp32[4, 4] cpu) {
+  %1: bf16[4, 4] cpu = cast(self=%0)
+  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes
+  return %2, %2"""
+    energy = ask(body).energy
+    assert [len(f.readers) for f in energy.flows if f.maker == 0] == [1, 1]
+    assert energy.evaluate((fp32,)) == 1 + 2
+
+
+class Dear(OneEach):
+    """Calls cost little, values more than the solver takes."""
+
+    def value(self, value, maker, readers, formats):
+        casts = {(a, b): 2.0**27 for a in formats for b in formats if a is not b}
+        return ValuePrice(casts, dict.fromkeys(formats, 2.0**26), dict.fromkeys(formats, 2.0**25))
+
+
+@pytest.mark.parametrize("op", ["prim.Loop", "prim.If"])
+def test_costs_are_scaled_so_that_all_of_them_fit_the_solver(op):
+    """What values cost is part of them, as often as it is due."""
+    energy = ask(LOOP.format(op=op), prices=Dear()).energy
+    costs = [c for choice in energy.choices for c in choice.costs]
+    for flow in energy.flows:
+        costs += [*flow.casts.values(), *flow.reads.values(), *flow.stores.values()]
+    assert sum(costs) == pytest.approx(2**28, rel=1e-6)
+    assert max(costs) * energy.unit == pytest.approx(2.0**27 * (TRIPS if op == "prim.Loop" else 1), rel=1e-6)
+    assert ask(LOOP.format(op=op)).energy.unit == 1.0
