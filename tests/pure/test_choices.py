@@ -204,6 +204,20 @@ def test_what_is_written_to_has_one_format_with_all_that_shares_its_memory():
     assert set(choices(ask(later))) == {2, 3}
 
 
+def test_what_a_call_writes_to_is_in_its_format_also_where_it_gives_nothing():
+    """Cast for that call alone, the write would be lost; two memories are decided one by one."""
+    body = """%0: fp32[4, 4] cpu) {
+  %1: bf16[4, 4] cpu = cast(self=%0)
+  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes
+  %3: none = lib.fill_(self=%2!)
+  %4: bf16[4, 4] cpu = aten.mm.default(self=%2, mat2=%2) computes
+  %5: bf16[4, 4] cpu = aten.add_.Tensor(self=%4!, other=%2) ~0
+  return %4"""
+    question = ask(body)
+    assert choices(question) == {4: "low high", 5: "low high"}
+    assert question.variable[4] == question.variable[5]
+
+
 @pytest.mark.parametrize(("alias", "shares"), [(" ~0", True), ("", False)])
 def test_elements_share_memory_only_if_their_tuple_does(alias, shares):
     """Chunks of a cast that are written to keep it; what is made anew does not."""
@@ -249,6 +263,10 @@ def test_dense_values_alone_are_passed_in_the_mode_exact():
     assert choices(ask(grad, **exact)) == {} and ask(grad, **exact).casts == {}
     assert choices(ask(grad, after_autograd=True, **exact)) == {2: "high low"}
     assert set(ask(grad, after_autograd=True, **exact).casts) == {3}
+    both = plain.replace("aten.expand.default(self=%0)", "aten.cat.default(tensors=%0, tensors=%5)")
+    both = both.replace("%0: fp32[4, 1] cpu,", "%0: fp32[4, 1] cpu, %5: fp32[4, 3] cpu,")
+    for dense, expected in (({0, 5, 2}, {2: "high low"}), ({0, 2}, {}), ({5, 2}, {})):
+        assert choices(ask(both.replace(" ~0", ""), dense=frozenset(dense), **exact)) == expected
     quiet = grad.replace("cast(self=%2)", "cast(self=%2) nograd")
     assert set(ask(quiet, **exact).casts) == {3}
     assert choices(ask(grad, FREE)) == {2: "high low", 4: "low high"}
@@ -277,6 +295,25 @@ def test_casts_are_shared_by_readers_with_no_write_between_them():
 
     assert sorted(groups("")) == [1, 4]
     assert sorted(groups("%3: bf16[4, 4] cpu = lib.add_(self=%0!) ~0\n  ")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("return %4", [2]), ("return %4, %1", [1, 1]),
+        ("%5: bf16[4, 4] cpu = lib.add_(self=%1!) ~0\n  return %4", [1, 1]),
+    ],
+)  # fmt: skip
+def test_a_user_s_cast_is_shared_unless_it_is_returned_or_written_to(end, expected):
+    """It has memory of its own then: what else reads the value needs another cast."""
+    body = f"""%0: fp32[4, 4] cpu) {{
+  %1: bf16[4, 4] cpu = cast(self=%0)
+  %2: bf16[4, 4] cpu = cast(self=%0)
+  %3: bf16[4, 4] cpu = lib.op.default(self=%2) computes
+  %4: bf16[4, 4] cpu = lib.op.default(self=%1) computes
+  {end}"""
+    flows = ask(body, ours=frozenset([2])).energy.flows
+    assert [len(f.readers) for f in flows if f.formats == (fp32,)] == expected
 
 
 def test_what_is_returned_twice_is_cast_twice():
