@@ -89,7 +89,9 @@ class _Finder:
         self.home: dict[int, Block] = {}
         self.writes: dict[int, Writes] = {}
         self.pinned: set[int] = set()
-        self.returned = frozenset(program.body.returns)
+        self.returned: dict[int, list[int]] = {}  # the positions of each value among what is returned
+        for position, value in enumerate(program.body.returns):
+            self.returned.setdefault(value, []).append(position)
         self.readers: dict[int, list[tuple[Step, int]]] = {}
         self.memories = Memories()
         self._survey(program.body, 1)
@@ -169,7 +171,7 @@ class _Finder:
         for value in self.values.values():
             if value.id not in self.casts and value.format is not None:
                 reads[value.id] = self._reads(value)
-                flows += self._flows(value, reads[value.id])
+                flows += self._flows(value, value.format, reads[value.id])
         energy = _in_units(self.formats, costs, flows)
         steps = {n: members for n, members in enumerate(self.members) if members}
         left = (s for s in self.steps.values() if s.id not in self.variable and s.id not in self.casts)
@@ -231,7 +233,7 @@ class _Finder:
             variables = [self.variable.get(number) for number in group]
             known = list(dict.fromkeys(v for v in variables if v is not None))
             formats = {self.formats[v] for v in known}
-            if None in variables or len(formats) != 1 or len(self.formats[known[0]]) != 2:
+            if None in variables or len(formats) != 1:
                 for variable in known:
                     self._join(variable, None)
                 continue
@@ -265,22 +267,21 @@ class _Finder:
             for step, position in self.readers.get(number, ()):
                 if step.id not in self.casts and step.op != "getitem":
                     found.append(Read(step, position, cast, self._reader(value, step, position, cast)))
-            for position, returned in enumerate(self.program.body.returns if number in self.returned else ()):
-                if returned == number:
-                    found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
+            for position in self.returned.get(number, ()):
+                found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
         return found
 
-    def _flows(self, value: Value, reads: list[Read]) -> list[Priced]:
+    def _flows(self, value: Value, own: Format, reads: list[Read]) -> list[Priced]:
         """One flow for each time and block in which the value's casts can be shared, and how often it runs."""
         variable = self.variable.get(value.id, FIXED)
-        formats = self.formats[variable] if variable != FIXED else (value.format,) if value.format else ()
+        formats = self.formats[variable] if variable != FIXED else (own,)
         wanted = dict.fromkeys([*formats, *(n for r in reads for n in r.reader.needs if n is not None)])
         groups: dict[tuple[str | int, int], list[Read]] = {}
         for read in reads:
             groups.setdefault(self._when(value, read), []).append(read)
         found: list[Priced] = []
         maker = self.steps.get(value.id)
-        rounded = frozenset(f for f in formats if value.format is not None and not is_exact(value.format, f))
+        rounded = frozenset(f for f in formats if not is_exact(own, f))
         for group in groups.values():
             price = self.prices.value(value, maker, [read.step for read in group], tuple(wanted))
             first = group[0].step  # the others are in its block
