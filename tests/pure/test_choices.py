@@ -105,6 +105,10 @@ def test_what_is_given_high_beside_low_may_be_given_lower_where_it_only_moves():
   %5: fp32[4, 4] cpu = aten.exp.default(self=%2) computes
   return %4, %5"""
     assert choices(ask(body)) == {2: "high low", 4: "low high"}
+    raised = body.replace("  return", "  %6: fp32[4, 4] cpu = cast(self=%1)\n  return")
+    assert choices(ask(raised)) == {2: "high low", 4: "low high"}  # fp32 is no lower format
+    other = body.replace("  return", "  %6: fp16[4, 4] cpu = aten.gelu.default(self=%7) computes\n  return")
+    assert choices(ask("%7: fp16[4, 4] cpu, " + other)) == {2: "high low", 4: "low high"}
     flow = next(f for f in ask(body).energy.flows if f.maker == 0)
     assert flow.rounded == {bf16}
     assert [(r.needs, r.keeps, r.stores) for r in flow.readers] == [
@@ -178,6 +182,9 @@ def test_elements_of_a_tuple_have_the_format_of_the_call():
     assert question.energy.choices[0].costs == (1, 1)  # an element costs nothing
     mixed = plain.replace("%4: bf16", "%4: fp32")
     assert choices(ask(mixed)) == {2: "low high", 3: "low high"}
+    assert choices(ask(plain.replace("%3: bf16", "%3: fp32"))) == {}  # the first says what the call gives
+    # one that is written to says nothing of the others: each has memory of its own
+    assert choices(ask(split.replace("%4: bf16", "%4: fp32"))) == {2: "low high", 3: "low high", 5: "low high"}
     other = plain.replace("%4: bf16[2, 4] cpu", "%4: i64[4] cpu")
     assert choices(ask(other)) == {2: "low high", 3: "low high"}
 
@@ -242,6 +249,8 @@ def test_a_cast_that_is_returned_is_one_where_its_source_is_there_too():
     assert choices(ask(body.format(", %2"))) == {}
     view = body.format(", %5").replace("  return", "  %5: fp32[16] cpu = aten.view.default(self=%2) ~0\n  return")
     assert 2 not in choices(ask(view))
+    given = body.format("").replace("aten.relu.default(self=%0)", "aten.t.default(self=%0) ~0")
+    assert choices(ask(given)) == {}
     reads = ask(body.format("")).reads[2]
     assert [(r.step, r.position, r.cast.id, r.reader.needs) for r in reads] == [(None, 0, 3, (bf16,))]
     twice = ask(body.format(", %3"), ours=frozenset([3]))
