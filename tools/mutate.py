@@ -55,7 +55,7 @@ pytest_add_cli_args = [
 process_isolation = "forkserver"
 forkserver_warmup = "collect"
 on_dependency_change = "ignore"
-timeout_multiplier = 1.0
+timeout_multiplier = 3.0
 timeout_constant = 20.0
 
 [tool.pytest.ini_options]
