@@ -25,7 +25,7 @@ def print_text(
         document["name"] = name
     for key, value in settings.items():
         if value and document.get(key) != value:
-            document[key] = list(value) if isinstance(value, tuple) else value
+            document[key] = value
     later = list(layers[text_layers:])
     if later and text_layers == 0:
         document["rule"] = _array_of_rules(later.pop(0))
