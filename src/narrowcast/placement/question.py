@@ -309,9 +309,7 @@ class _Finder:
             takes_any = step is not None and cast is None and _promotes(step, position, format)
             return Reader(FIXED, (None if takes_any else format,), stores, keeps)
         variable = self.variable[step.id]
-        own, *others = self.formats[variable]
-        # under another format than the policy's it takes that one, except what the policy leaves in fp32 beside it
-        needs = (format, *(fp32 if format is fp32 and own is not fp32 else f for f in others))
+        needs = (format, *self.formats[variable][1:])  # under another format than the policy's it takes that one
         return Reader(variable, needs, stores, keeps)
 
 
