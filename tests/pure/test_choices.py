@@ -325,6 +325,18 @@ def test_a_user_s_cast_is_shared_unless_it_is_returned_or_written_to(end, expect
     assert [len(f.readers) for f in flows if f.formats == (fp32,)] == expected
 
 
+def test_a_user_s_cast_to_fp32_needs_every_bit_of_what_is_fp32():
+    """What is rounded anyway may come as it is."""
+    body = """%0: fp32[4, 4] cpu, %1: bf16[4, 4] cpu) {
+  %2: fp32[4, 4] cpu = cast(self=%0)
+  %3: bf16[4, 4] cpu = cast(self=%0)
+  %4: fp32[4, 4] cpu = cast(self=%1)
+  %5: bf16[4, 4] cpu = cast(self=%1)
+  return %2, %3, %4, %5"""
+    reads = ask(body, ours=frozenset()).reads
+    assert [[r.reader.keeps for r in reads[n] if r.step is not None] for n in (0, 1)] == [[True, False], [False, False]]
+
+
 def test_what_is_returned_twice_is_cast_twice():
     """And counts twice: nobody shares the casts of what the program returns."""
     body = """%0: fp32[4, 4] cpu) {
