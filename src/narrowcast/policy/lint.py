@@ -59,7 +59,7 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     table = Table(policy.layers[number:])
     winners = []
     for op in ops:
-        whole = table.candidates(op, takes_patterns=True).whole
+        whole = table.candidates(op).whole
         if rule in whole:
             return None
         winners.append(whole[-1])
@@ -71,7 +71,7 @@ def _changes_nothing(rule: Rule, ops: list[str], bases: list[Table]) -> bool:
         return False
     for table in bases:
         for op in ops:
-            whole = table.candidates(op, takes_patterns=True).whole
+            whole = table.candidates(op).whole
             if not whole or whole[0].action != rule.action:
                 return False
     return True

@@ -45,7 +45,7 @@ class Table:
                 self._named.setdefault(rule.target, []).append(rank)
         self._known: dict[tuple[str, bool, str], Candidates] = {}
 
-    def candidates(self, op: str, takes_patterns: bool, direction: str = "forward") -> Candidates:
+    def candidates(self, op: str, takes_patterns: bool = True, direction: str = "forward") -> Candidates:
         """The rules about `op`; patterns count only where `takes_patterns` (the op computes and writes nothing)."""
         key = (op, takes_patterns, direction)
         found = self._known.get(key)
