@@ -405,6 +405,7 @@ def test_a_value_knows_its_size():
         Value(0, "fp32", (2, "n")), Value(0, "tuple"), Value(0, "u1", (4,)), Value(0, "fp32", (0, 3)),
     )]  # fmt: skip
     assert sizes == [(6, 24), (1, 2), (5, 40), (7, 7), (0, 0), (0, 0), (4, 0), (0, 0)]
+    assert Value(0, "fp32", ()).format is fp32 and Value(0, "fp32").format is None
     assert all(isinstance(element_bytes(kind), int) for kind in ("fp32", "i64", "bool", "c128"))
 
 
