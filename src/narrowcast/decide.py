@@ -174,8 +174,8 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
         return Plan(_cast_all(low, call, eligible), rule, shields=True, computes_in=low)
     if kind is Kind.FULL:
         return Plan(_cast_all(fp32, call, eligible), rule, shields=True, computes_in=fp32)
-    if kind is Kind.TO and rule.action.format is not None:
-        dst = rule.action.format
+    dst = rule.action.format
+    if dst is not None:  # `to` alone has one
         return Plan(_cast_all(dst, call, eligible), rule, shields=True, computes_in=dst)
     if kind is Kind.FOLLOW:
         return Plan(untouched, rule, shields=True)
