@@ -45,8 +45,7 @@ class _Network:
     def __init__(self, energy: Energy) -> None:
         self.energy = energy
         self.formats = sorted(energy.formats, key=_by_bits)
-        self.low: Format | None = self.formats[0] if len(self.formats) > 1 else None
-        self.high: Format | None = self.formats[-1]
+        self.low, self.high = self.formats[0], self.formats[-1]  # one, if that is all there is
         self.source = len(energy.choices)
         self.sink = self.source + 1
         self.nodes = self.source + 2
@@ -79,7 +78,7 @@ class _Network:
             if len(costs) == 1:
                 self.constant += choice.costs[0]
             else:
-                self._unary(number, costs[self.low], costs[self.high])  # type: ignore[index]
+                self._unary(number, costs[self.low], costs[self.high])
 
     def _flow(self, flow: Flow) -> None:
         maker = self._maker(flow)
@@ -103,8 +102,6 @@ class _Network:
 
     def _cast(self, flow: Flow, maker: int, format: Format, needing: list[Reader]) -> None:
         other = self.high if format is self.low else self.low
-        if other is None:
-            return
         for reader in needing:
             if reader.keeps and other in flow.rounded:
                 node = self._node(reader, format)
