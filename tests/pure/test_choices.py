@@ -323,6 +323,9 @@ def test_a_user_s_cast_is_shared_unless_it_is_returned_or_written_to(end, expect
   {end}"""
     flows = ask(body, ours=frozenset([2])).energy.flows
     assert [len(f.readers) for f in flows if f.formats == (fp32,)] == expected
+    own = body.replace(end, "return %1, %2")  # two that are returned share nothing either
+    flows = ask(own, ours=frozenset()).energy.flows
+    assert [len(f.readers) for f in flows if f.formats == (fp32,)] == [1, 1]
 
 
 def test_a_user_s_cast_to_fp32_needs_every_bit_of_what_is_fp32():
