@@ -242,13 +242,13 @@ class _Finder:
 
     def _join(self, variable: int, into: int | None) -> None:
         """Give all members of a choice to another one, or tie them."""
-        for step in self.members[variable]:
+        members, self.members[variable] = self.members[variable], []
+        for step in members:
             if into is None:
                 del self.variable[step.id]
             else:
                 self.variable[step.id] = into
                 self.members[into].append(step)
-        self.members[variable] = []
 
     def _cost(self, step: Step, format: Format) -> float:
         if step.op == "getitem":
