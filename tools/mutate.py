@@ -68,9 +68,12 @@ _CONFTEST = """
 import functools
 import gc
 import os
+import resource
 
 import pytest
 from hypothesis import Phase, settings
+
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)  # a mutant may fill a list without end
 
 settings.register_profile(
     "mutation", parent=settings.get_profile("narrowcast"), derandomize=True, database=None,
