@@ -55,7 +55,7 @@ pytest_add_cli_args = [
 process_isolation = "forkserver"
 forkserver_warmup = "collect"
 on_dependency_change = "ignore"
-timeout_multiplier = 1.0
+timeout_multiplier = 3.0
 timeout_constant = 20.0
 
 [tool.pytest.ini_options]
@@ -68,9 +68,12 @@ _CONFTEST = """
 import functools
 import gc
 import os
+import resource
 
 import pytest
 from hypothesis import Phase, settings
+
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)  # a mutant may fill a list without end
 
 settings.register_profile(
     "mutation", parent=settings.get_profile("narrowcast"), derandomize=True, database=None,

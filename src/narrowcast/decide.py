@@ -174,8 +174,8 @@ def _apply(rule: Rule, call: Call, eligible: list[bool], low: Format) -> Plan:
         return Plan(_cast_all(low, call, eligible), rule, shields=True, computes_in=low)
     if kind is Kind.FULL:
         return Plan(_cast_all(fp32, call, eligible), rule, shields=True, computes_in=fp32)
-    if kind is Kind.TO and rule.action.format is not None:
-        dst = rule.action.format
+    dst = rule.action.format
+    if dst is not None:  # `to` alone has one
         return Plan(_cast_all(dst, call, eligible), rule, shields=True, computes_in=dst)
     if kind is Kind.FOLLOW:
         return Plan(untouched, rule, shields=True)
@@ -302,7 +302,7 @@ def _repair_kernel(plan: Plan, lacking: Lacking, call: Call, eligible: list[bool
 def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) -> Format | None:
     """The format of the op that the call is made of; None if no rule is about that one."""
     inside = next((lack.inside for lack in lacking.values()), "")
-    rules = policy.table.candidates(inside, True).whole
+    rules = policy.table.candidates(inside).whole
     action = next((rule.action for rule in rules if rule.matches_site(call.site)), None)
     return None if action is None else {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: action.format}.get(action.kind)
 

@@ -58,5 +58,5 @@ class ModuleCall:
         if rule is None:
             return Inside(True, None)
         kind = rule.action.kind
-        low = self.region.low if kind is Kind.LOWER else rule.action.format if kind is Kind.TO else None
+        low = self.region.low if kind is Kind.LOWER else rule.action.format
         return Inside(False, low if low is not None and low.bits < 32 else None)

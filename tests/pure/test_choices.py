@@ -7,7 +7,7 @@ import pytest
 
 from narrowcast.formats import bf16, fp32
 from narrowcast.placement.prices import CastBytes, ValuePrice
-from narrowcast.placement.question import EXACT, FREE, find_choices
+from narrowcast.placement.question import EXACT, FREE, TRIPS, find_choices
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program
@@ -105,6 +105,10 @@ def test_what_is_given_high_beside_low_may_be_given_lower_where_it_only_moves():
   %5: fp32[4, 4] cpu = aten.exp.default(self=%2) computes
   return %4, %5"""
     assert choices(ask(body)) == {2: "high low", 4: "low high"}
+    raised = body.replace("  return", "  %6: fp32[4, 4] cpu = cast(self=%1)\n  return")
+    assert choices(ask(raised)) == {2: "high low", 4: "low high"}  # fp32 is no lower format
+    other = body.replace("  return", "  %6: fp16[4, 4] cpu = aten.gelu.default(self=%7) computes\n  return")
+    assert choices(ask("%7: fp16[4, 4] cpu, " + other)) == {2: "high low", 4: "low high"}
     flow = next(f for f in ask(body).energy.flows if f.maker == 0)
     assert flow.rounded == {bf16}
     assert [(r.needs, r.keeps, r.stores) for r in flow.readers] == [
@@ -178,6 +182,9 @@ def test_elements_of_a_tuple_have_the_format_of_the_call():
     assert question.energy.choices[0].costs == (1, 1)  # an element costs nothing
     mixed = plain.replace("%4: bf16", "%4: fp32")
     assert choices(ask(mixed)) == {2: "low high", 3: "low high"}
+    assert choices(ask(plain.replace("%3: bf16", "%3: fp32"))) == {}  # the first says what the call gives
+    # one that is written to says nothing of the others: each has memory of its own
+    assert choices(ask(split.replace("%4: bf16", "%4: fp32"))) == {2: "low high", 3: "low high", 5: "low high"}
     other = plain.replace("%4: bf16[2, 4] cpu", "%4: i64[4] cpu")
     assert choices(ask(other)) == {2: "low high", 3: "low high"}
 
@@ -204,6 +211,20 @@ def test_what_is_written_to_has_one_format_with_all_that_shares_its_memory():
     assert set(choices(ask(later))) == {2, 3}
 
 
+def test_what_a_call_writes_to_is_in_its_format_also_where_it_gives_nothing():
+    """Cast for that call alone, the write would be lost; two memories are decided one by one."""
+    body = """%0: fp32[4, 4] cpu) {
+  %1: bf16[4, 4] cpu = cast(self=%0)
+  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes
+  %3: none = lib.fill_(self=%2!)
+  %4: bf16[4, 4] cpu = aten.mm.default(self=%2, mat2=%2) computes
+  %5: bf16[4, 4] cpu = aten.add_.Tensor(self=%4!, other=%2) ~0
+  return %4"""
+    question = ask(body)
+    assert choices(question) == {4: "low high", 5: "low high"}
+    assert question.variable[4] == question.variable[5]
+
+
 @pytest.mark.parametrize(("alias", "shares"), [(" ~0", True), ("", False)])
 def test_elements_share_memory_only_if_their_tuple_does(alias, shares):
     """Chunks of a cast that are written to keep it; what is made anew does not."""
@@ -228,6 +249,8 @@ def test_a_cast_that_is_returned_is_one_where_its_source_is_there_too():
     assert choices(ask(body.format(", %2"))) == {}
     view = body.format(", %5").replace("  return", "  %5: fp32[16] cpu = aten.view.default(self=%2) ~0\n  return")
     assert 2 not in choices(ask(view))
+    given = body.format("").replace("aten.relu.default(self=%0)", "aten.t.default(self=%0) ~0")
+    assert choices(ask(given)) == {}
     reads = ask(body.format("")).reads[2]
     assert [(r.step, r.position, r.cast.id, r.reader.needs) for r in reads] == [(None, 0, 3, (bf16,))]
     twice = ask(body.format(", %3"), ours=frozenset([3]))
@@ -249,6 +272,10 @@ def test_dense_values_alone_are_passed_in_the_mode_exact():
     assert choices(ask(grad, **exact)) == {} and ask(grad, **exact).casts == {}
     assert choices(ask(grad, after_autograd=True, **exact)) == {2: "high low"}
     assert set(ask(grad, after_autograd=True, **exact).casts) == {3}
+    both = plain.replace("aten.expand.default(self=%0)", "aten.cat.default(tensors=%0, tensors=%5)")
+    both = both.replace("%0: fp32[4, 1] cpu,", "%0: fp32[4, 1] cpu, %5: fp32[4, 3] cpu,")
+    for dense, expected in (({0, 5, 2}, {2: "high low"}), ({0, 2}, {}), ({5, 2}, {})):
+        assert choices(ask(both.replace(" ~0", ""), dense=frozenset(dense), **exact)) == expected
     quiet = grad.replace("cast(self=%2)", "cast(self=%2) nograd")
     assert set(ask(quiet, **exact).casts) == {3}
     assert choices(ask(grad, FREE)) == {2: "high low", 4: "low high"}
@@ -277,3 +304,68 @@ def test_casts_are_shared_by_readers_with_no_write_between_them():
 
     assert sorted(groups("")) == [1, 4]
     assert sorted(groups("%3: bf16[4, 4] cpu = lib.add_(self=%0!) ~0\n  ")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("return %4", [2]), ("return %4, %1", [1, 1]),
+        ("%5: bf16[4, 4] cpu = lib.add_(self=%1!) ~0\n  return %4", [1, 1]),
+    ],
+)  # fmt: skip
+def test_a_user_s_cast_is_shared_unless_it_is_returned_or_written_to(end, expected):
+    """It has memory of its own then: what else reads the value needs another cast."""
+    body = f"""%0: fp32[4, 4] cpu) {{
+  %1: bf16[4, 4] cpu = cast(self=%0)
+  %2: bf16[4, 4] cpu = cast(self=%0)
+  %3: bf16[4, 4] cpu = lib.op.default(self=%2) computes
+  %4: bf16[4, 4] cpu = lib.op.default(self=%1) computes
+  {end}"""
+    flows = ask(body, ours=frozenset([2])).energy.flows
+    assert [len(f.readers) for f in flows if f.formats == (fp32,)] == expected
+    own = body.replace(end, "return %1, %2")  # two that are returned share nothing either
+    flows = ask(own, ours=frozenset()).energy.flows
+    assert [len(f.readers) for f in flows if f.formats == (fp32,)] == [1, 1]
+
+
+def test_a_user_s_cast_to_fp32_needs_every_bit_of_what_is_fp32():
+    """What is rounded anyway may come as it is."""
+    body = """%0: fp32[4, 4] cpu, %1: bf16[4, 4] cpu) {
+  %2: fp32[4, 4] cpu = cast(self=%0)
+  %3: bf16[4, 4] cpu = cast(self=%0)
+  %4: fp32[4, 4] cpu = cast(self=%1)
+  %5: bf16[4, 4] cpu = cast(self=%1)
+  return %2, %3, %4, %5"""
+    reads = ask(body, ours=frozenset()).reads
+    assert [[r.reader.keeps for r in reads[n] if r.step is not None] for n in (0, 1)] == [[True, False], [False, False]]
+
+
+def test_what_is_returned_twice_is_cast_twice():
+    """And counts twice: nobody shares the casts of what the program returns."""
+    body = """%0: fp32[4, 4] cpu) {
+  %1: bf16[4, 4] cpu = cast(self=%0)
+  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes
+  return %2, %2"""
+    energy = ask(body).energy
+    assert [len(f.readers) for f in energy.flows if f.maker == 0] == [1, 1]
+    assert energy.evaluate((fp32,)) == 1 + 2
+
+
+class Dear(OneEach):
+    """Calls cost little, values more than the solver takes."""
+
+    def value(self, value, maker, readers, formats):
+        casts = {(a, b): 2.0**27 for a in formats for b in formats if a is not b}
+        return ValuePrice(casts, dict.fromkeys(formats, 2.0**26), dict.fromkeys(formats, 2.0**25))
+
+
+@pytest.mark.parametrize("op", ["prim.Loop", "prim.If"])
+def test_costs_are_scaled_so_that_all_of_them_fit_the_solver(op):
+    """What values cost is part of them, as often as it is due."""
+    energy = ask(LOOP.format(op=op), prices=Dear()).energy
+    costs = [c for choice in energy.choices for c in choice.costs]
+    for flow in energy.flows:
+        costs += [*flow.casts.values(), *flow.reads.values(), *flow.stores.values()]
+    assert sum(costs) == pytest.approx(2**28, rel=1e-6)
+    assert max(costs) * energy.unit == pytest.approx(2.0**27 * (TRIPS if op == "prim.Loop" else 1), rel=1e-6)
+    assert ask(LOOP.format(op=op)).energy.unit == 1.0

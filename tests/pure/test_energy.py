@@ -48,7 +48,7 @@ def random_energy(seed, formats, free):
         casts = {(a, b): rng.randint(0, 30) for a in formats for b in formats if a is not b}
         stores = {f: rng.randint(0, 10) for f in formats}
         reads = {f: rng.randint(0, 10) for f in formats}
-        rounded = frozenset([formats[0]] if rng.random() < 0.25 else [])
+        rounded = frozenset([rng.choice(formats)] if rng.random() < 0.25 else [])
         if rng.random() < 0.2:  # a value that costs nothing but its casts
             reads, stores = {}, {}
         flows.append(Flow(maker, own, tuple(readers), casts, reads, stores, rounded))
@@ -121,6 +121,7 @@ def test_no_choice_is_an_optimum_too():
     flow = Flow(FIXED, (fp32,), (Reader(FIXED, (bf16,)),), {(fp32, bf16): 7})
     found = minimise(Energy((), (flow,)))
     assert (found.cost, found.gap, found.method) == (7, 0, "nothing to choose")
+    assert minimise(Energy((), ())) == Optimum((), 0, 0, "nothing to choose")
 
 
 def test_the_gap_is_what_the_bound_leaves_open():
@@ -167,11 +168,22 @@ def test_a_placement_that_is_forbidden_has_no_energy():
     assert energy.evaluate((bf16,)) is None and energy.evaluate((fp32,)) == 9
     assert minimise(energy).chosen == (fp32,)
     tied = Energy((Choice((bf16,), (0,)),), (replace(flow, formats=(bf16,)),))
-    for solver in (minimise_by_cut, minimise_by_integer_program):
-        with pytest.raises(EnergyError):
-            solver(tied)
+    with pytest.raises(EnergyError, match="every placement is forbidden"):
+        minimise_by_cut(tied)
+    with pytest.raises(EnergyError):
+        minimise_by_integer_program(tied)
     lenient = replace(flow, readers=(Reader(FIXED, (bf16,), keeps=True),))
     assert Energy(energy.choices, (lenient,)).evaluate((bf16,)) == 0
+
+
+@pytest.mark.parametrize(("format", "costs"), [(bf16, (5, 0)), (fp32, (0, 5))])
+def test_what_is_forbidden_costs_more_than_everything_else_together(format, costs):
+    """Also where the placement that is left is the dearest."""
+    both = (bf16, fp32)
+    (other,) = {*both} - {format}
+    pin = Flow(0, both, (Reader(FIXED, (format,), keeps=True),), {}, rounded=frozenset([other]))
+    found = minimise_by_cut(Energy((Choice(both, costs),), (pin,)))
+    assert (found.chosen, found.cost, found.bound) == ((format,), 5, 5)
 
 
 def test_memory_is_paid_once_per_format_if_one_reader_needs_it_there():

@@ -214,3 +214,19 @@ def test_nothing_kept_is_within_any_limit():
     """Also of no bytes."""
     free = Energy((Choice(BOTH, (0, 0)),) * 3, ())
     assert lows(place_within(free, 0)(question(TIME))) == "hhh"
+
+
+def test_a_price_is_found_among_a_hundred_that_are_nearly_one():
+    """The half that is cheapest to lower is low."""
+    time = Energy(tuple(Choice(BOTH, (1000 + n, 0)) for n in range(100)), ())
+    kept = Energy((Choice(BOTH, (10, 20)),) * 100, (), unit=8.0)
+    assert lows(place_within(kept, 150 * 10 * 8)(question(time))) == "l" * 50 + "h" * 50
+
+
+def test_a_lower_price_that_is_rounded_worse_is_no_answer():
+    """At 5/8 of a price, ten copies of 2 and 3 seem to be worth what they are at 1; at 6/8, nothing."""
+    time = Energy((Choice(BOTH, (5, 0)), Choice(BOTH, (55, 0))), ())
+    copies = (Flow(0, BOTH, (Reader(0, BOTH, stores=True),), {}, {}, {bf16: 2, fp32: 3}),) * 10
+    kept = Energy((Choice(BOTH, (0, 0)), Choice(BOTH, (0, 100))), copies)
+    found = place_within(kept, 30)(question(time))
+    assert (lows(found), found.cost) == ("hl", 55)

@@ -3,8 +3,11 @@
 import pytest
 
 from narrowcast import Policy, Region, Rule, Site
+from narrowcast.errors import Origin
 from narrowcast.formats import bf16, fp16, fp32, fp64
 from narrowcast.module_calls import Inside, ModuleCall
+from narrowcast.policy import MODULE_CALL_OP
+from narrowcast.refusals import refusal
 
 HERE = Site("encoder.pool", ("models.Pool",))
 
@@ -55,3 +58,16 @@ def test_the_name_result_means_what_is_returned():
     assert result.format is fp16
     kept = Rule("module.call", "follow", module_class="Pool", argument="result")
     assert call(Rule("module.call", "full", module_class="Pool"), kept).cast_of("result") == (fp32, False)
+
+
+def test_a_refusal_says_what_was_called_and_where():
+    """A module by its own class, an op by its id; in which module, as far as that is known."""
+    made = call(Rule("module.call", "refuse", module_class="Pool", reason="it overflows"))
+    for site, asked, note in (
+        (Site("encoder.pool", ("models.Pool", "models.Encoder"), file="m.py", line=3), "models.Pool", "encoder.pool"),
+        (Site("", file="m.py", line=3), "a module", ""),
+    ):
+        error = refusal(made.plan(), MODULE_CALL_OP, site)
+        assert (error.asked, error.found) == (f"the call of {asked}", "it overflows")
+        assert error.where == (Origin("m.py", 3, f"in module {note}" if note else ""),)
+    assert refusal(made.plan(), "aten.mm.default", Site("")).asked == "aten.mm.default under autocast"

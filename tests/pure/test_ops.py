@@ -66,6 +66,7 @@ def test_facts_do_not_contradict_each_other():
         ("aten.__and__.Tensor", "__and__", "", False, False),
         ("mine.mm.default", "mm", "", False, False),
         ("cast", "", "", False, False),
+        ("prim.Loop", "Loop", "", False, False),
     ],
 )
 def test_what_an_op_is_like(op, name, family, commutes, in_place):

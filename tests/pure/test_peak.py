@@ -62,6 +62,8 @@ def test_views_share_memory():
 }
 """
     assert peak(block)[0] == 48
+    given = "  %1: fp32[4096] cpu = aten.view.default(self=%0) ~0\n  return %1\n"
+    assert peak(f"block main(%0: fp32[64, 64] cpu) {{\n{given}}}\n")[0] == 0
 
 
 TRAINED = """block main(%0: fp32[64, 64] cpu, %1: fp32[64, 64] cpu grad weight) {
@@ -85,6 +87,27 @@ def test_what_products_read_is_kept_for_their_backward():
 def test_a_backward_takes_memory_of_its_own():
     """Beside what is kept and the gradients that flow."""
     assert peak(TRAINED, beside={3: (0, 4 * KIB)})[0] == 52
+    quiet = TRAINED.replace(" grad", "").replace(" weight", "")
+    assert peak(quiet, beside={3: (0, 100 * KIB)})[0] == peak(quiet)[0]
+
+
+def test_what_is_kept_is_there_to_the_end_of_the_forward():
+    """Beside the last product's result and workspace, long after it was read last."""
+    assert peak(TRAINED, beside={3: (100 * KIB, 0)})[0] == 3 * 8 + 8 + 100
+
+
+def test_gradients_flow_where_a_value_has_one():
+    """From its last reader, also where it has a view without one; those of what the caller gave stay."""
+    block = """block main(%0: fp32[64, 64] cpu grad, %1: fp32[64, 64] cpu grad, %2: fp32[64, 64] cpu) {
+  %3: fp32[64, 64] cpu = aten.relu.default(self=%2) computes in 0
+  %4: fp32[64, 64] cpu grad = aten.add.Tensor(self=%0, other=%3) computes in 0
+  %5: fp32[64, 64] cpu = aten.detach.default(self=%4) ~0
+  %6: fp32[64, 64] cpu grad = aten.add.Tensor(self=%4, other=%1) computes in 0
+  return %6, %5
+}
+"""
+    size, found = peak(block, beside={4: (0, 100 * KIB)})
+    assert (size, found.in_backward) == (16 + 2 * 16 + 100, True)  # of its result, and of the two that came
 
 
 def test_without_gradients_nothing_is_kept():

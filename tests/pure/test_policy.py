@@ -179,6 +179,8 @@ def test_rules_may_hold_for_some_torch_versions():
     rule = Rule("aten.rms_norm.default", "full", torch=">=2.12")
     assert not in_range(rule.torch, "2.11.0+cu128")
     assert in_range(rule.torch, "2.13.0+cpu")
+    past = Rule("aten.mm.default", "full", torch="<2.0")
+    assert Policy("p", ((past,),), extends=()).resolve("cpu").rules == ()
 
 
 def test_actions_are_parsed_and_printed():

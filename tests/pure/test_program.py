@@ -405,6 +405,7 @@ def test_a_value_knows_its_size():
         Value(0, "fp32", (2, "n")), Value(0, "tuple"), Value(0, "u1", (4,)), Value(0, "fp32", (0, 3)),
     )]  # fmt: skip
     assert sizes == [(6, 24), (1, 2), (5, 40), (7, 7), (0, 0), (0, 0), (4, 0), (0, 0)]
+    assert Value(0, "fp32", ()).format is fp32 and Value(0, "fp32").format is None
     assert all(isinstance(element_bytes(kind), int) for kind in ("fp32", "i64", "bool", "c128"))
 
 
@@ -473,12 +474,22 @@ def test_edits_leave_other_steps_and_other_programs_as_they_are():
     regions = replace(two, regions=made.regions)
     region = apply_edits(regions, [InsertCast(6, 0, fp16, WHY, region=1), InsertCast(5, 0, fp16, WHY)])
     assert [region.steps[n].region for n in (7, 8)] == [None, 1]
+    inside = replace(
+        two, regions=made.regions, body=replace(two.body, steps=tuple(replace(s, region=1) for s in two.body.steps))
+    )
+    assert apply_edits(inside, [InsertCast(6, 0, fp16, WHY)]).steps[7].region == 1
+    given = apply_edits(replace(two, body=replace(two.body, returns=(1,))), [CastReturn(6, 0, fp16, WHY)])
+    assert given.steps[given.body.returns[0]].constants == ""  # fp64 is cast where a rule says so
 
 
 def test_a_place_is_noted_as_far_as_it_is_known():
     """A module without a line; the root without a name."""
     step = call(5, 0)
-    for site, note in ((nc.Site("a"), "a"), (nc.Site(file="/x/m.py", line=3), "(root), m.py:3")):
+    for site, note in (
+        (nc.Site("a"), "a"),
+        (nc.Site(file="/x/m.py", line=3), "(root), m.py:3"),
+        (nc.Site("a\nb"), "a?b"),
+    ):
         text = print_program(program(replace(step, site=site)))
         assert f" at 0: {note}\n" in text
         assert parse_program(text).body.steps[0].site == site

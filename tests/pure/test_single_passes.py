@@ -10,6 +10,7 @@ from narrowcast.errors import RefusedError
 from narrowcast.formats import bf16, fp16, fp32
 from narrowcast.passes import assign_casts, call_of, drop_casts, fold_casts, hoist_casts, run_passes, share_casts
 from narrowcast.passes.pipeline import _record, before_autograd
+from narrowcast.passes.readers import count_readers
 from narrowcast.program import (
     CastResult,
     CastReturn,
@@ -572,3 +573,48 @@ def test_a_call_outside_of_regions_is_on_no_device_that_a_region_says():
         "program p\nblock main(%0: fp32[2]) {\n  %1: fp32[2] = aten.relu.default(self=%0)\n  return %1\n}"
     )
     assert [a.device for a in call_of(program, program.steps[1]).arguments] == [""]
+    inside = parse("block main(%0: fp32[2]) {\n  %1: fp32[2] = aten.relu.default(self=%0) in 0\n  return %1\n}")
+    assert [a.device for a in call_of(inside, inside.steps[1]).arguments] == ["cpu"]
+
+
+def test_readers_are_operands_and_returns():
+    """Each as often as it names the value, in all blocks."""
+    program = parse(
+        """block main(%0: fp32[2] cpu, %1: i64 cpu, %2: fp32[2] cpu) {
+  %3: fp32[2] cpu = prim.Loop(a=%1)
+    block body(%4: fp32[2] cpu) {
+      %5: fp32[2] cpu = aten.add.Tensor(self=%0, other=%0)
+      return %5, %0
+    }
+  return %2, %3, %2
+}
+"""
+    )
+    assert count_readers(program) == {0: 3, 1: 1, 5: 1, 2: 2, 3: 1}
+
+
+def test_casts_in_regions_that_differ_in_the_device_alone_are_shared():
+    """Whether a tensor is on the device is the same for both."""
+    text = """program p
+region 0: cpu bf16 enabled cached session 0 policy native open device
+region 1: cpu bf16 enabled cached session 0 policy native open device
+block main(%0: fp32[2] cpu) {
+  %1: bf16[2] cpu = cast(self=%0) in 0
+  %2: bf16[2] cpu = cast(self=%0) in 1
+  return
+}
+"""
+    assert [(e.step, e.keep) for e in share_casts(parse_program(text))] == [(2, 1)]
+    assert share_casts(parse_program(text.replace("open device", "open enabled"))) == []
+
+
+def test_what_is_cast_together_floats_and_is_not_written_to():
+    """An index is not, nor is a result that is there already."""
+    program = parse(
+        """block main(%0: tensor["?"], %1: i64[2] cpu, %2: tensor["?"], %3: tensor["?"]) {
+  %4: tensor["?"] = aten.index_copy.default(self=%0, index=%1, source=%2, out=%3!) computes in 0
+  return %4
+}
+"""
+    )
+    assert [edit.operands for edit in assign_casts(program, {"native": NATIVE})] == [(0, 2)]

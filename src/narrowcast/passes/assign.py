@@ -56,7 +56,10 @@ def assign_casts(
         if step.op in (ENTER, EXIT):
             edits.append(Remove(step.id, Why(NAME, "its casts are explicit now")))
         elif step.region is not None and not step.is_cast and not step.blocks:
-            decided = list(_decided(program, step, policies, overload_with_dtype))
+            decided: list[Edit] = []
+            for number in (step.region, *step.others):
+                if program.regions[number].facts.enabled:
+                    decided += _decided_in(program, step, number, policies, overload_with_dtype)
             edits += decided
             if decided and step.direction != "forward":
                 readers = readers or find_readers(program)
@@ -76,14 +79,6 @@ def call_of(program: Program, step: Step, number: int | None = None) -> Call:
     return Call(step.op, arguments, step.site, step.given, step.computes, step.direction)
 
 
-def _decided(
-    program: Program, step: Step, policies: Mapping[str, Policy], overload_with_dtype: Overload
-) -> Iterator[Edit]:
-    for number in (step.region or 0, *step.others):
-        if program.regions[number].facts.enabled:
-            yield from _decided_in(program, step, number, policies, overload_with_dtype)
-
-
 def _decided_in(
     program: Program, step: Step, number: int, policies: Mapping[str, Policy], overload_with_dtype: Overload
 ) -> Iterator[Edit]:
@@ -98,8 +93,7 @@ def _decided_in(
     for position, (operand, dst) in enumerate(zip(step.operands, plan.formats, strict=True)):
         if dst is not None:
             rule = plan.rule_for(operand.name)
-            exactly = rule is not None and rule.is_exact
-            yield InsertCast(step.id, position, dst, _why(rule, policy), number, exactly)
+            yield InsertCast(step.id, position, dst, _why(rule, policy), number)
     why = _why(plan.rule, policy)
     if plan.undecided is not None:
         tensors = (n for n, o in enumerate(step.operands) if _may_float(program.values[o.value]) and not o.written)

@@ -57,6 +57,6 @@ def _is_idle(
         outside = [v.id for v in block.parameters] + [r for r in block.returns if r != step.id]
         if any(writes.share_memory(source, other) for other in outside):
             return False
-    if not after_autograd and step.value.gradient and readers.get(source, 0) != 1:
+    if not after_autograd and step.value.gradient and readers[source] != 1:
         return False
     return not writes.is_written_after(source, step.id) and not writes.is_written_after(step.id, step.id)

@@ -112,15 +112,15 @@ def place_within(kept: Energy, limit_bytes: int) -> Callable[[Question], Optimum
                 found=f"the smallest placement keeps {kept_bytes(best.chosen):.0f}",
                 advice="Raise memory_limit_bytes, or recompute activations (torch.utils.checkpoint).",
             )
-        low, high, reached = 0.0, 1.0, False  # prices of a byte; whether the high one is high enough
+        low, high, reached = 0.0, 2.0, False  # prices of what is kept; whether the high one is high enough
         for _ in range(_STEPS):
-            price = (low + high) / 2 if reached else high
-            found = minimise(_in_range(combine(energy, kept, price * kept.unit)))
+            price = (low + high) / 2
+            found = minimise(_in_range(combine(energy, kept, price)))
             if kept_bytes(found.chosen) > limit_bytes:
                 low, high = price, high if reached else 8 * high
                 continue
             high, reached = price, True
-            timed = _as_time(energy, found.chosen)
+            timed = _as_time(energy, found.chosen)  # not always less than the last: prices are rounded
             best = timed if timed.cost < best.cost else best
         return replace(best, bound=free.bound, method="minimum cuts under a price per byte")
 

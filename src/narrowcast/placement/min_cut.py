@@ -12,7 +12,7 @@ import numpy as np
 
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
-from narrowcast.placement.energy import FIXED, Energy, Flow, Optimum, Reader
+from narrowcast.placement.energy import Energy, Flow, Optimum, Reader
 
 _LARGEST = 2**30  # scipy's capacities are 32-bit
 
@@ -44,9 +44,8 @@ class _Network:
 
     def __init__(self, energy: Energy) -> None:
         self.energy = energy
-        ordered = sorted(energy.formats, key=_by_bits)
-        self.low: Format | None = ordered[0] if len(ordered) > 1 else None
-        self.high: Format | None = ordered[-1]
+        self.formats = sorted(energy.formats, key=_by_bits)
+        self.low, self.high = self.formats[0], self.formats[-1]  # one, if that is all there is
         self.source = len(energy.choices)
         self.sink = self.source + 1
         self.nodes = self.source + 2
@@ -73,35 +72,25 @@ class _Network:
         self._edge(self.source, node, if_high - least)
 
     def _choices(self) -> None:
+        """What has one format gets no edge: its readers and values are fixed."""
         for number, choice in enumerate(self.energy.choices):
             costs = dict(zip(choice.formats, choice.costs, strict=True))
             if len(costs) == 1:
-                (only,), (cost,) = costs, costs.values()
-                self.constant += cost
-                self._fix(number, only)
+                self.constant += choice.costs[0]
             else:
-                self._unary(number, costs[self.low], costs[self.high])  # type: ignore[index]
-
-    def _fix(self, node: int, format: Format) -> None:
-        is_low = format is self.low
-        self.never.append((self.source, node) if is_low else (node, self.sink))
+                self._unary(number, costs[self.low], costs[self.high])
 
     def _flow(self, flow: Flow) -> None:
         maker = self._maker(flow)
-        is_fixed = maker in (self.source, self.sink)
-        reads = [flow.reads.get(f, 0) for f in (self.low, self.high) if f is not None]
-        if is_fixed:
+        if maker in (self.source, self.sink):
             self.constant += flow.reads.get(flow.formats[0], 0)
         else:
-            self._unary(maker, reads[0], reads[-1])
-        for format in (self.low, self.high):
+            low, high = sorted(set(flow.formats), key=_by_bits)
+            self._unary(maker, flow.reads.get(low, 0), flow.reads.get(high, 0))
+        for format in self.formats:
             needing = [r for r in flow.readers if format in r.needs]
-            if format is None or not needing:
-                continue
             self._cast(flow, maker, format, needing)
-            if flow.stores.get(format, 0):
-                storing = [r for r in needing if r.stores]
-                self._once(storing, format, flow.stores[format], None)
+            self._once([r for r in needing if r.stores], format, flow.stores.get(format, 0), None)
 
     def _maker(self, flow: Flow) -> int:
         if len(set(flow.formats)) == 1:
@@ -113,8 +102,6 @@ class _Network:
 
     def _cast(self, flow: Flow, maker: int, format: Format, needing: list[Reader]) -> None:
         other = self.high if format is self.low else self.low
-        if other is None:
-            return
         for reader in needing:
             if reader.keeps and other in flow.rounded:
                 node = self._node(reader, format)
@@ -139,10 +126,10 @@ class _Network:
     def _node(self, reader: Reader, format: Format) -> int:
         """The node that is on the format's side when the reader needs it."""
         fixed = self.source if format is self.low else self.sink
-        if reader.choice == FIXED or set(reader.needs) == {format}:
+        if set(reader.needs) == {format}:
             return fixed
         needs = dict(zip(self.energy.choices[reader.choice].formats, reader.needs, strict=True))
-        if needs.get(format) is not format or any(n is format for f, n in needs.items() if f is not format):
+        if needs[format] is not format:
             raise EnergyError("a minimum cut", "a reader that needs the other format than it has itself")
         return reader.choice
 
@@ -154,11 +141,12 @@ class _Network:
         total = sum(cost for _, _, cost in self.edges)
         if total > _LARGEST:
             raise EnergyError("a minimum cut", f"costs of {total} together", advice=f"Keep them below {_LARGEST}.")
-        never = [(start, end, total + 1) for start, end in self.never]
-        edges = np.array([*self.edges, *never], dtype=np.int64).reshape(-1, 3)
+        most = total + 1  # more than any cut that is allowed
+        rows = [*self.edges, *((start, end, most) for start, end in self.never)]
+        edges = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
         shape = (self.nodes, self.nodes)
         capacities = csr_matrix((edges[:, 2], (edges[:, 0], edges[:, 1])), shape=shape)
-        capacities.data = np.minimum(capacities.data, total + 1)
+        capacities.data = np.minimum(capacities.data, most)
         capacities = capacities.astype(np.int32)
         result: Any = maximum_flow(capacities, self.source, self.sink, method="dinic")
         residual = capacities - result.flow

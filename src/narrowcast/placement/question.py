@@ -89,7 +89,9 @@ class _Finder:
         self.home: dict[int, Block] = {}
         self.writes: dict[int, Writes] = {}
         self.pinned: set[int] = set()
-        self.returned = frozenset(program.body.returns)
+        self.returned: dict[int, list[int]] = {}  # the positions of each value among what is returned
+        for position, value in enumerate(program.body.returns):
+            self.returned.setdefault(value, []).append(position)
         self.readers: dict[int, list[tuple[Step, int]]] = {}
         self.memories = Memories()
         self._survey(program.body, 1)
@@ -169,7 +171,7 @@ class _Finder:
         for value in self.values.values():
             if value.id not in self.casts and value.format is not None:
                 reads[value.id] = self._reads(value)
-                flows += self._flows(value, reads[value.id])
+                flows += self._flows(value, value.format, reads[value.id])
         energy = _in_units(self.formats, costs, flows)
         steps = {n: members for n, members in enumerate(self.members) if members}
         left = (s for s in self.steps.values() if s.id not in self.variable and s.id not in self.casts)
@@ -223,11 +225,15 @@ class _Finder:
         for number in self.values:
             if self._is_written(number):
                 groups.setdefault(self.memories.of(number), []).append(number)
+        for step in self.steps.values():  # what a call writes to need not be what it gives
+            for operand in step.operands:
+                if operand.written:
+                    groups[self.memories.of(operand.value)].append(step.id)
         for group in groups.values():
             variables = [self.variable.get(number) for number in group]
             known = list(dict.fromkeys(v for v in variables if v is not None))
             formats = {self.formats[v] for v in known}
-            if None in variables or len(formats) != 1 or len(self.formats[known[0]]) != 2:
+            if None in variables or len(formats) != 1:
                 for variable in known:
                     self._join(variable, None)
                 continue
@@ -236,13 +242,13 @@ class _Finder:
 
     def _join(self, variable: int, into: int | None) -> None:
         """Give all members of a choice to another one, or tie them."""
-        for step in self.members[variable]:
+        members, self.members[variable] = self.members[variable], []
+        for step in members:
             if into is None:
                 del self.variable[step.id]
             else:
                 self.variable[step.id] = into
                 self.members[into].append(step)
-        self.members[variable] = []
 
     def _cost(self, step: Step, format: Format) -> float:
         if step.op == "getitem":
@@ -261,38 +267,37 @@ class _Finder:
             for step, position in self.readers.get(number, ()):
                 if step.id not in self.casts and step.op != "getitem":
                     found.append(Read(step, position, cast, self._reader(value, step, position, cast)))
-            for position, returned in enumerate(self.program.body.returns if number in self.returned else ()):
-                if returned == number:
-                    found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
+            for position in self.returned.get(number, ()):
+                found.append(Read(None, position, cast, self._reader(value, None, position, cast)))
         return found
 
-    def _flows(self, value: Value, reads: list[Read]) -> list[Priced]:
+    def _flows(self, value: Value, own: Format, reads: list[Read]) -> list[Priced]:
         """One flow for each time and block in which the value's casts can be shared, and how often it runs."""
         variable = self.variable.get(value.id, FIXED)
-        formats = self.formats[variable] if variable != FIXED else (value.format,) if value.format else ()
+        formats = self.formats[variable] if variable != FIXED else (own,)
         wanted = dict.fromkeys([*formats, *(n for r in reads for n in r.reader.needs if n is not None)])
-        groups: dict[tuple[int, int], list[Read]] = {}
+        groups: dict[tuple[str | int, int], list[Read]] = {}
         for read in reads:
             groups.setdefault(self._when(value, read), []).append(read)
         found: list[Priced] = []
         maker = self.steps.get(value.id)
-        rounded = frozenset(f for f in formats if value.format is not None and not is_exact(value.format, f))
-        for (_, home), group in groups.items():
+        rounded = frozenset(f for f in formats if not is_exact(own, f))
+        for group in groups.values():
             price = self.prices.value(value, maker, [read.step for read in group], tuple(wanted))
-            often = max((self.often[r.step.id] for r in group if r.step is not None), default=1) if home else 1
+            first = group[0].step  # the others are in its block
+            often = self.often[first.id] if first is not None else 1
             readers = tuple(read.reader for read in group)
             found.append((Flow(variable, formats, readers, rounded=rounded), price, often))
         return found
 
-    def _when(self, value: Value, read: Read) -> tuple[int, int]:
+    def _when(self, value: Value, read: Read) -> tuple[str | int, int]:
         """Casts made in one block with no write in between are one; what is returned or written to is its own."""
         if read.step is None:
-            return (-1 - read.position, 0)
+            return ("returned", read.position)
         if read.step.is_cast and self._has_own_memory(read.step):
-            return (read.step.id, -1)
-        block = self.home[read.step.id]
-        home = 0 if block is self.program.body else id(block)
-        return (self.writes[id(block)].count_before(value.id, read.step.id), home)
+            return ("kept", read.step.id)
+        block = id(self.home[read.step.id])
+        return (block, self.writes[block].count_before(value.id, read.step.id))
 
     def _reader(self, value: Value, step: Step | None, position: int, cast: Step | None) -> Reader:
         stores = self.prices.stores(step)
@@ -304,9 +309,7 @@ class _Finder:
             takes_any = step is not None and cast is None and _promotes(step, position, format)
             return Reader(FIXED, (None if takes_any else format,), stores, keeps)
         variable = self.variable[step.id]
-        own, *others = self.formats[variable]
-        # under another format than the policy's it takes that one, except what the policy leaves in fp32 beside it
-        needs = (format, *(fp32 if format is fp32 and own is not fp32 else f for f in others))
+        needs = (format, *self.formats[variable][1:])  # under another format than the policy's it takes that one
         return Reader(variable, needs, stores, keeps)
 
 
@@ -322,7 +325,7 @@ def _in_units(formats: list[tuple[Format, ...]], costs: list[list[float]], flows
     total = sum(sum(c) for c in costs)
     for _, price, often in flows:
         total += sum((*price.casts.values(), *price.reads.values(), *price.stores.values())) * often
-    unit = total / _UNITS if total > _UNITS else 1.0
+    unit = max(total / _UNITS, 1.0)
 
     def whole(cost: float) -> int:
         return round(cost / unit)

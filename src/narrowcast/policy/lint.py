@@ -31,7 +31,7 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
     Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
     """
     ops = known_ops()
-    bases = [Policy("base", extends=policy.extends).resolve(d).table for d in DEVICE_TYPES] if policy.extends else []
+    bases = [Policy("base", extends=policy.extends).resolve(d).table for d in DEVICE_TYPES]
     findings: list[Finding] = []
     for number, layer in enumerate(policy.layers):
         for rule in layer:
@@ -45,7 +45,7 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
             if shadow is not None:
                 message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"
                 findings.append(Finding("never matches", rule, message, rule.origin))
-            elif bases and rule.is_unconditional and _changes_nothing(rule, covered, bases):
+            elif rule.is_unconditional and _changes_nothing(rule, covered, bases):
                 message = f"{rule} is what {', '.join(policy.extends)} says anyway, on every device"
                 findings.append(Finding("changes nothing", rule, message, rule.origin))
         findings += _overlaps(layer)
@@ -59,7 +59,7 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     table = Table(policy.layers[number:])
     winners = []
     for op in ops:
-        whole = table.candidates(op, takes_patterns=True).whole
+        whole = table.candidates(op).whole
         if rule in whole:
             return None
         winners.append(whole[-1])
@@ -71,7 +71,7 @@ def _changes_nothing(rule: Rule, ops: list[str], bases: list[Table]) -> bool:
         return False
     for table in bases:
         for op in ops:
-            whole = table.candidates(op, takes_patterns=True).whole
+            whole = table.candidates(op).whole
             if not whole or whole[0].action != rule.action:
                 return False
     return True

@@ -260,16 +260,16 @@ class Rule:
         return (self.op, self.module, self.module_class, self.function, self.argument, self.torch)
 
     @property
-    def specificity(self) -> tuple[int, ...]:
-        """Orders the rules of one layer: place first, then how exactly the op is named."""
-        exactness = 10_000 if not self.is_pattern else 0 if self.is_glob else 5_000
-        if self.direction in ("dgrad", "wgrad"):
-            exactness += 20_000
+    def specificity(self) -> tuple[tuple[bool, int], ...]:
+        """Orders the rules of one layer: place first, then how exactly the op is named: without wildcards a name of
+        one overload is longer than the one for all of them.
+        """
         return (
             _literals(self.module),
             _literals(self.module_class),
             _literals(self.function),
-            exactness + _literals(self.op),
+            (self.direction in ("dgrad", "wgrad"), not self.is_glob),
+            _literals(self.op),
         )
 
     def matches_op(self, op: str) -> bool:
@@ -320,9 +320,9 @@ _PER_ARGUMENT = (Kind.LOWER, Kind.FULL, Kind.FOLLOW, Kind.TO)
 _PER_MODULE = (Kind.LOWER, Kind.FULL, Kind.INSIDE, Kind.FOLLOW, Kind.TO, Kind.REFUSE)
 
 
-def _literals(pattern: str | None) -> int:
-    """How much of a pattern is fixed text; 0 for no pattern, at least 1 for any pattern."""
-    return 0 if pattern is None else 1 + sum(c not in "*?[]" for c in pattern)
+def _literals(pattern: str | None) -> tuple[bool, int]:
+    """Whether there is a pattern, and how much of it is fixed text."""
+    return pattern is not None, sum(c not in "*?[]" for c in pattern or "")
 
 
 def _matches_path(path: str, pattern: str) -> bool:

@@ -27,8 +27,7 @@ def check_settings(
         ("inner", inner, INNER),
     ):
         if value is not None and value not in known:
-            found = "no such cache" if key == "cache" else "no such choice"
-            raise PolicyError(f"{key} {value!r}", found, advice=f"Write one of: {known}.")
+            raise PolicyError(f"{key} {value!r}", "no such choice", advice=f"Write one of: {known}.")
     for key, formats in (("low", (low,)), ("training", training)):
         for format in formats:
             if format is not None and format not in LOW:

@@ -29,13 +29,12 @@ class Table:
     __slots__ = ("_globs", "_known", "_named", "_ranked", "asks_for_names")
 
     def __init__(self, layers: tuple[tuple[Rule, ...], ...]) -> None:
-        ranked = [
-            (number, rule.specificity, position, rule)
+        places = [
+            (number, rule.specificity, position)
             for number, layer in enumerate(layers)
             for position, rule in enumerate(layer)
         ]
-        ranked.sort(key=lambda row: row[:3], reverse=True)
-        self._ranked = [row[3] for row in ranked]
+        self._ranked = [layers[number][position] for number, _, position in sorted(places, reverse=True)]
         self.asks_for_names = any(rule.module_class or rule.function for rule in self._ranked)
         # by where they stand in that order: rules that name an op or an overload by that name, and the others
         self._named: dict[str, list[int]] = {}
@@ -45,7 +44,7 @@ class Table:
                 self._named.setdefault(rule.target, []).append(rank)
         self._known: dict[tuple[str, bool, str], Candidates] = {}
 
-    def candidates(self, op: str, takes_patterns: bool, direction: str = "forward") -> Candidates:
+    def candidates(self, op: str, takes_patterns: bool = True, direction: str = "forward") -> Candidates:
         """The rules about `op`; patterns count only where `takes_patterns` (the op computes and writes nothing)."""
         key = (op, takes_patterns, direction)
         found = self._known.get(key)

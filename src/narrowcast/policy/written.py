@@ -26,7 +26,7 @@ def print_text(
         document["name"] = name
     for key, value in settings.items():
         if value and document.get(key) != value:
-            document[key] = list(value) if isinstance(value, tuple) else value
+            document[key] = value
     later = list(layers[text_layers:])
     added = allowances if text is None else ()
     if (later and text_layers == 0) or added:

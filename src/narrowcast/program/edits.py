@@ -175,7 +175,6 @@ class _Editor:
 
     def __init__(self, program: Program, edits: Sequence[Edit]) -> None:
         self.program = program
-        self.next_id = max(program.values, default=-1) + 1
         self.made: dict[int, Value] = {}
         self.inserts: dict[int, list[InsertCast]] = {}
         self.together: dict[int, CastTogether] = {}
@@ -191,6 +190,7 @@ class _Editor:
         self.returns: dict[int, CastReturn] = {}
         for edit in edits:
             self._file(edit)
+        self.next_id = max(program.values) + 1  # an edit is about a step: there are values
         self.moving = {step for steps in self.moved.values() for step in steps}
 
     def _file(self, edit: Edit) -> None:
