@@ -85,6 +85,7 @@ class TestRun:
             (gzip.compress(b"x" * 1000)[:-20], "EOFError|Error"),
             (b"\xff\xfe\x00", "Error"),
         ],
+        ids=["empty", "a list", "another schema", "no records", "cut off", "no text"],
     )
     def test_a_broken_or_foreign_file_is_refused_with_what_is_wrong(self, tmp_path, content, found):
         path = tmp_path / "run.json.gz"
