@@ -5,7 +5,17 @@ import pickle
 import pytest
 
 from narrowcast.errors import FormatError, Origin, PolicyConflictError, PolicyError
-from narrowcast.policy import DEVICE_TYPES, Action, Kind, Policy, Rule, Site, as_policy, parse_action
+from narrowcast.policy import (
+    DEVICE_TYPES,
+    Action,
+    Kind,
+    Policy,
+    Rule,
+    Site,
+    as_policy,
+    find_allowance,
+    parse_action,
+)
 
 
 def whole(policy, op, **facts):
@@ -286,13 +296,13 @@ class TestAllowances:
     def test_hold_for_their_op_module_and_argument(self):
         policy = Policy.parse(self.TEXT)
         inside, outside = Site(module_path="loss.part"), Site(module_path="encoder")
-        assert policy.allowance("aten.log.default", inside, "self") is policy.allowances[0]
-        assert policy.allowance("aten.log.default", inside, "other") is None
-        assert policy.allowance("aten.log.default", inside) is None, "it is about an argument alone"
-        assert policy.allowance("aten.log.default", outside, "self") is None
-        assert policy.allowance("aten.exp.default", outside) is policy.allowances[2]
-        assert policy.allowance("aten.exp.default", outside, "self") is policy.allowances[2]
-        assert policy.allowance("aten.expm1.default", outside) is None
+        assert find_allowance(policy.allowances, "aten.log.default", inside, "self") is policy.allowances[0]
+        assert find_allowance(policy.allowances, "aten.log.default", inside, "other") is None
+        assert find_allowance(policy.allowances, "aten.log.default", inside) is None, "it is about an argument alone"
+        assert find_allowance(policy.allowances, "aten.log.default", outside, "self") is None
+        assert find_allowance(policy.allowances, "aten.exp.default", outside) is policy.allowances[2]
+        assert find_allowance(policy.allowances, "aten.exp.default", outside, "self") is policy.allowances[2]
+        assert find_allowance(policy.allowances, "aten.expm1.default", outside) is None
 
     def test_are_written_and_read_again(self):
         policy = Policy.parse(self.TEXT)

@@ -14,6 +14,7 @@ from narrowcast.policy.rules import (
     Rule,
     Site,
     did_you_mean,
+    find_allowance,
     parse_action,
 )
 from narrowcast.policy.settings import DEVICE_TYPES
@@ -34,6 +35,7 @@ __all__ = [
     "Site",
     "as_policy",
     "did_you_mean",
+    "find_allowance",
     "in_range",
     "installed_torch",
     "known_ops",

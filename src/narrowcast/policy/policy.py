@@ -16,7 +16,7 @@ from narrowcast.output.files import replace_text
 from narrowcast.policy.changes import RuleChange, changed_rules
 from narrowcast.policy.lacks import FULL, RAISE, Lack
 from narrowcast.policy.layers import check_layer
-from narrowcast.policy.rules import Rule, Site
+from narrowcast.policy.rules import Rule
 from narrowcast.policy.settings import (
     BUILTIN,
     INNER,
@@ -42,19 +42,14 @@ class Policy:
     exactly the same calls are an error unless the later one says `override`. `extends` holds `native` (resolved for
     the region's device type), `native:cuda` (for that device type), `safe`, `ipex`, or `nothing` alone.
 
-    `cache` is `native` (torch's weight cache, as `cache_enabled` asks), `off` (weights are cast at every use), or None
-    (as in what it extends).
-
-    `unsupported` says what becomes of a call in a format that the device lacks: `raise` (the device's own error),
-    `full` (it runs in fp32, and its results have the promised format), or None (as in what it extends, or `raise`).
-    `lacks` is what the device lacks, once the policy was fitted to one.
-
-    `low` is the low format of regions that name none, and `training` are those to train in: in another, a region in
-    which gradients are recorded warns. Left open they are as in what it extends, or the device type's, and any.
-
-    `inner` says what rules in `torch.autocast` blocks inside a region of this policy, as frameworks open them: `native`
-    (torch's own lists: the block hides this policy), `policy` (this policy, in the block's own format), or None (as in
-    what it extends, or `native`). A block that is switched off is off.
+    Its settings; one that is None is as in what it extends, or else the first named here. `cache`: `native` (torch's
+    weight cache, as `cache_enabled` asks) or `off` (weights are cast each time). `unsupported`, what becomes of a call
+    in a format that the device lacks: `raise` (the device's own error) or `full` (it runs in fp32, and its results have
+    the promised format); `lacks` is what the device lacks, once the policy was fitted to one. `inner`, what rules in
+    `torch.autocast` blocks inside a region of this policy, as frameworks open them: `native` (torch's own lists: the
+    block hides this policy) or `policy` (this policy, in the block's own format); a block that is switched off is off.
+    `low` is the low format of regions that name none, and `training` are those to train in: in another, a region that
+    records gradients warns; left open they are the device type's, and any.
 
     `allowances` say where `nc.watch` takes what is not finite as meant (`allow_nonfinite = true`; their actions are
     nothing). Two policies are equal when they decide alike: these, names, reasons and comments take no part.
@@ -123,8 +118,8 @@ class Policy:
         from narrowcast.policy.written import print_text  # loads tomlkit, which nothing else needs
 
         settings = {key: getattr(self, key) for key in SETTINGS}
-        named = (self.name, self.layers, self.extends, self.description)
-        return print_text(*named, settings, self.allowances, self.text, self.text_layers)
+        said = (self.name, self.layers, self.extends, self.description, settings, self.allowances)
+        return print_text(*said, self.text, self.text_layers)
 
     # -- new policies from old
 
@@ -265,11 +260,6 @@ class Policy:
         plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and self.inner in (None, "native")
         leaves_open = not (self.lacks or self.low or self.training)
         return self.extends == ("native",) and not self.layers and plain and leaves_open
-
-    def allowance(self, op: str, site: Site, argument: str = "") -> Rule | None:
-        """The allowance for what this call reads (an argument), or gives, being not finite."""
-        about = [r for r in self.allowances if r.matches_op(op) and r.matches_site(site)]
-        return next((r for r in about if (r.argument or argument) == argument), None)
 
     @cached_property
     def has_open_patterns(self) -> bool:

@@ -310,6 +310,12 @@ class Rule:
         return f"{' '.join(parts)}: {self.action}"
 
 
+def find_allowance(rules: tuple[Rule, ...], op: str, site: Site, argument: str = "") -> Rule | None:
+    """Of a policy's allowances the one for what a call reads (an argument), or gives, being not finite."""
+    about = [r for r in rules if r.matches_op(op) and r.matches_site(site)]
+    return next((r for r in about if (r.argument or argument) == argument), None)
+
+
 def _name_of(op: object) -> str:
     """The name of what somebody took for an op."""
     text = str(op)  # torch.ops.aten.gelu.default says its own

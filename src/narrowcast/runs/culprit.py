@@ -8,6 +8,7 @@ import torch
 
 from narrowcast.eager.kernels import gather
 from narrowcast.formats import Format
+from narrowcast.ops import named
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.runs.finiteness import is_floating, is_lowest
@@ -30,10 +31,6 @@ def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence:
     )  # fmt: skip
 
 
-_PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
-"""Every element of their arguments goes into a sum that they give, where an infinity stays one or becomes NaN."""
-
-
 def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named, Named]:
     """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks.
 
@@ -43,7 +40,7 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
     masks: Named = []
     if call.plan is None or not any(call.plan.formats):
         return overflowed, masks
-    if gave_finite and call.facts.id in _PRODUCTS and all(result.numel() for result in call.results):
+    if gave_finite and _name(call) in named("finite.sums_all") and all(result.numel() for result in call.results):
         return overflowed, masks
     for (name, tensor), dst in _planned(call):
         if dst is None or tensor.dtype not in FORMATS or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
@@ -147,17 +144,22 @@ def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> 
 
 def _cause(call: SeenCall, inputs: Named) -> str:
     """What of the inputs is the usual reason."""
-    name = call.id.op.split(".")[1]
+    name = _name(call)
     for argument, tensor in inputs:
         if not tensor.numel():
             continue
         zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
-        is_divisor = name in ("div", "div_", "reciprocal", "rsqrt") and tensor is inputs[-1][1]
-        if zeros and (is_divisor or name in ("log", "log2", "log10", "pow")):
+        is_asked = name != "div" or tensor is inputs[-1][1]
+        if zeros and is_asked and name in named("finite.not_at_zero"):
             return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
-        if negative and name in ("log", "log2", "log10", "sqrt", "rsqrt", "log1p", "pow", "acos", "asin"):
+        if negative and name in named("finite.not_below_zero"):
             return f"; {negative} of {tensor.numel()} elements of {argument} are negative"
     return ""
+
+
+def _name(call: SeenCall) -> str:
+    """The op's name without namespace, overload and the underscore of an in-place form."""
+    return call.facts.id.split(".")[1].removesuffix("_")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

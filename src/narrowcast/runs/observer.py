@@ -24,7 +24,7 @@ from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
 from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
-from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site
+from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site, find_allowance
 from narrowcast.regions.stack import innermost
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
 from narrowcast.sites.python_stack import find_site
@@ -81,7 +81,7 @@ class SeenCall:
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
         """The rule that allows what is not finite here, in an argument or in what the call gives."""
         of = self.forward or self.id
-        return self.policy.allowance(of.op, self.site, argument) if self.policy is not None else None
+        return None if self.policy is None else find_allowance(self.policy.allowances, of.op, self.site, argument)
 
     @property
     def results(self) -> list[torch.Tensor]:
