@@ -348,3 +348,50 @@ def test_a_saved_file_loads_where_a_method_computes_nothing(tmp_path):
         made.save(str(tmp_path / "low.pt"))
         loaded = torch.jit.load(str(tmp_path / "low.pt"))
         assert loaded(torch.randn(2, 4)).dtype is BF16
+
+
+class Recurrent(torch.nn.Module):
+    """A recurrent layer, whose `forward` TorchScript compiles as overloads, and what follows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = torch.nn.LSTM(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y, _ = self.layer(x)
+        return self.out(y)
+
+
+class WithGRU(Recurrent):
+    """Another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.GRU(8, 8)
+
+
+class WithRNN(Recurrent):
+    """A third."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.RNN(8, 8)
+
+
+@pytest.mark.parametrize("kind", [Recurrent, WithGRU, WithRNN])
+@pytest.mark.parametrize("asked", ["pin", "pin with results", "full", "lower", "inside"])
+def test_recurrent_layers_keep_their_pins_and_rules_in_scripts(kind, asked):
+    """Their `forward` has overloads, with names of their own."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 2, 8)
+    policy = nc.Policy.native()
+    if asked.startswith("pin"):
+        nc.pin(model.layer, "fp32", **({"out": "input"} if "results" in asked else {}))
+    else:
+        policy = policy.with_rules(nc.Rule("module.call", asked, module="layer"))
+    with torch.no_grad(), nc.autocast("cpu", torch.bfloat16, policy=policy):
+        expected = model(x)
+    scripted = nc.script(model, dtype="bf16", policy=policy)
+    with torch.no_grad():
+        found = scripted(x)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)

@@ -19,7 +19,7 @@ from narrowcast.errors import ScriptError
 from narrowcast.module_calls import ModuleCall
 from narrowcast.policy import Kind, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
-from narrowcast.scripts.callers import mark_whole
+from narrowcast.scripts.callers import is_forward, mark_whole
 from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes, close_passage
 from narrowcast.scripts.source import shown_at
 from narrowcast.torch_bridge import DTYPES, FORMATS
@@ -45,8 +45,9 @@ class Modules:
         """Of a script module. module: what it was made of, if that is known."""
         found = Modules()
         for part in script.modules():
-            if "forward" in method_names(part):
-                names = [a.name for a in compiled_method(part, "forward").schema.arguments][1:]
+            forward = next(filter(is_forward, method_names(part)), None)
+            if forward is not None:
+                names = [a.name for a in compiled_method(part, forward).schema.arguments][1:]
                 found.arguments[find_type(part)] = names
         if module is not None:
             originals = dict(module.named_modules(remove_duplicate=False))

@@ -37,12 +37,17 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
         if _is_users(file):
             facts |= {"file": file, "line": line}
         first = last = call
-        if bound is not None and "path" in facts and call.s("name") == "forward":
+        if bound is not None and "path" in facts and is_forward(call.s("name")):
             noted, first, last = bound(graph, call)
             facts |= noted
         if facts:
             _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
             _mark(graph, _EXIT).insertAfter(last)
+
+
+def is_forward(method: str) -> bool:
+    """Whether a method is what a module's call runs: `forward`, or one of its overloads (`forward__0` of nn.LSTM)."""
+    return method.partition("__")[0] == "forward"
 
 
 def mark_whole(graph: Any, facts: dict[str, Any], first: Any) -> None:
