@@ -419,3 +419,38 @@ class TestCompare:
         assert len(str(found).splitlines()) <= 25
         data = json.loads(found.to_json())
         assert data["schema"] == "narrowcast.compare/1" and len(data["rows"]) == len(found.rows)
+
+
+def _nested(layer, x):
+    return layer(torch.nested.nested_tensor([x, x[:2]]))
+
+
+def _jagged(layer, x):
+    return layer(torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged))
+
+
+def _of_two(layer, x):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return layer(TwoTensor(x, x.clone()))
+
+
+@pytest.mark.parametrize("look", [nc.watch, nc.capture])
+@pytest.mark.parametrize(
+    "run",
+    [
+        _nested, _jagged, _of_two,
+        lambda layer, x: torch.vmap(layer)(x),
+        lambda layer, x: torch.func.hessian(lambda v: layer(v).square().sum())(x[0]),
+        lambda layer, x: torch.sparse.mm(torch.eye(4).to_sparse(), x),
+        lambda layer, x: torch.inference_mode()(lambda: layer(x) * 2)(),
+        lambda layer, x: layer(x[:0]),
+        lambda layer, x: layer.to("meta")(x.to("meta")),
+        lambda layer, x: x.to(torch.float8_e4m3fn).float() + 1,
+        lambda layer, x: torch.fft.fft(x).abs(),
+    ],
+    ids=["nested", "jagged", "made of two", "vmap", "hessian", "sparse", "inference", "empty", "meta", "fp8", "complex"],
+)  # fmt: skip
+def test_tensors_of_every_kind_pass_and_those_without_memory_of_their_own_are_not_looked_at(look, run):
+    with look(), nc.autocast("cpu", torch.bfloat16):
+        run(nn.Linear(8, 8), torch.randn(4, 8))

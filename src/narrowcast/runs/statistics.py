@@ -83,10 +83,12 @@ class Statistics:
         return [row for row in self._rows if isinstance(row, TensorFacts)]
 
     def _look(self, tensor: torch.Tensor) -> TensorFacts | _Pending:
+        if not has_storage(tensor):
+            return _unseen(tensor)
         x = tensor.detach()
         elements = x.numel()
         facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
-        if not elements or not has_storage(x):
+        if not elements:
             return facts
         if self._checksums or self._folder is not None:
             facts = self._kept(x, facts)
@@ -130,6 +132,15 @@ class Statistics:
             ) from error  # fmt: skip
         self._left -= raw.nbytes
         return replace(facts, file=name)
+
+
+def _unseen(tensor: torch.Tensor) -> TensorFacts:
+    """What is known of a tensor whose values are not looked at; sizes that differ from row to row are left out."""
+    try:
+        shape = tuple(int(size) for size in tensor.shape)
+        return TensorFacts(short_type(tensor.dtype), shape, tensor.device.type, tensor.numel())
+    except (RuntimeError, AttributeError, TypeError):
+        return TensorFacts(short_type(tensor.dtype), (), tensor.device.type, 0)
 
 
 def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -138,6 +138,12 @@ def release(library: torch.library.Library) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to; writes through `.data` are not counted."""
     return int(tensor._version)
+
+
+@cache
+def holds_others(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class are made of others: it says itself what ops do with it."""
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def is_view(tensor: torch.Tensor) -> bool:
