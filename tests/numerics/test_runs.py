@@ -449,7 +449,7 @@ def _of_two(layer, x):
         lambda layer, x: x.to(torch.float8_e4m3fn).float() + 1,
         lambda layer, x: torch.fft.fft(x).abs(),
     ],
-    ids=["nested", "jagged", "made of two", "vmap", "hessian", "sparse", "inference", "empty", "meta", "fp8", "complex"],
+    ids=["nested", "jagged", "two", "vmap", "hessian", "sparse", "inference", "empty", "meta", "fp8", "complex"],
 )  # fmt: skip
 def test_tensors_of_every_kind_pass_and_those_without_memory_of_their_own_are_not_looked_at(look, run):
     with look(), nc.autocast("cpu", torch.bfloat16):

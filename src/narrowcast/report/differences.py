@@ -191,8 +191,7 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
     shown = found.rows if every_row else found.worst[:SHOWN]
     lines = [
-        f"{found.subject}: {found.policy} in {found.low} against {found.reference} on {found.device_type}, "
-        f"{found.runs} runs",
+        f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs",
         *_verdict(found),
     ]
     if found.by == "module" and not every_row:
@@ -211,6 +210,10 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
     lines += [f"note: {note}" for note in found.notes]
     advice = _advice(found)
     return "\n".join([*lines, *(["", *advice] if advice else [])])
+
+
+def _under(found: Differences) -> str:
+    return f"{found.policy} in {found.low}" if found.policy else "with its own casts"
 
 
 def _verdict(found: Differences) -> list[str]:
