@@ -18,9 +18,11 @@ from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.runs.reference import Kept, sample_like
 from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, in_dtypes
 from narrowcast.runs.statistics import checksum
-from narrowcast.torch_bridge import FORMATS, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
 
 SEEDS = (1, 2)
+_OPAQUE = ("workspace", "reserve", "reserveSpace")
+"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 Samples = list[torch.Tensor]
 
 
@@ -50,7 +52,7 @@ class RunAlone(Observer):
         if call.is_cast or kept is None or wanted is None:
             return
         is_low = wanted.dtypes != kept.dtypes or wanted.output != kept.output
-        if is_low and can_run_again(call):
+        if is_low and can_run_again(call) and not reads_opaque(call.facts):
             call.notes["alone"] = _run_alone(call, wanted, kept)
 
     def after(self, call: SeenCall) -> None:
@@ -63,21 +65,26 @@ class RunAlone(Observer):
         self.found[call.id] = Alone(sums == kept.checksums, low, exact, moved)
 
 
+def reads_opaque(facts: OpFacts) -> bool:
+    """Whether an op reads what only a forward in the same formats can have left."""
+    return any(slot.name in _OPAQUE for slot in facts.slots)
+
+
 def _run_alone(call: SeenCall, wanted: Kept, kept: Kept) -> tuple[Samples, Samples | None, list[Samples]] | None:
     try:
         args, kwargs = in_dtypes(call.facts, call.args, call.kwargs, _floating(wanted.dtypes))
         low = _run(call, wanted, args, kwargs)
-    except (RuntimeError, NotImplementedError, ValueError):
+        dtypes = [t.dtype for t in low]
+        samples = _samples(low, kept)
+        exact = _wide(call, args, kwargs, torch.float64, None)
+        moved = []
+        for seed in SEEDS:
+            shaken = _Shaken(wanted, dtypes, seed)
+            wide = _wide(call, call.args, call.kwargs, _widest(kept.output), shaken)
+            if wide is not None:
+                moved.append(_samples([shaken.result(t, n) for n, t in enumerate(wide)], kept))
+    except (RuntimeError, NotImplementedError, ValueError):  # also random numbers inside vmap
         return None
-    dtypes = [t.dtype for t in low]
-    samples = _samples(low, kept)
-    exact = _wide(call, args, kwargs, torch.float64, None)
-    moved = []
-    for seed in SEEDS:
-        shaken = _Shaken(wanted, dtypes, seed)
-        wide = _wide(call, call.args, call.kwargs, _widest(kept.output), shaken)
-        if wide is not None:
-            moved.append(_samples([shaken.result(t, n) for n, t in enumerate(wide)], kept))
     return samples, None if exact is None else _samples(exact, kept), moved
 
 

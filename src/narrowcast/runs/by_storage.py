@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key
+from narrowcast.torch_surface.fx import is_functorch_wrapped_tensor
 
 T = TypeVar("T")
 _CHECKED_AT = 4096
@@ -15,7 +16,7 @@ _CHECKED_AT = 4096
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor lies in memory that can be told from others."""
-    return tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_functorch_wrapped_tensor(tensor)
 
 
 class ByStorage(Generic[T]):

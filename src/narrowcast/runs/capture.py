@@ -89,7 +89,7 @@ def capture(
         return Capturing(table)
     trial = Trial.of("capture", model, args, kwargs, backward)
     opened = observed_region("capture", trial, policy, dtype, device_type, region)
-    made = Capturing(table, (opened.policy,))
+    made = Capturing(table, (opened.policy,), casts_scripts=opened.policy is not NOTHING)
     trial.run(opened, made)
     policy_asked = None if opened.policy is NOTHING else opened.policy
     made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
@@ -116,8 +116,9 @@ def observed_region(
 class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
 
-    def __init__(self, table: Statistics, policies: tuple[Policy, ...] = ()) -> None:
+    def __init__(self, table: Statistics, policies: tuple[Policy, ...] = (), casts_scripts: bool = True) -> None:
         self.run = Run()
+        self._casts_scripts = casts_scripts
         self._table = table
         self._policies = policies
         self._stack: ExitStack | None = None
@@ -129,6 +130,7 @@ class Capturing:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._stack = ExitStack()
         self._observer = _Capture(self.run, self._table, self._policies)
+        self._observer.casts_scripts = self._casts_scripts
         self._stack.enter_context(told_of_optimizer_steps(self._stepped))
         self._stack.enter_context(self._observer.observing())
         return self.run

@@ -17,8 +17,8 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy
-from narrowcast.errors import RunError
-from narrowcast.ledger.identity import CallId
+from narrowcast.errors import NarrowcastError, RunError
+from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.numerics import output_errors
 from narrowcast.output.progress import Step, long_work
 from narrowcast.policy import Kind, Policy, Rule
@@ -32,14 +32,14 @@ from narrowcast.report.differences import (
     CallError,
     Differences,
 )
-from narrowcast.runs.alone import Alone, RunAlone
+from narrowcast.runs.alone import Alone, RunAlone, reads_opaque
 from narrowcast.runs.capture import NOTHING, observed_region
 from narrowcast.runs.environment import environment
-from narrowcast.runs.judging import OUTPUT_FACTOR, judge_call, judge_gradient
-from narrowcast.runs.observer import quietly
+from narrowcast.runs.judging import OUTPUT_FACTOR, has_same_shapes, judge_call, judge_gradient, other_arguments
+from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.reference import Keep, Kept, Moved, Weights
 from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Loss, Outcome, Trial, tensors_of
+from narrowcast.runs.trial import Loss, Outcome, Trial, parameters_of, tensors_of
 from narrowcast.torch_bridge import FORMATS
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -91,7 +91,8 @@ def compare(
     other = trial if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
     name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
     found = Differences(
-        subject=name, device_type=opened.device, policy=opened.policy.name, low=str(FORMATS[opened.fast_dtype]),
+        subject=name, device_type=opened.device, policy="" if opened.policy is NOTHING else opened.policy.name,
+        low="" if opened.policy is NOTHING else str(FORMATS[opened.fast_dtype]),
         reference=str(reference) if is_own else "another model", by=by,
         environment=environment(opened.device, opened.policy, str(FORMATS[opened.fast_dtype])),
     )  # fmt: skip
@@ -109,6 +110,24 @@ def _check(reference: Any, by: str) -> None:
         raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
 
 
+def _has_scripts(model: Any) -> bool:
+    """Whether a model is a script or calls some, of which a policy's rules do not say what is low."""
+    return isinstance(model, torch.nn.Module) and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+
+
+def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
+    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
+    return {
+        identity: kept for identity, kept in calls.items()
+        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
+    }  # fmt: skip
+
+
+def _rounded_to(kept: Kept) -> list[torch.dtype]:
+    """The formats that a call rounds to: its results', and those that it reads if it cannot be run alone to see."""
+    return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
+
+
 class _Comparing:
     """One comparison on its way."""
 
@@ -118,7 +137,7 @@ class _Comparing:
     ) -> None:  # fmt: skip
         self._trial, self._other, self._region, self._is_own = trial, other, region, is_own
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
-        self._weights = Weights(trial.model)
+        self._weights = Weights(parameters_of(trial.model))
         self._policies = (region.policy,)
         self._changed: set[str] = set()
         self._step: Step = lambda: None
@@ -131,19 +150,25 @@ class _Comparing:
     def _run_all(self, isolate: int) -> None:
         found = self._found
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
-        expected = self._run(self._other, self._around_reference(), reference.observing(), self._dtype, first=True)
+        expected = self._run_reference(reference, first=True)
         self._check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         self._run(self._trial, self._region, under.observing())
         again = RunAlone(self._policies, reference.calls, under.calls)
-        self._run(self._other, self._around_reference(), again.observing(), self._dtype)
+        repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region, None)
         bands = self._moved(reference, under)
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found, bands)
-            self._read_outputs(expected, actual, bands)
-        if self._is_own and isolate:
+            self._read_outputs(expected, actual, repeated, bands)
+        if self._is_own and isolate and not _has_scripts(self._trial.model):
             self._isolate(isolate, expected)
+        if self._is_own and not found.unmatched and not any(row.is_low for row in found.rows):
+            found.notes.append(
+                "No call computes in another format than in the reference: the policy casts nothing of the model, or "
+                "the model brings its own casts, which it makes in the reference, too (then give reference=the model "
+                "without them)."
+            )
         changed = sorted(self._changed)
         if changed:
             found.notes.append(
@@ -156,14 +181,31 @@ class _Comparing:
     ) -> Outcome:
         if first:
             self._weights.keep()
-        outcome = trial.run(region, watching, dtype)
+        try:
+            outcome = trial.run(region, watching, dtype)
+        finally:
+            changed = self._weights.changed()
+            self._changed.update(changed)
+            with quietly():
+                self._weights.put_back(changed)
         self._found.runs += 1
         self._step()
-        changed = self._weights.changed()
-        self._changed.update(changed)
-        with quietly():
-            self._weights.put_back(changed)
         return outcome
+
+    def _run_reference(self, watching: Observer, first: bool = False) -> Outcome:
+        """A run of the reference. RunError if it is to be in fp64, and does not run there."""
+        watching.casts_scripts = not self._is_own
+        try:
+            return self._run(self._other, self._around_reference(), watching.observing(), self._dtype, first)
+        except RuntimeError as error:
+            if self._dtype is None or isinstance(error, NarrowcastError):
+                raise
+            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise RunError(
+                "compare(reference='fp64')", f"the model does not run in fp64: {said}",
+                advice="Use reference='fp32': functions that close over their weights, scripts, and code that names "
+                "dtypes keep the formats that they have.",
+            ) from error  # fmt: skip
 
     def _around_reference(self) -> AbstractContextManager[Any]:
         """The region of the reference: one that casts nothing; of another model the same as the model's."""
@@ -189,15 +231,18 @@ class _Comparing:
     def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome]]:
         """The reference with each call's results moved by one unit in the last place."""
         units = {
-            identity: max((FORMATS[d].epsilon for d in kept.output), default=0.0)
+            identity: max((FORMATS[d].epsilon for d in _rounded_to(kept)), default=0.0)
             for identity, kept in under.calls.items()
             if identity in reference.calls
         }
+        if self._is_own:  # the policy's run computes otherwise there, and rounds as often as not
+            low = FORMATS[self._region.fast_dtype].epsilon
+            units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
         found = []
         for seed in _SEEDS:
             moved = Moved(self._policies, units, seed)
             moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
-            outcome = self._run(self._other, self._around_reference(), moved.observing(), self._dtype)
+            outcome = self._run_reference(moved)
             found.append((moved, outcome))
         return found
 
@@ -208,14 +253,25 @@ class _Comparing:
         bands: list[tuple[Moved, Outcome]],
     ) -> None:  # fmt: skip
         found = self._found
+        reference, under = _without_sums(reference), _without_sums(under)
+        elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
         for identity, kept in under.items():
             expected, alone = reference.get(identity), again.get(identity)
             if expected is None:
                 found.unmatched.append(f"{identity}: only under the policy")
                 continue
+            is_same = has_same_shapes(kept, expected) and not other_arguments(kept, expected)
+            if not is_same and identity.module_path in elsewhere:
+                found.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
+                continue
             moved = [m.samples[identity] for m, _ in bands if identity in m.samples]
             found.rows.append(judge_call(identity, kept, expected, alone, moved))
         found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
+        if found.unmatched:
+            found.notes.append(
+                f"{len(found.unmatched)} calls have no partner, the first is {found.unmatched[0]}: modules compute by "
+                "other ops here than in the reference, and are judged by what they give."
+            )
         shaky = [row for row in found.rows if row.verdict == NONDETERMINISTIC]
         if shaky:
             first = shaky[0]
@@ -224,7 +280,9 @@ class _Comparing:
                 f"is {first.id} ({first.file}:{first.line}): they are no fault of the policy."
             )
 
-    def _read_outputs(self, expected: Outcome, actual: Outcome, bands: list[tuple[Moved, Outcome]]) -> None:
+    def _read_outputs(
+        self, expected: Outcome, actual: Outcome, repeated: Outcome, bands: list[tuple[Moved, Outcome]]
+    ) -> None:
         found = self._found
         found.outputs = output_errors(expected.output, actual.output)
         moved = [e.relative_error for _, outcome in bands for e in output_errors(expected.output, outcome.output)]
@@ -235,6 +293,11 @@ class _Comparing:
                 moved_ones = [o.gradients[name] for _, o in bands if name in o.gradients]
                 found.gradients.append(judge_gradient(name, gradient, theirs, moved_ones))
         found.verdict = self._verdict()
+        worst = max((e.relative_error for e in found.outputs), default=0.0)
+        shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
+        if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:
+            found.verdict = NONDETERMINISTIC
+            found.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")
 
     def _verdict(self) -> str:
         found = self._found
@@ -276,9 +339,9 @@ class _Comparing:
             format = next((f for f in (alike[0].computes or "").split(",") if f in ("bf16", "fp16")), None)
             if format is None:
                 continue
-            region = self._alone_in(op, path)
             outcome = replace(self._trial, backward=False)
             try:
+                region = self._alone_in(op, path)
                 made = self._run(outcome, region, None)
             except Exception as error:  # one op alone may meet formats that the model never has
                 found.notes.append(f"{op} in {path or 'the root'} could not run low alone: {type(error).__name__}")

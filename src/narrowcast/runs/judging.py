@@ -37,16 +37,12 @@ def judge_call(identity: CallId, kept: Kept, expected: Kept, alone: Alone | None
     reference gave in runs in which every result moved.
     """
     r = [s.double() for s in expected.samples]
-    y = [
-        x if (x := sample_like(s, want)) is not None else None
-        for s, want in zip((s.double() for s in kept.samples), expected.samples, strict=False)
-    ]
-    comparable = all(x is not None for x in y) and len(y) == len(r)
+    y = _at_places_of(kept, expected)
     call = kept.call
     row = CallError(
         identity, call.site.file, call.site.line, call.computes, expected.call.computes, EXACT, forward=call.forward
     )
-    if not comparable:
+    if not has_same_shapes(kept, expected):
         return replace(row, verdict=FAULT, why="its results have other shapes than in the reference")
     got = [x for x in y if x is not None]
     total = relative(differences(got, r), r)
@@ -56,8 +52,8 @@ def judge_call(identity: CallId, kept: Kept, expected: Kept, alone: Alone | None
     row = _with_shares(replace(row, inherited=total), got, r, kept)
     if alone is not None and not alone.is_same:
         return replace(row, verdict=NONDETERMINISTIC)
-    other = [(a, b) for a, b in zip(expected.given, kept.given, strict=False) if a != b and "dtype" not in a[0]]
-    if other:
+    other = other_arguments(kept, expected)
+    if other and total:
         (name, was), (_, now) = other[0]
         return replace(row, verdict=FAULT, why=f"its argument {name} is {now}, {was} in the reference")
     if math.isnan(total) or _lost(got, r):
@@ -65,6 +61,26 @@ def judge_call(identity: CallId, kept: Kept, expected: Kept, alone: Alone | None
     if alone is None or not alone.low:
         return _without_own(row, moved, r, row.is_low and is_random(call.facts.op)) if total else row
     return _with_own(row, kept, got, r, alone)
+
+
+def has_same_shapes(kept: Kept, expected: Kept) -> bool:
+    """Whether two calls gave results of the same shapes."""
+    y = _at_places_of(kept, expected)
+    return all(x is not None for x in y) and len(kept.samples) == len(expected.samples)
+
+
+def other_arguments(kept: Kept, expected: Kept) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Arguments that are no tensors, nor dtypes, and differ: as the reference has them, and as they are here.
+
+    None where the tensors are others, too: a mask is given where the reference says `is_causal`.
+    """
+    if len(kept.dtypes) != len(expected.dtypes):
+        return []
+    return [(a, b) for a, b in zip(expected.given, kept.given, strict=False) if a != b and "dtype" not in a[0]]
+
+
+def _at_places_of(kept: Kept, expected: Kept) -> list[torch.Tensor | None]:
+    return [sample_like(s.double(), want) for s, want in zip(kept.samples, expected.samples, strict=False)]
 
 
 def _without_own(row: CallError, moved: list[Samples], r: Samples, draws: bool) -> CallError:
@@ -128,10 +144,11 @@ def _lost(got: Samples, r: Samples) -> bool:
 
 def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, moved: Samples) -> GradientError:
     """The error of a parameter's gradient x against the reference's r. moved: r where every call's result moved."""
-    ref, got = (t.detach().to_dense().double().flatten() if t.layout is not torch.strided
-                else t.detach().double().flatten() for t in (r, x))  # fmt: skip
+    ref, got, *others = (
+        (t.detach() if t.layout is torch.strided else t.detach().to_dense()).double().flatten() for t in (r, x, *moved)
+    )
     error = relative(differences([got], [ref]), [ref])
-    band = max((relative(differences([m.double().flatten()], [ref]), [ref]) for m in moved), default=0.0)
+    band = max((relative(differences([m], [ref]), [ref]) for m in others), default=0.0)
     size = float(ref.norm() * got.norm())
     cosine = float(ref @ got) / size if size else float(not ref.any() and not got.any())
     under = float(((got == 0) & (ref != 0)).double().mean()) if ref.numel() else 0.0

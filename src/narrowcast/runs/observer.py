@@ -115,6 +115,8 @@ class Observer(DispatchMode):
 
     steps_graphs = True
     """Compiled graphs run step by step while it looks."""
+    casts_scripts = True
+    """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__()
@@ -172,6 +174,9 @@ class Observer(DispatchMode):
         turn = self._turns[module] = self._turns.get(module, 0) + 1
         modules.append(_Called(module, turn))
         try:
+            if not self.casts_scripts and isinstance(module, torch.jit.ScriptModule):
+                with autocast_off():
+                    return call(args, kwargs)
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
         finally:
             modules.pop()

@@ -13,7 +13,7 @@ from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.runs.rerun import planned_arguments
 from narrowcast.runs.statistics import checksum, sample_of
-from narrowcast.torch_bridge import OpFacts, is_random
+from narrowcast.torch_bridge import FORMATS, OpFacts, is_random
 from narrowcast.torch_surface.dispatch import tree_map
 
 WHOLE, SMALL = 1 << 16, 1 << 12
@@ -90,9 +90,9 @@ def _emptied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 class Weights:
     """The weights of a model, put back as they were if a run has changed them."""
 
-    def __init__(self, model: Any) -> None:
-        self._parameters = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}
-        self._sums = {name: checksum(p) for name, p in self._parameters.items()}
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._sums = {name: checksum(p) for name, p in parameters.items()}
         self._copies: dict[str, torch.Tensor] | None = None
 
     def changed(self) -> list[str]:
@@ -128,13 +128,16 @@ class Moved(Observer):
             return result
 
         def moved(value: Any) -> Any:
-            if not (isinstance(value, torch.Tensor) and is_floating(value)):
+            if not (isinstance(value, torch.Tensor) and value.dtype in FORMATS and value.layout is torch.strided):
                 return value
             generator = self._generators.get(value.device)
             if generator is None:
                 generator = torch.Generator(value.device).manual_seed(self._seed)
                 self._generators[value.device] = generator
-            noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=value.dtype)
+            try:
+                noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=value.dtype)
+            except RuntimeError:  # inside vmap
+                return value
             return value * (1 + (2 * noise - 1) * unit)
 
         return tree_map(moved, result)

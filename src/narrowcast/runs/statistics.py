@@ -17,6 +17,7 @@ import torch
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.report.run import Histogram, TensorFacts
+from narrowcast.runs.by_storage import has_storage
 from narrowcast.torch_bridge import FORMATS, short_type
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
 
@@ -55,7 +56,7 @@ class Statistics:
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number in the table, where it is entered if it is not there as it is now."""
         key = weak = None
-        if tensor.layout is torch.strided and not tensor.is_meta:
+        if has_storage(tensor):
             lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             key = (storage_key(tensor), _version(tensor), lies)  # halves of one tensor share all but where they lie
             found = self._known.get(key)
@@ -72,7 +73,7 @@ class Statistics:
 
     def written(self, tensor: torch.Tensor) -> None:
         """The tensor was written to: what is known of its storage holds no longer."""
-        if tensor.layout is torch.strided and not tensor.is_meta:
+        if has_storage(tensor):
             storage = storage_key(tensor)
             self._known = {key: value for key, value in self._known.items() if key[0] != storage}
 
@@ -85,7 +86,7 @@ class Statistics:
         x = tensor.detach()
         elements = x.numel()
         facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
-        if x.is_meta or not elements or x.layout is not torch.strided:
+        if not elements or not has_storage(x):
             return facts
         if self._checksums or self._folder is not None:
             facts = self._kept(x, facts)
@@ -137,7 +138,7 @@ def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
         return x.reshape(1, 1)
     columns = x.shape[-1]
     if x.numel() <= elements:
-        return x.reshape(-1, columns)
+        return x.reshape(-1, columns) if columns else x.reshape(0, 0)
     wide = x if columns <= elements else x[..., :: -(-columns // elements)]
     rows = max(1, elements // wide.shape[-1])
     for dimension in range(x.dim() - 2, -1, -1):
@@ -234,7 +235,7 @@ def _version(tensor: torch.Tensor) -> int:
 def checksum(tensor: torch.Tensor) -> int:
     """A number of a tensor's bytes: equal for equal tensors, hardly ever for others."""
     x = tensor.detach()
-    if x.is_meta or x.layout is not torch.strided or not x.numel():
+    if not x.numel() or not has_storage(x):
         return 0
     raw = x.contiguous().cpu().flatten().view(torch.uint8).numpy()
     return zlib.crc32(raw.data)

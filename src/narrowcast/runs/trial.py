@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
@@ -77,24 +78,21 @@ class Trial:
         copy of model and arguments in fp64.
         """
         with self._copy(dtype) as run, ExitStack() as stack:
-            named = _named_parameters(run)
-            before = {name: p.grad for name, p in named.items()}
-            for p in named.values():
-                p.grad = None
+            gradients = _Gradients(_named_parameters(run))
+            wanted = bool(self.backward) or torch.is_grad_enabled()
             try:
                 stack.enter_context(watching or nullcontext())
-                with torch.set_grad_enabled(bool(self.backward) and not torch.is_inference_mode_enabled()):
-                    output = self._forward(run, region or nullcontext())
+                with torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
+                    output = self._forward(run, region or nullcontext(), gradients)
                     if self.backward:
-                        output = self._differentiate(output)
+                        output = self._differentiate(output, gradients)
                 stack.close()
-                found = {name: p.grad.detach() for name, p in named.items() if p.grad is not None}
+                found = gradients.found()
             finally:
-                for name, p in named.items():
-                    p.grad = before[name]
+                gradients.put_back()
             return Outcome(detached(output), found)
 
-    def _forward(self, run: Any, region: AbstractContextManager[Any]) -> Any:
+    def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: _Gradients) -> Any:
         """The output; of a generator what it yields, one by one, each differentiated before the next."""
         with region:
             output = run()
@@ -102,22 +100,23 @@ class Trial:
                 found = []
                 for item in output:
                     if self.backward and isinstance(item, torch.Tensor) and item.requires_grad:
-                        self.go_back(item)
+                        self._go_back(item, gradients)
                     found.append(detached(item))
                 return found
             return output
 
-    def _differentiate(self, output: Any) -> Any:
+    def _differentiate(self, output: Any, gradients: _Gradients) -> Any:
         if isinstance(output, list) and output and not any(t.requires_grad for t in tensors_of(output)):
             return output  # a generator's, differentiated already
-        self.go_back(output)
+        self._go_back(output, gradients)
         return output
 
-    def go_back(self, output: Any) -> None:
+    def _go_back(self, output: Any, gradients: _Gradients) -> None:
         """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            (loss if loss.dim() == 0 else loss.sum()).backward()
+            gradients.put_aside(leaves_of([loss]))
+            _backward([loss if loss.dim() == 0 else loss.sum()])
             return
         tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
         if callable(self.backward) or not tensors:
@@ -127,7 +126,8 @@ class Trial:
             )  # fmt: skip
         with quietly():
             weights = [_weights(t) for t in tensors]
-        torch.autograd.backward(tensors, weights)
+        gradients.put_aside(leaves_of(tensors))
+        _backward(tensors, weights)
 
     @contextmanager
     def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
@@ -181,13 +181,65 @@ def _own(value: Any) -> Any:
 
 def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
     """What gradients are asked of: the model's parameters, and arguments that require them."""
-    model = run.model
-    found: dict[str, torch.Tensor] = {}
-    if isinstance(model, torch.nn.Module):
-        found.update((name.replace("_orig_mod.", ""), p) for name, p in model.named_parameters() if p.requires_grad)
+    found = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
     for number, tensor in enumerate(tensors_in(run.args, run.kwargs)):
         if tensor.requires_grad and tensor.is_leaf:
             found[f"input.{number}"] = tensor
+    return found
+
+
+def parameters_of(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a module, or of the modules that a function closes over, by name."""
+    if isinstance(model, torch.nn.Module):
+        return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    if not inspect.isfunction(model):
+        return {}
+    names = inspect.getclosurevars(model)
+    modules = {n: v for n, v in {**names.globals, **names.nonlocals}.items() if isinstance(v, torch.nn.Module)}
+    found: dict[str, torch.Tensor] = {}
+    for name, module in modules.items():
+        prefix = f"{name}." if len(modules) > 1 else ""
+        found.update((prefix + inner, p) for inner, p in parameters_of(module).items())
+    return found
+
+
+class _Gradients:
+    """Gradients put aside while a model is differentiated: by name those that are asked of, and whatever else has."""
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        self._named = named
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.put_aside(named.values())
+
+    def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have none, until they are put back."""
+        for tensor in tensors:
+            if tensor.is_leaf and id(tensor) not in self._before:
+                self._before[id(tensor)] = (tensor, tensor.grad)
+                tensor.grad = None
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """Those that were made, by name."""
+        return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
+
+    def put_back(self) -> None:
+        """As they were."""
+        for tensor, gradient in self._before.values():
+            tensor.grad = gradient
+
+
+def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose gradients a backward of these adds to."""
+    found = [t for t in tensors if t.is_leaf]
+    waiting, seen = [t.grad_fn for t in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
     return found
 
 
@@ -205,8 +257,16 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def detached(tree: Any) -> Any:
-    """The same without autograd."""
-    return tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, tree)
+    """The same without autograd; dataclasses and other mappings as dicts."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        if is_dataclass(value) and not isinstance(value, type):
+            return detached({f.name: getattr(value, f.name) for f in dataclass_fields(value)})
+        return detached(dict(value)) if isinstance(value, Mapping) else value
+
+    return tree_map(of, tree)
 
 
 def _own_loss(output: Any) -> Any:
@@ -216,6 +276,18 @@ def _own_loss(output: Any) -> Any:
         return named
     tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
+
+
+def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None = None) -> None:
+    try:
+        torch.autograd.backward(tensors, weights)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RunError(
+            "backward=True", "the model has differentiated its output itself",
+            advice="Omit backward: what the model does is captured and compared as it is.",
+        ) from error  # fmt: skip
 
 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,179 @@
+"""Models of many kinds, captured and compared: what is said of them is so, and nothing is left in them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 16)
+
+
+class TestNothingIsLeft:
+    """Of models that are functions, and of models that change themselves."""
+
+    @pytest.mark.parametrize("verb", [nc.capture, nc.compare])
+    def test_a_function_leaves_no_gradient_in_what_it_closes_over(self, verb, x):
+        linear, free = nn.Linear(16, 4), torch.ones(4, requires_grad=True)
+        before = linear.weight.grad = torch.ones(4, 16)
+        verb(lambda x: linear(x) * free, (x,), backward=True)
+        assert linear.weight.grad is before and bool((before == 1).all())
+        assert linear.bias.grad is None and free.grad is None
+
+    def test_a_function_that_trains_leaves_its_weights_as_they_were(self, x):
+        linear = nn.Linear(16, 4)
+        optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+        before = linear.weight.detach().clone()
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = linear(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        assert nc.compare(step, (x,), dtype="bf16").verdict == "round-off"
+        assert torch.equal(linear.weight, before)
+        with pytest.raises(nc.errors.RunError, match="differentiated its output itself"):
+            nc.compare(step, (x,), dtype="bf16", backward=True)
+        assert torch.equal(linear.weight, before)
+
+    def test_gradients_of_a_function_are_compared_by_their_names(self, x):
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+        found = nc.compare(lambda x: model(x), (x,), dtype="bf16", backward=True)
+        assert [g.parameter for g in found.gradients] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+class TestVerdicts:
+    """Are those of the model, not of the way in which it runs."""
+
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+    @pytest.mark.parametrize("backward", [False, True])
+    @pytest.mark.parametrize("reference", ["fp32", "fp64"])
+    def test_a_recurrent_network_has_no_fault(self, kind, backward, reference):
+        model = kind(16, 8, 2, bidirectional=True)
+        found = nc.compare(
+            model, (torch.randn(5, 2, 16),), dtype="bf16", backward=backward, reference=reference, isolate=0
+        )
+        assert found.verdict == "round-off" and not found.faults, found
+
+    def test_a_script_in_a_model_is_in_fp32_in_the_reference(self, x):
+        script = torch.jit.script(nn.Sequential(nn.Linear(16, 8), nn.ReLU()))
+        model = nn.Sequential(script, nn.Linear(8, 4))
+        found = nc.compare(model, (x,), dtype="bf16")
+        assert found.verdict == "round-off" and all(row.is_low for row in found.rows if "linear" in row.id.op), found
+        assert not {call.computes for call in nc.capture(script, (x,)).calls} - {"fp32"}
+        assert "bf16" in {call.computes for call in nc.capture(script, (x,), dtype="bf16").calls}
+
+    def test_a_mask_in_place_of_an_argument_is_no_fault(self):
+        q = torch.randn(1, 2, 8, 16)
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        attention = nn.functional.scaled_dot_product_attention
+        found = nc.compare(
+            lambda q: attention(q, q, q, attn_mask=mask), (q,), reference=lambda q: attention(q, q, q, is_causal=True)
+        )
+        assert found.verdict in ("exact", "round-off") and not found.faults, found
+
+    def test_random_numbers_from_elsewhere_are_no_round_off(self, x):
+        numbers = iter(range(1, 100))
+        found = nc.compare(nn.Sequential(nn.Linear(16, 4), Times(numbers)), (x,), dtype="bf16", isolate=0)
+        assert found.verdict == "nondeterministic", found
+
+    def test_a_model_that_brings_its_casts_is_told_from_one_without_error(self, x):
+        program = nc.export(nn.Linear(16, 4), (x,), dtype="bf16")
+        found = nc.compare(program, (x,))
+        assert found.verdict == "exact" and "brings its own casts" in found.notes[0], found
+        assert "with its own casts against fp32" in str(found)
+
+    def test_the_outputs_of_a_dataclass_are_compared(self, x):
+        found = nc.compare(GivesADataclass(), (x,), dtype="bf16")
+        assert len(found.outputs) == 1 and found.outputs[0].relative_error > 0
+
+
+class Times(nn.Module):
+    def __init__(self, numbers):
+        super().__init__()
+        self.take = lambda: next(numbers)
+
+    def forward(self, x):
+        return x * self.take()
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class GivesADataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return Output(self.linear(x))
+
+
+class TestRuns:
+    """What runs by itself runs here, too; what cannot is said."""
+
+    def test_batch_normalization_that_keeps_nothing_gives_empty_results(self):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+        assert nc.compare(model, (torch.randn(2, 3, 8, 8),), dtype="bf16").verdict == "round-off"
+
+    def test_a_model_that_differentiates_inside_needs_no_backward(self, x):
+        class Forces(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.energy = nn.Linear(16, 1)
+
+            def forward(self, x):
+                x = x.detach().requires_grad_()
+                energy = self.energy(x).square().sum()
+                return torch.autograd.grad(energy, x)[0]
+
+        assert nc.capture(Forces(), (x,)).calls
+        assert nc.compare(Forces(), (x,), dtype="bf16").verdict == "round-off"
+
+    def test_sparse_gradients_are_compared(self):
+        model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 4))
+        found = nc.compare(model, (torch.randint(0, 10, (3, 5)),), dtype="bf16", backward=True)
+        assert {g.parameter for g in found.gradients} == {"0.weight", "1.weight", "1.bias"}
+
+    def test_an_op_that_writes_where_it_reads_is_not_tried_alone(self, x):
+        class Adds(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(16, 4)
+
+            def forward(self, x):
+                y = self.linear(x)
+                y += self.linear(x)
+                return y
+
+        assert nc.compare(Adds(), (x,), dtype="bf16").verdict == "round-off"
+
+    @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+    def test_transforms_of_functions_run(self, transform, x):
+        weight = torch.randn(4, 16)
+        run = transform(lambda x: nn.functional.linear(x, weight))
+        assert nc.capture(run, (x,)).calls
+        assert nc.compare(run, (x,), dtype="bf16").outputs
+        with nc.watch() as w, nc.autocast("cpu", dtype="bf16"):
+            run(x)
+        assert w.first is None
+
+    def test_what_does_not_run_in_fp64_is_said(self, x):
+        linear = nn.Linear(16, 4)
+        for model in (lambda x: linear(x), torch.jit.script(nn.Linear(16, 4))):
+            with pytest.raises(nc.errors.RunError, match="does not run in fp64"):
+                nc.compare(model, (x,), dtype="bf16", reference="fp64")
