@@ -51,6 +51,7 @@ wheel: .venv/.ready
 
 conformance: .venv/.models test-shuffled
 	$(BIN)/python tests/conformance/graphs.py --inductor
+	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py
 	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
