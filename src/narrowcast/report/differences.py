@@ -210,7 +210,7 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
             lines += _row(row)
     if found.gradients and not every_row:
         worst = sorted(found.gradients, key=lambda g: -_finite(g.relative_error))[:3]
-        lines += ["", "gradients furthest off:", *(_gradient(g) for g in worst)]
+        lines += ["", "gradients furthest off:", *(line for g in worst for line in _wrapped(_gradient(g), f"{'':10}"))]
     lines += [line for note in found.notes for line in _wrapped(f"note: {note}")]
     advice = _advice(found)
     return "\n".join([*lines, *(["", *advice] if advice else [])])
@@ -246,7 +246,9 @@ def _row(row: CallError) -> list[str]:
     numbers = f"{_number(figures[0]):>8} {_number(figures[1]):>9} {_number(figures[2]):>8} {_number(figures[3]):>8}"
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
     file = "/".join(row.file.split("/")[-2:])
-    lines = [f"{numbers} {alone:>8}  {row.computes or '-'}  {file}:{row.line}".rstrip(), f"    {row.id}"]
+    figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
+    place = _cut(f"{file}:{row.line}", WIDTH - len(figures_first))
+    lines = [figures_first + place, *_wrapped(f"    {row.id}", f"{'':6}")]
     return [*lines, *_wrapped(why, "    ")] if why else lines
 
 

@@ -16,7 +16,9 @@ _CHECKED_AT = 4096
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor lies in memory that can be told from others."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not is_functorch_wrapped_tensor(tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    return not is_functorch_wrapped_tensor(tensor)
 
 
 class ByStorage(Generic[T]):

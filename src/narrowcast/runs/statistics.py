@@ -85,7 +85,9 @@ class Statistics:
     def _look(self, tensor: torch.Tensor) -> TensorFacts | _Pending:
         x = tensor.detach()
         elements = x.numel()
-        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
+        facts = TensorFacts(
+            short_type(x.dtype), () if x.is_nested else tuple(map(int, x.shape)), x.device.type, elements
+        )
         if not elements or not has_storage(x):
             return facts
         if self._checksums or self._folder is not None:
