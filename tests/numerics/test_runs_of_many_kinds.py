@@ -172,6 +172,25 @@ class TestRuns:
             run(x)
         assert w.first is None
 
+    def test_nested_tensors_are_passed_over(self):
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
+        padding = torch.arange(5)[None] >= torch.tensor([[5], [3]])
+        with torch.no_grad():
+            assert nc.capture(model, (torch.randn(2, 5, 16),), {"src_key_padding_mask": padding}).calls
+
+    def test_the_first_screen_has_80_columns(self):
+        class ModuleWithALongName(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.feature_extraction_of_the_first_stage = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+            def forward(self, x):
+                return self.feature_extraction_of_the_first_stage(x)
+
+        text = str(nc.compare(ModuleWithALongName(), (torch.randn(2, 3, 8, 8),), dtype="bf16", backward=True))
+        assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 25, text
+
     def test_what_does_not_run_in_fp64_is_said(self, x):
         linear = nn.Linear(16, 4)
         for model in (lambda x: linear(x), torch.jit.script(nn.Linear(16, 4))):

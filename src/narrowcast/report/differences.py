@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -184,15 +185,18 @@ def _without_specials(value: Any) -> Any:
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
-SHOWN = 5
+SHOWN, SHOWN_WITH_GRADIENTS = 5, 3
+WIDTH = 80
 
 
 def differences_text(found: Differences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
-    shown = found.rows if every_row else found.worst[:SHOWN]
+    shown = found.rows if every_row else found.worst[: SHOWN_WITH_GRADIENTS if found.gradients else SHOWN]
     lines = [
-        f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs",
-        *_verdict(found),
+        *_wrapped(
+            f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
+        ),
+        *(line for said in _verdict(found) for line in _wrapped(said)),
     ]
     if found.by == "module" and not every_row:
         lines += ["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]
@@ -201,13 +205,13 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
             for m in found.modules()[: 2 * SHOWN]
         ]
     elif shown:
-        lines += ["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  call"]
+        lines += ["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]
         for row in shown:
             lines += _row(row)
     if found.gradients and not every_row:
         worst = sorted(found.gradients, key=lambda g: -_finite(g.relative_error))[:3]
-        lines += ["", "gradients furthest off:", *(_gradient(g) for g in worst)]
-    lines += [f"note: {note}" for note in found.notes]
+        lines += ["", "gradients furthest off:", *(line for g in worst for line in _wrapped(_gradient(g), f"{'':10}"))]
+    lines += [line for note in found.notes for line in _wrapped(f"note: {note}")]
     advice = _advice(found)
     return "\n".join([*lines, *(["", *advice] if advice else [])])
 
@@ -216,12 +220,18 @@ def _under(found: Differences) -> str:
     return f"{found.policy} in {found.low}" if found.policy else "with its own casts"
 
 
+def _wrapped(line: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def _verdict(found: Differences) -> list[str]:
     faults = len(found.faults)
     differing = len(found.differing)
     outputs = [_finite(o.relative_error) for o in found.outputs]
+    largest = max((o.largest_error for o in found.outputs), default=0.0)
     error = f"output error {_number(max(outputs))}" if outputs else "no floating output"
-    band = f", {_number(found.band)} is what one unit in the last place of each format makes" if found.band else ""
+    error += f" (largest {_number(largest)})" if largest else ""
+    band = f"; round-off may make {_number(found.band)}" if found.band else ""
     said = {0: "no fault"}.get(faults, f"{faults} faults")
     return [
         f"{found.verdict.upper()}: {error}{band}",
@@ -234,10 +244,12 @@ def _row(row: CallError) -> list[str]:
     alone = "" if math.isnan(row.alone) else _number(row.alone)
     figures = (row.own, row.inherited, row.total, row.band)
     numbers = f"{_number(figures[0]):>8} {_number(figures[1]):>9} {_number(figures[2]):>8} {_number(figures[3]):>8}"
-    why = f" {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
+    why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
     file = "/".join(row.file.split("/")[-2:])
-    lines = [f"{numbers} {alone:>8}  {row.id}", f"{'':47}{row.computes or '-'}  {file}:{row.line}"]
-    return [*lines, f"{'':46}{why}"] if why else lines
+    figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
+    place = _cut(f"{file}:{row.line}", WIDTH - len(figures_first))
+    lines = [figures_first + place, *_wrapped(f"    {row.id}", f"{'':6}")]
+    return [*lines, *_wrapped(why, "    ")] if why else lines
 
 
 def _gradient(row: GradientError) -> str:

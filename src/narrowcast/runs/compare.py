@@ -327,7 +327,8 @@ class _Comparing:
     def _isolate(self, often: int, expected: Outcome) -> None:
         """What single ops of single modules do to the output."""
         found = self._found
-        low = [r for r in found.rows if r.is_low and r.own and r.id.direction == "forward" and not r.id.turn > 1]
+        low = [r for r in found.rows if r.computes in ("bf16", "fp16") and r.is_low and r.own]
+        low = [r for r in low if r.id.direction == "forward" and r.id.turn == 1]
         ranked = sorted(low, key=lambda row: -row.own)
         wanted: dict[tuple[str, str], list[CallError]] = {}
         for row in ranked:
@@ -335,17 +336,17 @@ class _Comparing:
             if key in wanted or len(wanted) < often:
                 wanted.setdefault(key, []).append(row)
         rows = {row.id: n for n, row in enumerate(found.rows)}
+        failed = []
         for (path, op), alike in wanted.items():
-            format = next((f for f in (alike[0].computes or "").split(",") if f in ("bf16", "fp16")), None)
-            if format is None:
-                continue
             outcome = replace(self._trial, backward=False)
             try:
                 region = self._alone_in(op, path)
                 made = self._run(outcome, region, None)
             except Exception as error:  # one op alone may meet formats that the model never has
-                found.notes.append(f"{op} in {path or 'the root'} could not run low alone: {type(error).__name__}")
+                failed.append(f"{op} in {path or 'the root'}: {type(error).__name__}")
                 continue
             errors = [e.relative_error for e in output_errors(expected.output, made.output)]
             for row in alike:
                 found.rows[rows[row.id]] = replace(row, alone=max(errors, default=math.nan))
+        if failed:
+            found.notes.append(f"{len(failed)} ops could not run low alone, the first is {failed[0]}")

@@ -87,8 +87,10 @@ class Statistics:
             return _unseen(tensor)
         x = tensor.detach()
         elements = x.numel()
-        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
-        if not elements:
+        facts = TensorFacts(
+            short_type(x.dtype), () if x.is_nested else tuple(map(int, x.shape)), x.device.type, elements
+        )
+        if not elements or not has_storage(x):
             return facts
         if self._checksums or self._folder is not None:
             facts = self._kept(x, facts)
