@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key
+from narrowcast.torch_surface.dispatch import StorageWeakRef, holds_others, storage_key
 from narrowcast.torch_surface.fx import is_functorch_wrapped_tensor
 
 T = TypeVar("T")
@@ -15,8 +15,10 @@ _CHECKED_AT = 4096
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in memory that can be told from others."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+    """Whether the tensor lies in memory that can be told from others: no sparse, nested, meta or wrapped one, and none
+    of a class that holds others (a DTensor, a quantized weight).
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or holds_others(type(tensor)):
         return False
     return not is_functorch_wrapped_tensor(tensor)
 

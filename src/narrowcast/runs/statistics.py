@@ -87,10 +87,8 @@ class Statistics:
             return _unseen(tensor)
         x = tensor.detach()
         elements = x.numel()
-        facts = TensorFacts(
-            short_type(x.dtype), () if x.is_nested else tuple(map(int, x.shape)), x.device.type, elements
-        )
-        if not elements or not has_storage(x):
+        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
+        if not elements:
             return facts
         if self._checksums or self._folder is not None:
             facts = self._kept(x, facts)
