@@ -63,7 +63,7 @@ def compare_command(
     reference: Annotated[str, typer.Option(help="fp32 or fp64.")] = "fp32",
     by: Annotated[str, typer.Option(help="What the first screen lists: op or module.")] = "op",
     backward: BackwardOption = False,
-    isolate: Annotated[int, typer.Option(help="How many calls are also tried low alone.")] = 5,
+    isolate: Annotated[int, typer.Option(help="How often single ops are tried low alone.")] = 16,
     every_call: AllOption = False,
     json_file: JsonOption = None,
 ) -> None:

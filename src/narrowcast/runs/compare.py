@@ -29,12 +29,12 @@ from narrowcast.report.differences import (
     NONDETERMINISTIC,
     NOT_FINITE,
     ROUND_OFF,
-    CallError,
     Differences,
 )
 from narrowcast.runs.alone import Alone, RunAlone, reads_opaque
 from narrowcast.runs.capture import NOTHING, observed_region
 from narrowcast.runs.environment import environment
+from narrowcast.runs.isolating import Place, isolate
 from narrowcast.runs.judging import OUTPUT_FACTOR, has_same_shapes, judge_call, judge_gradient, other_arguments
 from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.reference import Keep, Kept, Moved, Weights
@@ -59,7 +59,7 @@ def compare(
     reference: str | Callable[..., Any] = "fp32",
     by: str = "op",
     backward: bool | Loss = False,
-    isolate: int = 5,
+    isolate: int = 16,
     limit_bytes: int = 1 << 30,
 ) -> Differences:
     """Compare `model(*args, **kwargs)` in a region with a reference run, call by call.
@@ -72,11 +72,12 @@ def compare(
             its original.
     by:     what the first screen lists: `op` or `module`.
     backward: also differentiate, as for `capture`; then gradients are compared, too.
-    isolate: for so many of the calls with the largest own errors the model runs once more with that call's op in its
-            module alone in the low format, which shows what it does to the output.
+    isolate: the model runs so many times more, unobserved, with single ops of single modules alone in the low format,
+            which shows what they do to the output (`alone`). Where there are more ops than that, modules are tried as
+            groups first, and then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
-    Five runs of the model, and `isolate` more. Nothing of it is left behind: weights that it changes itself are put
+    Six runs of the model, and `isolate` more. Nothing of it is left behind: weights that it changes itself are put
     back. Raises RunError for a model that gives no tensor, or a reference whose output is not finite.
     """
     _check(reference, by)
@@ -312,41 +313,37 @@ class _Comparing:
         tiny = FORMATS[torch.float32].epsilon * 8
         return ROUND_OFF if worst <= max(OUTPUT_FACTOR * found.band, tiny) else FAULT
 
-    def _alone_in(self, op: str, path: str) -> autocast:
-        """A region in which one op of one module is low, and gives what it gave in the reference's format."""
-        module = path or None
-        rules = (
-            Rule(op, Action(Kind.LOWER), module=module),
-            Rule(op, Action(Kind.FOLLOW), module=module, argument="result"),
-        )
-        policy = Policy("alone", (rules,), extends=())
-        return autocast(self._region.device, self._region.fast_dtype, policy=policy)
-
-    # -- one call low at a time ----------------------------------------------------------------------------------------
+    # -- ops low alone -------------------------------------------------------------------------------------------------
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         """What single ops of single modules do to the output."""
         found = self._found
-        low = [r for r in found.rows if r.computes in ("bf16", "fp16") and r.is_low and r.own]
-        low = [r for r in low if r.id.direction == "forward" and r.id.turn == 1]
-        ranked = sorted(low, key=lambda row: -row.own)
-        wanted: dict[tuple[str, str], list[CallError]] = {}
-        for row in ranked:
-            key = (row.id.module_path, row.id.op)
-            if key in wanted or len(wanted) < often:
-                wanted.setdefault(key, []).append(row)
-        rows = {row.id: n for n, row in enumerate(found.rows)}
-        failed = []
-        for (path, op), alike in wanted.items():
-            outcome = replace(self._trial, backward=False)
+
+        def run(places: list[Place]) -> float | None:
             try:
-                region = self._alone_in(op, path)
-                made = self._run(outcome, region, None)
-            except Exception as error:  # one op alone may meet formats that the model never has
-                failed.append(f"{op} in {path or 'the root'}: {type(error).__name__}")
-                continue
-            errors = [e.relative_error for e in output_errors(expected.output, made.output)]
-            for row in alike:
-                found.rows[rows[row.id]] = replace(row, alone=max(errors, default=math.nan))
+                made = self._run(replace(self._trial, backward=False), self._low_in(places), None)
+            except Exception:  # alone it may meet formats that the model never has
+                return None
+            return max((e.relative_error for e in output_errors(expected.output, made.output)), default=None)
+
+        tried, failed = isolate(found.rows, often, run)
+        numbers = {row.id: number for number, row in enumerate(found.rows)}
+        for each in tried:
+            for row in each.rows:
+                found.rows[numbers[row.id]] = replace(row, alone=each.error)
         if failed:
-            found.notes.append(f"{len(failed)} ops could not run low alone, the first is {failed[0]}")
+            path, op = failed[0]
+            found.notes.append(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")
+
+    def _low_in(self, places: list[Place]) -> autocast:
+        """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
+        rules = [
+            rule
+            for path, op in places
+            for rule in (
+                Rule(op, Action(Kind.LOWER), module=path or None),
+                Rule(op, Action(Kind.FOLLOW), module=path or None, argument="result"),
+            )
+        ]
+        policy = Policy("alone", (tuple(rules),), extends=())
+        return autocast(self._region.device, self._region.fast_dtype, policy=policy)
