@@ -211,20 +211,6 @@ def test_what_is_written_to_has_one_format_with_all_that_shares_its_memory():
     assert set(choices(ask(later))) == {2, 3}
 
 
-def test_what_a_call_writes_to_is_in_its_format_also_where_it_gives_nothing():
-    """Cast for that call alone, the write would be lost; two memories are decided one by one."""
-    body = """%0: fp32[4, 4] cpu) {
-  %1: bf16[4, 4] cpu = cast(self=%0)
-  %2: bf16[4, 4] cpu = aten.mm.default(self=%1, mat2=%1) computes
-  %3: none = lib.fill_(self=%2!)
-  %4: bf16[4, 4] cpu = aten.mm.default(self=%2, mat2=%2) computes
-  %5: bf16[4, 4] cpu = aten.add_.Tensor(self=%4!, other=%2) ~0
-  return %4"""
-    question = ask(body)
-    assert choices(question) == {4: "low high", 5: "low high"}
-    assert question.variable[4] == question.variable[5]
-
-
 @pytest.mark.parametrize(("alias", "shares"), [(" ~0", True), ("", False)])
 def test_elements_share_memory_only_if_their_tuple_does(alias, shares):
     """Chunks of a cast that are written to keep it; what is made anew does not."""

@@ -225,10 +225,6 @@ class _Finder:
         for number in self.values:
             if self._is_written(number):
                 groups.setdefault(self.memories.of(number), []).append(number)
-        for step in self.steps.values():  # what a call writes to need not be what it gives
-            for operand in step.operands:
-                if operand.written:
-                    groups[self.memories.of(operand.value)].append(step.id)
         for group in groups.values():
             variables = [self.variable.get(number) for number in group]
             known = list(dict.fromkeys(v for v in variables if v is not None))
