@@ -178,6 +178,27 @@ class TestCapture:
         assert torch.equal(torch.get_rng_state(), state) and bool((model[0].weight.grad == 1).all())
         assert model[0].bias.grad is None
 
+    @pytest.mark.parametrize("how", ["mul_", "copy_", "data"])
+    def test_weights_that_the_model_changes_are_put_back(self, x, how):
+        class Moving(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(16, 4)
+
+            def forward(self, x):
+                weight = self.linear.weight
+                with torch.no_grad():
+                    if how == "copy_":
+                        weight.copy_(weight * 0.5)
+                    else:
+                        (weight.data if how == "data" else weight).mul_(0.5)
+                return self.linear(x)
+
+        model = Moving()
+        before = model.linear.weight.clone()
+        run = nc.capture(model, (x,))
+        assert torch.equal(model.linear.weight, before) and "changes its own weights" in run.notes[0]
+
     def test_tensors_are_written_within_their_limit(self, model, x, tmp_path):
         run = nc.capture(model, (x,), tensors=tmp_path / "t", tensor_limit_bytes=2000, checksums=True)
         files = list((tmp_path / "t").iterdir())

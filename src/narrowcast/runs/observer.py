@@ -145,6 +145,9 @@ class Observer(DispatchMode):
     def after(self, call: SeenCall) -> None:
         """It has run."""
 
+    def writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op is about to write to its arguments, copies of a tensor's values included."""
+
     def gives(self, seen: SeenCall, facts: OpFacts, result: Any) -> Any:
         """What an op gives in place of its result; facts: of the call itself, or of one that runs inside it."""
         return result
@@ -230,6 +233,8 @@ class Observer(DispatchMode):
         is_nobodys = state.looking or facts.id.startswith("prim.")
         if is_nobodys or (types and any(issubclass(t, FakeTensor) for t in types)):
             return func(*args, **kwargs)
+        if facts.writes:
+            self.writing(facts, args, kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             result = func(*args, **kwargs) if facts.is_view else self._execute(func, args, kwargs)
