@@ -35,8 +35,8 @@ def a_run():
 
 @pytest.mark.parametrize(
     "identity",
-    [LINEAR, CallId("", "aten.mm.default", 3), CallId("a", "aten.mm.default", 1, 2), CallId("a b.c", "aten.add.Tensor", 2, 5, "backward"),
-     CallId("l", "gradient.weight", direction="recomputation")],
+    [LINEAR, CallId("", "aten.mm.default", 3), CallId("a", "aten.mm.default", 1, 2),
+     CallId("a b.c", "aten.add.Tensor", 2, 5, "backward"), CallId("l", "gradient.weight", direction="recomputation")],
 )  # fmt: skip
 def test_an_identity_is_read_back_from_its_text(identity):
     assert CallId.parse(str(identity)) == identity
