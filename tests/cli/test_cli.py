@@ -37,19 +37,6 @@ def target(tmp_path):
     return file
 
 
-@pytest.fixture
-def cli(capsys):
-    """Run the command line in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
-
-
 def test_explain_shows_ops_casts_and_totals(cli, target):
     """The main job."""
     code, out, err = cli("explain", target)

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from narrowcast.cli import main
-
 SUBJECT = """
 import torch
 import narrowcast as nc
@@ -50,19 +48,6 @@ def script(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(TRAINING)
     return file
-
-
-@pytest.fixture
-def cli(capsys):
-    """Run the command line in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 def test_a_captured_run_is_shown_saved_and_shown_again(cli, target, tmp_path):

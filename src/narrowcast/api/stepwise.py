@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from narrowcast.decide import Plan
 from narrowcast.eager.kernels import gather, slots_of
-from narrowcast.eager.watch import DecidedCall, Watcher, stepping
+from narrowcast.eager.watch import DecidedCall, Watcher, stepping, told
 from narrowcast.policy import Policy
 from narrowcast.sites.graph_nodes import Outside, at_site, current_site, graph_call, node_site
 from narrowcast.torch_bridge import op_facts
@@ -46,17 +46,7 @@ class Stepwise(torch.fx.Interpreter):
         tensors = list(zip(slots, gather(facts, args, kwargs), strict=True))
         plan = Plan((None,) * len(tensors))
         call = DecidedCall(facts, plan, site, tensors, _NO_POLICY, False, args, kwargs)
-        for watcher in watching:
-            watcher.begin(call)
-        try:
-            result = super().call_function(target, args, kwargs)
-        except BaseException as error:
-            for watcher in reversed(watching):
-                watcher.fail(error)
-            raise
-        for watcher in reversed(watching):
-            watcher.end(result)
-        return result
+        return told(watching, call, lambda: super(Stepwise, self).call_function(target, args, kwargs))
 
 
 def steppable(graph: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:

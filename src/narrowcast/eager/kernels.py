@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.decide import Argument, Call, Plan, decide
 from narrowcast.eager.results import cast_results
-from narrowcast.eager.watch import DecidedCall, Watcher, watchers
+from narrowcast.eager.watch import DecidedCall, Watcher, told, watchers
 from narrowcast.errors import RegionError
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.refusals import refusal
@@ -157,17 +157,7 @@ class Kernel:
             return self.run(decided, region, keyset, args, kwargs)
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
         call = DecidedCall(self.facts, decided.plan, site, pairs, policy, region.prepared.facts.cache, args, kwargs)
-        for watcher in watching:
-            watcher.begin(call)
-        try:
-            result = self.run(decided, region, keyset, args, kwargs)
-        except BaseException as error:
-            for watcher in reversed(watching):
-                watcher.fail(error)
-            raise
-        for watcher in reversed(watching):
-            watcher.end(result)
-        return result
+        return told(watching, call, lambda: self.run(decided, region, keyset, args, kwargs))
 
     def run(
         self,

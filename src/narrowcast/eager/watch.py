@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -117,3 +117,18 @@ def present_device_types() -> list[str]:
     accelerator = torch.accelerator.current_accelerator()
     types = {"cpu", accelerator.type} if accelerator is not None else {"cpu"}
     return [device_type for device_type in DEVICE_TYPES if device_type in types]
+
+
+def told(watching: Sequence[Watcher], call: DecidedCall, run: Callable[[], Any]) -> Any:
+    """What `run()` returns, with the watchers told of the call around it, the last one first of its end."""
+    for watcher in watching:
+        watcher.begin(call)
+    try:
+        result = run()
+    except BaseException as error:
+        for watcher in reversed(watching):
+            watcher.fail(error)
+        raise
+    for watcher in reversed(watching):
+        watcher.end(result)
+    return result

@@ -27,7 +27,7 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
     Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
     """
     ref, x = reference.detach().double(), found.detach().double()
-    noise = float(_difference(ref, x).square().sum())
+    noise = float(difference(ref, x).square().sum())
     signal = float(ref.nan_to_num(0.0, 0.0, 0.0).square().sum())
     if noise == 0.0:
         return math.inf
@@ -39,14 +39,14 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
 def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
     """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
     ref, x = reference.detach().double(), found.detach().double()
-    noise = float(_difference(ref, x).norm())
+    noise = float(difference(ref, x).norm())
     size = float(ref.nan_to_num(0.0, 0.0, 0.0).norm())
     if noise == 0.0:
         return 0.0
     return noise / size if size > 0 else math.inf
 
 
-def _difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x - ref, zero where both are the same infinity or both NaN."""
     same = (ref == x) | (torch.isnan(ref) & torch.isnan(x))
     return torch.where(same, torch.zeros_like(ref), x - ref)
@@ -60,7 +60,7 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
         if not ref.is_floating_point() or ref.shape != x.shape:
             continue
         ref, x = _dense(ref), _dense(x)
-        largest = _difference(ref.detach().double(), x.detach().double()).abs()
+        largest = difference(ref.detach().double(), x.detach().double()).abs()
         rows.append(
             OutputError(
                 name=name,

@@ -12,11 +12,11 @@ from narrowcast.eager.kernels import invoke
 from narrowcast.eager.results import cast_results
 from narrowcast.formats import Format, fp64
 from narrowcast.ledger.identity import CallId
-from narrowcast.numerics import round_to
+from narrowcast.numerics import difference, round_to
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.runs.reference import Kept, sample_like
-from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, in_dtypes
+from narrowcast.runs.rerun import can_run_again, copies_of_written, in_dtypes, run_wide
 from narrowcast.runs.statistics import checksum
 from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
 
@@ -112,19 +112,9 @@ def _floating(dtypes: list[torch.dtype | None]) -> list[torch.dtype | None]:
 def _wide(
     call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, change: Any
 ) -> Samples | None:
-    """The op in a wide format; None where it has no such kernel."""
-
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        wide = tensor.detach().to(dtype)
-        return wide if change is None else change(wide)
-
-    args, kwargs = copies_of_written(call.facts, *changed(args, kwargs, of))
-    args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
-    kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
-    try:
-        return [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
-    except (RuntimeError, NotImplementedError):
-        return None
+    """The floating results of the op in a wide format; None where it has no such kernel."""
+    results = run_wide(call.facts, args, kwargs, dtype, change)
+    return None if results is None else [t for t in results if is_floating(t)]
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
@@ -177,11 +167,7 @@ def relative(difference: Samples, reference: Samples) -> float:
 
 def differences(found: Samples, reference: Samples) -> Samples:
     """found - reference, zero where both are the same infinity or both NaN."""
-    made = []
-    for x, r in zip(found, reference, strict=False):
-        same = (r == x) | (torch.isnan(r) & torch.isnan(x))
-        made.append(torch.where(same, torch.zeros_like(r), x - r))
-    return made
+    return [difference(r, x) for x, r in zip(found, reference, strict=False)]
 
 
 def units_in_last_place(reference: torch.Tensor, format: Format) -> torch.Tensor:

@@ -151,7 +151,8 @@ class _Comparing:
     def _run_all(self, isolate: int) -> None:
         found = self._found
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
-        expected = self._run_reference(reference, first=True)
+        self._weights.keep()
+        expected = self._run_reference(reference)
         self._check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         self._run(self._trial, self._region, under.observing())
@@ -177,11 +178,7 @@ class _Comparing:
                 f"{' ...' if len(changed) > 3 else ''}): each run began with the same ones, which are put back."
             )
 
-    def _run(
-        self, trial: Trial, region: Any, watching: Any, dtype: torch.dtype | None = None, first: bool = False
-    ) -> Outcome:
-        if first:
-            self._weights.keep()
+    def _run(self, trial: Trial, region: Any, watching: Any, dtype: torch.dtype | None = None) -> Outcome:
         try:
             outcome = trial.run(region, watching, dtype)
         finally:
@@ -193,11 +190,11 @@ class _Comparing:
         self._step()
         return outcome
 
-    def _run_reference(self, watching: Observer, first: bool = False) -> Outcome:
+    def _run_reference(self, watching: Observer) -> Outcome:
         """A run of the reference. RunError if it is to be in fp64, and does not run there."""
         watching.casts_scripts = not self._is_own
         try:
-            return self._run(self._other, self._around_reference(), watching.observing(), self._dtype, first)
+            return self._run(self._other, self._around_reference(), watching.observing(), self._dtype)
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise

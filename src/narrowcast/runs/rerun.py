@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.decide import Plan
-from narrowcast.eager.kernels import invoke, list_lengths
-from narrowcast.eager.results import cast_results
+from narrowcast.eager.kernels import list_lengths
 from narrowcast.runs.observer import SeenCall
 from narrowcast.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
 from narrowcast.torch_surface.dispatch import tree_map
@@ -67,29 +65,29 @@ def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tu
     return new_args, new_kwargs
 
 
-def run_as_planned(call: SeenCall) -> list[torch.Tensor]:
-    """The call's tensors, computed again from its arguments as the plan says."""
-    args, kwargs = planned_arguments(call)
-    plan = call.plan or Plan(())
-    result = invoke(call.facts, plan, *copies_of_written(call.facts, args, kwargs))
-    return tensors_in(cast_results(result, plan) if plan.results else result)
-
-
-def run_in(call: SeenCall, dtype: torch.dtype, change: Change | None = None) -> list[torch.Tensor] | None:
-    """The same with every floating tensor (as planned, rounded as it is) in one dtype; None if the op has no such
-    kernel. change: what is done to each tensor then.
+def run_in(call: SeenCall, dtype: torch.dtype) -> list[torch.Tensor] | None:
+    """The call with every floating tensor (as planned, rounded as it is) in one dtype; None if the op has no such
+    kernel.
     """
-    args, kwargs = planned_arguments(call)
+    return run_wide(call.facts, *planned_arguments(call), dtype)
+
+
+def run_wide(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, change: Change | None = None
+) -> list[torch.Tensor] | None:
+    """What an op gives with every floating tensor in one dtype; None if it has no such kernel. change: what is done to
+    each tensor then.
+    """
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.detach().to(dtype)
         return wide if change is None else change(wide)
 
-    args, kwargs = changed(args, kwargs, widened)
-    kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
+    args, kwargs = copies_of_written(facts, *changed(args, kwargs, widened))
     args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
+    kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
     try:
-        return tensors_in(call.facts.op(*copies_of_written(call.facts, args, kwargs)[0], **kwargs))
+        return tensors_in(facts.op(*args, **kwargs))
     except (RuntimeError, NotImplementedError):
         return None
 
