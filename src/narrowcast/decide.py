@@ -39,6 +39,7 @@ class Call:
     `given` holds the names of arguments that the caller passed and that are not tensors (`dtype` matters).
     `computes` is False for views, copies, conversions, factories, in-place and out= forms; patterns pass those by.
     `direction` is `forward`; or, for what autograd runs, `dgrad`, `wgrad`, or `backward` where it is neither.
+    `number` says which call of the op it is in its module's call, from 1; 0 where nobody counted.
     """
 
     op: str
@@ -47,6 +48,7 @@ class Call:
     given: frozenset[str] = frozenset()
     computes: bool = True
     direction: str = "forward"
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def decide(call: Call, policy: Policy, region: Region) -> Plan:
     candidates = table.candidates(call.op, call.computes, call.direction)
     rule = None
     for r in candidates.whole:
-        if r.is_unconditional or r.matches_site(call.site):
+        if r.is_unconditional or r.matches_call(call.site, call.number):
             rule = r
             break
     eligible = [
@@ -303,7 +305,7 @@ def _format_inside(lacking: Lacking, call: Call, policy: Policy, low: Format) ->
     """The format of the op that the call is made of; None if no rule is about that one."""
     inside = next((lack.inside for lack in lacking.values()), "")
     rules = policy.table.candidates(inside).whole
-    action = next((rule.action for rule in rules if rule.matches_site(call.site)), None)
+    action = next((rule.action for rule in rules if rule.matches_call(call.site, 0)), None)
     return None if action is None else {Kind.LOWER: low, Kind.FULL: fp32, Kind.TO: action.format}.get(action.kind)
 
 
@@ -314,7 +316,7 @@ def _argument_rules(call: Call, rules: tuple[Rule, ...]) -> tuple[tuple[str, Rul
     found = []
     for name in names:
         for r in rules:
-            if r.argument == name and r.matches_site(call.site):
+            if r.argument == name and r.matches_call(call.site, call.number):
                 found.append((name, r))
                 break
     return tuple(found)

@@ -16,7 +16,7 @@ _VALUE = re.compile(r"%(\d+): (\w+)(\[[^\]]*\])?((?: (?!grad\b|weight\b|=)[\w:]+
 _STEP = re.compile(
     r" = ([^\s(]+)\(([^)]*)\)"
     r'(?: with ("(?:[^"\\]|\\.)*"))?(?: given (\S+))?( computes)?(?: (backward|dgrad|wgrad))?( nograd)?'
-    r"(?: ~([\d,]+))?(?: effects (\S+))?(?: in ([\d,]+))?(?: at (\d+): .*)?$"
+    r"(?: ~([\d,]+))?(?: effects (\S+))?(?: in ([\d,]+))?(?: #(\d+))?(?: at (\d+): .*)?$"
 )
 _REGION = re.compile(
     r"region \d+: (\S+) (\S+) (enabled|disabled) (cached|uncached) session (\d+) policy (\S+)(?: open (\S+))?$"
@@ -118,7 +118,8 @@ class _Parser:
         found = _STEP.match(line, made.end()) if made else None
         if made is None or found is None:
             raise self._error("a step")
-        op, operands, constants, given, computes, direction, nograd, aliases, effects, within, site = found.groups()
+        op, operands, constants, given, computes, direction, nograd, aliases, effects, within, *last = found.groups()
+        number, site = last
         regions = [int(n) for n in within.split(",")] if within else []
         if site is not None and int(site) not in self.sites:
             raise self._error(f"site {site}, which the text lacks,")
@@ -137,6 +138,7 @@ class _Parser:
             (),
             self.sites[int(site)] if site is not None else NOWHERE,
             tuple(regions[1:]),
+            1 if number is None else int(number),
         )
 
 

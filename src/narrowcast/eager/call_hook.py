@@ -21,6 +21,7 @@ from narrowcast.eager.watch import stepping, watchers
 from narrowcast.regions import pinned
 from narrowcast.regions.pinned import ATTRIBUTE
 from narrowcast.regions.stack import innermost
+from narrowcast.sites.numbering import is_wanted, numbered_apart
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dynamo import never_begin_at, never_trace, takes_what_it_finds
 from narrowcast.torch_surface.modules import CALL
@@ -51,12 +52,13 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
                 with pin.region.again():
                     return _called_traced(original, self, pin, args, kwargs)
             return _called_traced(original, self, pin, args, kwargs)
+        called = partial(numbered_apart, _called_pinned) if is_wanted() else _called_pinned
         if watchers():
-            call = partial(_called_pinned, original, self, pin)
+            call = partial(called, original, self, pin)
             for watcher in stepping():
                 call = partial(watcher.called, call, self)
             return call(args, kwargs)
-        return _called_pinned(original, self, pin, args, kwargs)
+        return called(original, self, pin, args, kwargs)
 
     never_begin_at(_call_impl)
     return _call_impl

@@ -11,7 +11,7 @@ from torch.nn import Module
 from narrowcast.decide import Region
 from narrowcast.eager.boundary import Boundary, boundary_of, names_of_forward
 from narrowcast.formats import bf16
-from narrowcast.policy import DEVICE_TYPES, NOWHERE, Policy, Site
+from narrowcast.policy import DEVICE_TYPES, MODULE_CALL_OP, NOWHERE, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.regions.recomputation import carried_region
 from narrowcast.regions.ruling import active_region
@@ -63,7 +63,7 @@ def find_boundary(module: Module, traced: bool = False) -> Boundary | None:
         return found
     site = _site(module, ruling, traced)
     if ruling.prepared.sightings is not None:
-        ruling.prepared.sightings.see(site)
+        ruling.prepared.sightings.see(site, MODULE_CALL_OP, 0)
     key = (type(module), pin.tag if pin is not None else None, site.module_path, site.functions, site.around)
     made: dict[Any, Boundary | None] = ruling.prepared.boundaries
     if key not in made:

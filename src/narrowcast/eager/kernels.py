@@ -17,12 +17,13 @@ from narrowcast.eager.results import cast_results
 from narrowcast.eager.watch import DecidedCall, Watcher, told, watchers
 from narrowcast.errors import RegionError
 from narrowcast.policy import NOWHERE, Policy, Site
-from narrowcast.refusals import refusal
+from narrowcast.refusals import check_counted, refusal
 from narrowcast.regions.hidden import tell_hidden
 from narrowcast.regions.ruling import active_region, native_region
 from narrowcast.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
 from narrowcast.regions.training import watch_gradients
 from narrowcast.sites.graph_nodes import current_site, traced_site
+from narrowcast.sites.numbering import number_call
 from narrowcast.sites.python_stack import find_site, in_generated_code
 from narrowcast.torch_bridge import (
     DTYPES,
@@ -67,9 +68,10 @@ class Kernel:
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the call as decided."""
         region = active_region(self.device_type)
+        number = number_call(self.facts.id)
         watching = watchers()
         if watching:
-            return self._run_watched(watching, region, keyset, args, kwargs)
+            return self._run_watched(watching, region, number, keyset, args, kwargs)
         if region is None or self.facts.id not in region.prepared.changed:
             if region is None and innermost() is not None:
                 tell_hidden(self.facts.id, self.device_type, lambda: _noted_site() or find_site())
@@ -77,7 +79,7 @@ class Kernel:
                 return self._pass_on(keyset, args, kwargs)
             region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
         tensors = gather(self.facts, args, kwargs)
-        decided = self._decide(tensors, args, kwargs, region)
+        decided = self._decide(tensors, args, kwargs, region, number)
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
         return self.run(decided, region, keyset, args, kwargs)
@@ -88,6 +90,7 @@ class Kernel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         region: OpenRegion,
+        number: int,
         site: Site = NOWHERE,
     ) -> Decided:
         """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
@@ -104,9 +107,13 @@ class Kernel:
         if depends_on_site and site is NOWHERE:
             site = self._site()
         if depends_on_site and region.prepared.sightings is not None:
-            region.prepared.sightings.see(site)
+            region.prepared.sightings.see(site, self.facts.id, number)
+        if depends_on_site and not number:
+            check_counted(region.prepared.policy, self.facts.id, site, self.facts.computes)
         slots = slots_of(self.facts, args, kwargs)
-        plan = decide(self._facts_of(slots, tensors, given, site), region.prepared.policy, region.prepared.facts)
+        plan = decide(
+            self._facts_of(slots, tensors, given, site, number), region.prepared.policy, region.prepared.facts
+        )
         is_native = plan.rule == self._native_rule and not plan.argument_rules
         decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
         if not depends_on_site and _ELSEWHERE not in came:
@@ -125,19 +132,21 @@ class Kernel:
             )
         return find_site()
 
-    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site) -> Call:
+    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
         arguments = tuple(
             Argument(slot.name, None, "", slot.written)
             if t is None
             else Argument(slot.name, FORMATS.get(t.dtype), t.device.type, slot.written)
             for slot, t in zip(slots, tensors, strict=True)
         )
-        return Call(self.facts.id, arguments, site, frozenset(["dtype"]) if given else frozenset(), self.facts.computes)
+        names = frozenset(["dtype"]) if given else frozenset[str]()
+        return Call(self.facts.id, arguments, site, names, self.facts.computes, number=number)
 
     def _run_watched(
         self,
         watching: tuple[Watcher, ...],
         region: OpenRegion | None,
+        number: int,
         keyset: DispatchKeySet,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -148,7 +157,8 @@ class Kernel:
             region = native_region(self.device_type)
         tensors = gather(self.facts, args, kwargs)
         site = _noted_site() or find_site(region.prepared.policy.table.asks_for_names)
-        decided = self._decide(tensors, args, kwargs, region, NOWHERE if tracing_compiled_code() else site)
+        place = NOWHERE if tracing_compiled_code() else site
+        decided = self._decide(tensors, args, kwargs, region, number, place)
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
         if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
@@ -156,7 +166,9 @@ class Kernel:
         if not watching:
             return self.run(decided, region, keyset, args, kwargs)
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
-        call = DecidedCall(self.facts, decided.plan, site, pairs, policy, region.prepared.facts.cache, args, kwargs)
+        call = DecidedCall(
+            self.facts, decided.plan, site, pairs, policy, region.prepared.facts.cache, args, kwargs, number
+        )
         return told(watching, call, lambda: self.run(decided, region, keyset, args, kwargs))
 
     def run(

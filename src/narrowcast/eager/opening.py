@@ -34,6 +34,7 @@ class Opening:
     dtype: the low format. cache, cache_limit_bytes: as asked. state: what torch is told. carried: how Dynamo is told
     of the policy. key: names such regions in graphs. is_changed: whether any op takes another path than under native.
     is_checked_inside: whether a region around it whose weight cache is checked has this one's checked, too.
+    counts: whether a rule is about the n-th call of an op.
     is_ready: whether these ops ask the region already: from the first time that one is entered.
     """
 
@@ -48,6 +49,7 @@ class Opening:
     key: str
     is_changed: bool
     is_checked_inside: bool
+    counts: bool
     is_ready: bool = False
 
     def make_ready(self) -> None:
@@ -102,7 +104,7 @@ def _make_opening(policy: Policy, asked: Asked) -> Opening:
             where=(rule.origin,) if rule.origin else (),
             advice="Give the policy to narrowcast.compile, or call backward() inside a region of its own.",
         )
-    if policy.has_module_rules:
+    if policy.has_module_rules or policy.counts_calls:
         watch_module_calls()
     fast = _checked_dtype(policy, device_type, dtype)
     if cache_enabled is None and policy.effective_cache == "off":
@@ -132,6 +134,7 @@ def opening_of(policy: Policy, prepared: Prepared, cache: bool | str | None, lim
         key=f"{facts} {prepared.grade} {limit_bytes} {policy.digest}",
         is_changed=prepared.differs and facts.enabled,
         is_checked_inside=cache is None and prepared.grade == "native",
+        counts=policy.counts_calls and facts.enabled,
     )  # fmt: skip
 
 

@@ -29,6 +29,8 @@ from narrowcast.formats import Format, fp32
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
+from narrowcast.regions.pinned import watch_module_calls
+from narrowcast.sites.numbering import begin_counting, coming_round
 from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
@@ -53,6 +55,8 @@ def record() -> Iterator[Ledger]:
     device_types = present_device_types()
     recorder = Recorder(Ledger(), device_types)
     follow_mutators()
+    watch_module_calls()
+    begin_counting()
     for device_type in device_types:
         install_visiting(_native_ops(device_type), device_type)
     add_watcher(recorder)
@@ -144,7 +148,17 @@ class Recorder(DispatchMode):
             slot, tensor = decided.tensors[0]
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
         computes = planned_names(plan, decided.tensors) if plan.rules else call.came
-        self._count(decided.facts.id, decided.site, call.came, computes, result, plan, decided.policy, call.op_bytes)
+        self._count(
+            decided.facts.id,
+            decided.site,
+            call.came,
+            computes,
+            result,
+            plan,
+            decided.policy,
+            call.op_bytes,
+            decided.number,
+        )
 
     def _how_unseen(self, call: Watched, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
@@ -243,7 +257,7 @@ class Recorder(DispatchMode):
         state = self._state
         state.executing, state.entered = func, False
         try:
-            with switched_on(on):
+            with switched_on(on), coming_round(op_facts(func).id):
                 return func(*args, **kwargs)
         finally:
             state.executing = None
@@ -328,6 +342,7 @@ class Recorder(DispatchMode):
             kind=kind,
             policy=call.decided.policy.name,
             repeated=repeated,
+            number=call.decided.number,
         )
         self.ledger.add(cast)
         return cast
@@ -348,6 +363,7 @@ class Recorder(DispatchMode):
         plan: Plan | None,
         policy: Policy | None,
         moved_bytes: int,
+        number: int = 0,
     ) -> None:
         """Add one call to the tallies."""
         rule = deciding_rule(plan)
@@ -362,4 +378,4 @@ class Recorder(DispatchMode):
             policy=policy.name if policy else "",
             direction="forward" if current_autograd_node() is None else "backward",
         )
-        self.ledger.count_call(kind, moved_bytes)
+        self.ledger.count_call(kind, moved_bytes, number)

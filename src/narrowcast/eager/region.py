@@ -23,6 +23,7 @@ from narrowcast.regions.native_state import enter_native, leave_native
 from narrowcast.regions.pinned import Pin, set_pin
 from narrowcast.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
 from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
+from narrowcast.sites.numbering import begin_counting
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.dynamo import constant_for_dynamo, never_trace
 from narrowcast.torch_surface.state import any_autocast
@@ -96,6 +97,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if not made.is_ready:
             made.make_ready()
         prepared = made.prepared
+        if made.counts and not (outer is not None and outer.prepared.policy.counts_calls):
+            begin_counting()
         is_first = bool(made.carried) and not any_autocast()
         before, depth = enter_native(made.state)
         mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before[2])

@@ -20,6 +20,7 @@ class DecidedCall:
     """A call with its tensors as they came, what will be done with it, and by which policy.
 
     `caches`: whether the region casts weights once. `args`, `kwargs`: all that was given; empty for modules' calls.
+    `number`: which call of the op it is in its module's call, from 1; 0 where nobody counted.
     """
 
     facts: OpFacts
@@ -30,6 +31,7 @@ class DecidedCall:
     caches: bool
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(slots=True)

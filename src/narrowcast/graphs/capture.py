@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from narrowcast.errors import CaptureError
 from narrowcast.graphs.composites import decompositions
 from narrowcast.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
+from narrowcast.sites.graph_numbering import PLAIN_BODIES, Numbering
 from narrowcast.torch_bridge import is_weight
 from narrowcast.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
 from narrowcast.torch_surface.dispatch import (
@@ -44,11 +46,6 @@ from narrowcast.torch_surface.fx import (
 )
 from narrowcast.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GraphRegion, autocast_off, cast_for_autocast
 
-# Higher-order ops whose bodies eager code runs as they stand; others run theirs without the weight cache.
-_PLAIN_BODIES = frozenset(
-    ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
-     "wrap_with_set_grad_enabled"]
-)  # fmt: skip
 # Their bodies run without autocast, in eager mode too, and stay as they are; an autocast kernel of torch's own, which
 # is Python, casts these arguments.
 _CAST_ARGUMENTS = {"flex_attention": 3}
@@ -73,7 +70,8 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     """
     flags = [_flags(value) for value in inputs]
     captured = Captured(graph)
-    runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled())
+    numbering = Numbering(outside.begins)
+    runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled(), numbering)
     table = decompositions(graph)
     with (
         torch.fx.traceback.preserve_node_meta(), same_random_numbers(), transforms_as_they_were(),
@@ -143,8 +141,11 @@ def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> 
 class _Runner(torch.fx.Interpreter):
     """Runs a Dynamo graph, or the body of a higher-order op in one, while make_fx records."""
 
-    def __init__(self, graph: torch.fx.GraphModule, captured: Captured, outside: Outside, cached: bool) -> None:
+    def __init__(
+        self, graph: torch.fx.GraphModule, captured: Captured, outside: Outside, cached: bool, numbering: Numbering
+    ) -> None:
         super().__init__(graph)
+        self.numbering = numbering
         self.captured = captured
         self.outside = outside
         self.cached = [cached]
@@ -157,7 +158,7 @@ class _Runner(torch.fx.Interpreter):
             return self._copy(n)
         if n.op != "call_function":
             return super().run_node(n)
-        with at_site(node_site(n.meta, self.outside)):
+        with at_site(node_site(n.meta, self.outside), number=partial(self.numbering.number, n.meta)):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,8 +226,9 @@ class _Runner(torch.fx.Interpreter):
                 return leaf
             off = autocast_off() if bodies == backward else nullcontext()
             bodies += 1
-            with off, _not_recorded(), torch.set_grad_enabled(grad_mode):
-                made = self._body(leaf, keeps_cache=higher_order_name(target) in _PLAIN_BODIES)
+            in_bodies = self.numbering.in_bodies(self.current.meta if self.current else {}, higher_order_name(target))
+            with off, _not_recorded(), torch.set_grad_enabled(grad_mode), in_bodies:
+                made = self._body(leaf, keeps_cache=higher_order_name(target) in PLAIN_BODIES)
             name = tracer.get_fresh_qualname("body")
             tracer.root.register_module(name, made)
             return made
@@ -281,7 +283,7 @@ class _Runner(torch.fx.Interpreter):
         else:
             region = self._enter((device, dtype, enabled, cache))
         try:
-            return _Runner(body, self.captured, self.outside, self.cached[-1]).run(*operands)
+            return _Runner(body, self.captured, self.outside, self.cached[-1], self.numbering).run(*operands)
         finally:
             if key is not None:
                 self._mark(exit_marked, (key,))
@@ -292,7 +294,7 @@ class _Runner(torch.fx.Interpreter):
     def _body(self, body: torch.fx.GraphModule, keeps_cache: bool) -> torch.fx.GraphModule:
         """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
         values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
-        runner = _Runner(body, self.captured, self.outside, self.cached[-1])
+        runner = _Runner(body, self.captured, self.outside, self.cached[-1], self.numbering)
         made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
         flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from narrowcast.graphs.explicit import Explicit
 from narrowcast.regions.ruling import region_on, ruled_device_types
 from narrowcast.regions.stack import innermost, stack
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
+from narrowcast.sites.graph_numbering import Numbering
 from narrowcast.sites.python_stack import called_modules, module_path
 from narrowcast.torch_surface.state import autocast_nesting
 
@@ -32,6 +34,7 @@ class Elsewhere(torch.fx.Interpreter):
         is_alone = region is not None and region.outer is None and region.is_innermost
         self.alone = region.prepared.for_graphs if region is not None and is_alone else None
         self.outside = NO_OUTSIDE
+        self.numbering = Numbering()
         self.warned = False
 
     def is_elsewhere(self) -> bool:
@@ -50,6 +53,7 @@ class Elsewhere(torch.fx.Interpreter):
     def run(self, *args: Any, **_: Any) -> Any:
         """The graph's results, computed call by call at the places where this call makes them."""
         self.outside = Outside.now()
+        self.numbering = Numbering(self.outside.begins)
         if not self.warned and self.compiled_for is not None and self.outside.site.module_path != self.compiled_for:
             self.warned = True
             warnings.warn(
@@ -62,7 +66,7 @@ class Elsewhere(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """One call, at its place."""
-        with at_site(node_site(n.meta, self.outside)):
+        with at_site(node_site(n.meta, self.outside), number=partial(self.numbering.number, n.meta)):
             return super().run_node(n)
 
 

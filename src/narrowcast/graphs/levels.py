@@ -101,6 +101,10 @@ class Levels:
         region = now[next((d for d in found if d != "cpu"), found[0])]
         return region.ours if op in region.prepared.changed else region.torchs
 
+    def is_on(self, number: int | None) -> bool:
+        """Whether the region of this number casts."""
+        return number is not None and list(self.numbers)[number].facts.enabled
+
 
 def _hiding(around: Open | None, prepared: Prepared, find_site: Callable[[], Site]) -> HidingBlock | None:
     """What a region is to the one around it on its device type, if it keeps that from ruling."""

@@ -18,6 +18,7 @@ from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.program import CAST, ENTER, EXIT, Block, Memories, Operand, Program, Step, Value, Writes
 from narrowcast.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
 from narrowcast.sites.graph_nodes import NO_OUTSIDE, node_site
+from narrowcast.sites.graph_numbering import Numbering
 from narrowcast.torch_bridge import is_random, is_weight, op_facts, short_type
 from narrowcast.torch_bridge.memory import alias_names
 from narrowcast.torch_surface.autograd import SET_GRAD_ENABLED
@@ -70,6 +71,7 @@ class _Reader:
         self.flags = flags
         self.joint = joint
         self.outside = ambient.outside
+        self.numbering = Numbering(ambient.outside.begins)
         self.grad_mode = grad_mode
         self.levels = Levels(ambient.regions)
         self.boundaries: dict[int, str] = {}
@@ -180,6 +182,9 @@ class _Reader:
             self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
         if gradient and any(o.written for o in operands):
             self.taken.update(self.memories.of(o.value) for o in operands if o.written)
+        region = self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None])
+        direction = self.joint.get(node, "forward")
+        counts = direction == "forward" and self.levels.is_on(region)
         return Step(
             value,
             facts.id,
@@ -187,13 +192,14 @@ class _Reader:
             constants,
             given,
             facts.computes,
-            self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None]),
+            region,
             self.grad_mode,
-            self.joint.get(node, "forward"),
+            direction,
             shared,
             ("random",) if is_random(op) else (),
             (),
             self._site(node),
+            number=self.numbering.number(node.meta, facts.id) if counts else 1,
         )
 
     # -- gradients that in-place ops bring to what shares memory with their target
@@ -247,7 +253,8 @@ class _Reader:
                 blocks.append(self._block(body, f"body{k}"))
                 self.levels.stack.pop()
             else:
-                blocks.append(self._block(body, f"body{k}"))
+                with self.numbering.in_bodies(node.meta, name.rpartition(".")[2]):
+                    blocks.append(self._block(body, f"body{k}"))
         del self.levels.stack[before:]
         self.grad_mode = grad_before
         return tuple(blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,9 @@ class Ledger:
         by_module = self.matches.setdefault(rule, {})
         by_module[module_path] = by_module.get(module_path, 0) + calls
 
-    def count_call(self, kind: CallKind, moved_bytes: int) -> None:
-        """Add one call, and the bytes that it moved, to the tally of calls that are alike."""
-        self.calls.setdefault(kind, Tally()).add(Tally(1, moved_bytes))
+    def count_call(self, kind: CallKind, moved_bytes: int, number: int = 0) -> None:
+        """Add one call, and the bytes that it moved, to the tally of calls that are alike. number: as in `Cast`."""
+        self.calls.setdefault(kind, Tally()).add(Tally(1, moved_bytes, {number} if number else set()))
 
     def totals(self) -> Totals:
         """Counts and bytes over all casts, refusals and calls."""
@@ -161,9 +161,9 @@ class Ledger:
             "schema": SCHEMA,
             "totals": {**asdict(self.totals()), "share_of_casts": self.totals().share_of_casts},
             "casts": [asdict(c) for c in self.casts],
-            "counted": [{**asdict(c), **asdict(tally)} for c, tally in self.counted.items()],
+            "counted": [{**asdict(c), **_tally_row(tally)} for c, tally in self.counted.items()],
             "refusals": [asdict(r) for r in self.refusals],
-            "calls": [{**asdict(kind), **asdict(tally)} for kind, tally in self.calls.items()],
+            "calls": [{**asdict(kind), **_tally_row(tally)} for kind, tally in self.calls.items()],
             "edits": [asdict(e) for e in self.edits],
             "advice": [{**asdict(advice), "times": times} for advice, times in self.advice.items()],
             "matches": self.matches,
@@ -192,9 +192,9 @@ class Ledger:
             ledger.notes = [str(note) for note in data.get("notes", ())]
             ledger.matches = {rule: dict(modules) for rule, modules in data.get("matches", {}).items()}
             for row in data.get("counted", ()):
-                ledger.counted[_record(Cast, {**row, "moved_bytes": 0})] = Tally(row["calls"], row["moved_bytes"])
+                ledger.counted[_record(Cast, {**row, "moved_bytes": 0})] = _tally(row)
             for row in data["calls"]:
-                ledger.calls[_record(CallKind, row)] = Tally(row["calls"], row["moved_bytes"])
+                ledger.calls[_record(CallKind, row)] = _tally(row)
         except (KeyError, TypeError) as error:
             raise LedgerError("a ledger", f"a record lacks {error}", (Origin(file),), "Record it anew.") from None
         return ledger
@@ -225,7 +225,15 @@ class Ledger:
 
 
 def _record(kind: Any, row: dict[str, Any]) -> Any:
-    return kind(**{f.name: row[f.name] for f in fields(kind)})
+    return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row or f.default is MISSING})
+
+
+def _tally_row(tally: Tally) -> dict[str, Any]:
+    return {"calls": tally.calls, "moved_bytes": tally.moved_bytes, "numbers": sorted(tally.numbers)}
+
+
+def _tally(row: dict[str, Any]) -> Tally:
+    return Tally(row["calls"], row["moved_bytes"], set(row.get("numbers", ())))
 
 
 def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[tuple[str, str, str, str, str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrowcast.policy import Rule, Site
@@ -23,6 +23,7 @@ class Cast:
                   `activation`.
     action, rule, reason, source: the rule that asked for it.
     repeated:     the same tensor had been cast to the same format before.
+    number:       which call of the op asked, in its module's call, from 1; 0 where nobody counted.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Cast:
     source: str
     policy: str
     repeated: bool = False
+    number: int = 0
 
     @staticmethod
     def of(op: str, argument: str, site: Site, asked_by: Rule | None, /, **facts: Any) -> Cast:
@@ -141,15 +143,20 @@ class Advice:
 
 @dataclass(slots=True)
 class Tally:
-    """How often calls of one kind ran, and the bytes that they read and wrote."""
+    """How often calls of one kind ran, and the bytes that they read and wrote.
+
+    numbers: which calls of their op they were, in their modules' calls, where somebody counted.
+    """
 
     calls: int = 0
     moved_bytes: int = 0
+    numbers: set[int] = field(default_factory=set)
 
     def add(self, other: Tally) -> None:
         """Count these, too."""
         self.calls += other.calls
         self.moved_bytes += other.moved_bytes
+        self.numbers |= other.numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from narrowcast.program import (
     Value,
     Why,
 )
-from narrowcast.refusals import origins, refusal
+from narrowcast.refusals import check_counted, origins, refusal
 
 NAME = "assign"
 Overload = Callable[[str], str]
@@ -76,7 +76,7 @@ def call_of(program: Program, step: Step, number: int | None = None) -> Call:
         Argument(o.name, v.format, v.device or here, o.written, v.type == TENSOR)
         for o, v in zip(step.operands, values, strict=True)
     )
-    return Call(step.op, arguments, step.site, step.given, step.computes, step.direction)
+    return Call(step.op, arguments, step.site, step.given, step.computes, step.direction, step.number)
 
 
 def _decided_in(
@@ -84,6 +84,8 @@ def _decided_in(
 ) -> Iterator[Edit]:
     region = program.regions[number]
     policy = policies[region.policy]
+    if not step.number:
+        check_counted(policy, step.op, step.site, step.computes)
     plan = decide(call_of(program, step, number), policy, region.facts)
     if step.op == MODULE_CALL_OP:
         yield from _at_boundary(program, step, number, plan, policy)

@@ -12,7 +12,7 @@ from narrowcast.policy.rules import Rule
 class RuleChange:
     """One line of a policy diff: the same calls, another action (None: no rule)."""
 
-    conditions: tuple[str | None, ...]
+    conditions: tuple[str | int | None, ...]
     before: Rule | None
     after: Rule | None
 

@@ -8,7 +8,7 @@ from narrowcast.policy.rules import Rule
 
 def check_layer(layer: tuple[Rule, ...]) -> None:
     """Refuse duplicates and contradictions: two rules of one layer about exactly the same calls."""
-    seen: dict[tuple[str | None, ...], Rule] = {}
+    seen: dict[tuple[str | int | None, ...], Rule] = {}
     for rule in layer:
         earlier = seen.get(rule.conditions)
         seen[rule.conditions] = rule

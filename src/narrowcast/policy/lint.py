@@ -93,6 +93,8 @@ def _overlaps(layer: tuple[Rule, ...]) -> list[Finding]:
 
 
 def _may_meet(a: Rule, b: Rule) -> bool:
-    """Whether two rules could hold at one place; two paths without wildcards are apart."""
+    """Whether two rules could hold at one place; two paths without wildcards are apart, and two numbers of calls."""
+    if None not in (a.call, b.call) and a.call != b.call:
+        return False
     fixed = all(p is not None and not set(p) & set("*?[") for p in (a.module, b.module))
     return not fixed or a.module == b.module

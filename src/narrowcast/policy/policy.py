@@ -142,13 +142,13 @@ class Policy:
                 advice=f"Merge the other way round, or let {self.name} extend {', '.join(extra)} itself.",
             )
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
-        name, description = f"{self.name}+{other.name}", self.description or other.description
-        settings["allowances"] = self.allowances + other.allowances
-        return Policy(name, self.layers + other.layers, self.extends + extra, description, **settings)
+        settings |= {"allowances": self.allowances + other.allowances, "name": f"{self.name}+{other.name}"}
+        settings |= {"description": self.description or other.description}
+        return Policy(layers=self.layers + other.layers, extends=self.extends + extra, **settings)
 
     def resolve(self, device_type: str) -> Policy:
         """This policy with the built-in layers for one device type written out. Cheap after the first time."""
-        if not self.extends and not self._has_versions:
+        if not self.extends and not self.table.has_versions:
             return self
         return self.remembered(device_type, lambda: _resolve(self, device_type))
 
@@ -163,9 +163,7 @@ class Policy:
 
     def remembered(self, key: Any, make: Callable[[], T]) -> T:
         """What was worked out about this policy under a key, or is worked out now."""
-        if key not in self.memory:
-            self.memory[key] = make()
-        found: T = self.memory[key]
+        found: T = self.memory[key] if key in self.memory else self.memory.setdefault(key, make())
         return found
 
     def without(self, lacks: Iterable[Lack]) -> Policy:
@@ -216,8 +214,8 @@ class Policy:
         lines = [f"cache={self.cache}", *(f"extends={name}" for name in self.extends)]
         lines += [f"{key}={getattr(self, key)}" for key in SETTINGS[1:] if getattr(self, key)]
         lines += [f"lacks={lack.op} {lack.format}" for lack in self.lacks or ()]
-        for number, layer in enumerate(self.layers):
-            lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for rule in layer]
+        numbered = [(number, rule) for number, layer in enumerate(self.layers) for rule in layer]
+        lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for number, rule in numbered]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
@@ -272,11 +270,15 @@ class Policy:
         return any(rule.is_module_call for rule in self.rules)
 
     @cached_property
+    def counts_calls(self) -> bool:
+        """Whether a rule is about the n-th call of an op."""
+        return any(rule.call is not None for rule in self.rules)
+
+    @cached_property
     def asked_of_modules(self) -> frozenset[str]:
         """What rules about the calls of modules ask of the place, besides the class: `module`, `function`."""
         rules = [rule for rule in self.rules if rule.is_module_call]
-        asked = {"module": any(r.module is not None for r in rules), "function": any(r.function for r in rules)}
-        return frozenset(name for name, is_asked in asked.items() if is_asked)
+        return frozenset(n for n in ("module", "function") if any(getattr(r, n) is not None for r in rules))
 
     @cached_property
     def has_backward_rules(self) -> bool:
@@ -287,17 +289,15 @@ class Policy:
         """This policy without its rules about the backward."""
         if not self.has_backward_rules:
             return self
-        layers = tuple(tuple(r for r in layer if r.direction == "forward") for layer in self.layers)
-        return replace(self, layers=tuple(x for x in layers if x), text=None, text_layers=0)
+        return replace(self, layers=self._layers_about(forward=True), text=None, text_layers=0)
 
     def backward(self) -> Policy:
         """The rules about the backward alone."""
-        layers = tuple(tuple(r for r in layer if r.direction != "forward") for layer in self.layers)
-        return Policy(self.name, tuple(x for x in layers if x), extends=())
+        return Policy(self.name, self._layers_about(forward=False), extends=())
 
-    @cached_property
-    def _has_versions(self) -> bool:
-        return any(rule.torch for rule in self.rules)
+    def _layers_about(self, forward: bool) -> tuple[tuple[Rule, ...], ...]:
+        layers = [tuple(r for r in x if (r.direction == "forward") is forward) for x in self.layers]
+        return tuple(filter(None, layers))
 
     def __hash__(self) -> int:
         return hash(self.digest)

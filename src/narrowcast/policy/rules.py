@@ -147,6 +147,8 @@ class Rule:
     function: glob on the qualified name of any user function around the call.
     argument: the action is for this argument only (lower, full, follow and to(format) may be given so). `result` is
               what the call returns: `follow` gives it the format of the first floating argument, as it came.
+    call:     the n-th call of the op alone, from 1, inside one call of the innermost module around it (`#2` of a call's
+              identity); each overload is counted by itself.
     torch:    version range (`>=2.12`) in which the rule exists.
     """
 
@@ -156,6 +158,7 @@ class Rule:
     module_class: str | None = None
     function: str | None = None
     argument: str | None = None
+    call: int | None = None
     reason: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
     override: bool = False
@@ -188,6 +191,8 @@ class Rule:
                     where=(self.origin,) if self.origin else (),
                     advice='Write a range such as ">=2.12" or ">=2.12,<2.15".',
                 ) from None
+        if self.call is not None:
+            self._check_call()
         if self.is_module_call and self.argument is None and self.action.kind not in _PER_MODULE:
             raise PolicyError(
                 asked=f"action {self.action} for {MODULE_CALL}",
@@ -202,6 +207,22 @@ class Rule:
                 where=(self.origin,) if self.origin else (),
                 advice=f"Per argument, write one of: {', '.join(k.value for k in _PER_ARGUMENT)}.",
             )
+
+    def _check_call(self) -> None:
+        """PolicyError for a number of a call that nobody counts."""
+        is_number = isinstance(self.call, int) and not isinstance(self.call, bool) and self.call >= 1
+        found, advice = "", "Omit call."
+        if not is_number:
+            found, advice = "calls are counted from 1", "Write call = 2, for example."
+        elif self.is_glob:
+            found, advice = "the calls of each op are counted by themselves", "Name the op, or omit call."
+        elif self.is_module_call:
+            found = "calls of ops are counted, inside one call of a module"
+        elif self.direction != "forward":
+            found = "calls of the forward are counted; autograd runs its own in an order of its own"
+        if found:
+            where = (self.origin,) if self.origin else ()
+            raise PolicyError(f"call = {self.call!r} of {self.op}", found, where, advice)
 
     @property
     def direction(self) -> str:
@@ -252,12 +273,13 @@ class Rule:
     @property
     def is_unconditional(self) -> bool:
         """Whether the rule holds wherever the op is called."""
-        return self.module is None and self.module_class is None and self.function is None
+        return self.module is None and self.module_class is None and self.function is None and self.call is None
 
     @property
-    def conditions(self) -> tuple[str | None, ...]:
+    def conditions(self) -> tuple[str | int | None, ...]:
         """What must agree for two rules to be about the same calls."""
-        return (self.op, self.module, self.module_class, self.function, self.argument, self.torch)
+        which = () if self.call is None else (self.call,)  # digests of policies that count no calls stay
+        return (self.op, self.module, self.module_class, self.function, self.argument, self.torch, *which)
 
     @property
     def specificity(self) -> tuple[tuple[bool, int], ...]:
@@ -268,6 +290,7 @@ class Rule:
             _literals(self.module),
             _literals(self.module_class),
             _literals(self.function),
+            (self.call is not None, 0),
             (self.direction in ("dgrad", "wgrad"), not self.is_glob),
             _literals(self.op),
         )
@@ -297,8 +320,12 @@ class Rule:
             and (self.function is None or any(_matches_name(self.function, f) for f in site.functions))
         )
 
+    def matches_call(self, site: Site, number: int) -> bool:
+        """The same, and whether it is about the call of this number (0: nobody counted)."""
+        return (self.call is None or self.call == number) and self.matches_site(site)
+
     def __str__(self) -> str:
-        parts = [self.op]
+        parts = [self.op if self.call is None else f"{self.op} call {self.call}"]
         if self.argument:
             parts.append(f"argument {self.argument}")
         if self.module is not None:
@@ -310,9 +337,9 @@ class Rule:
         return f"{' '.join(parts)}: {self.action}"
 
 
-def find_allowance(rules: tuple[Rule, ...], op: str, site: Site, argument: str = "") -> Rule | None:
+def find_allowance(rules: tuple[Rule, ...], op: str, site: Site, argument: str = "", number: int = 0) -> Rule | None:
     """Of a policy's allowances the one for what a call reads (an argument), or gives, being not finite."""
-    about = [r for r in rules if r.matches_op(op) and r.matches_site(site)]
+    about = [r for r in rules if r.matches_op(op) and r.matches_call(site, number)]
     return next((r for r in about if (r.argument or argument) == argument), None)
 
 

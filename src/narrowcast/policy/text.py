@@ -11,7 +11,7 @@
     [[rule]]
     op = "aten.softmax"         # or a list of ops
     action = "lower"
-    module = "encoder.layer.3"  # optional, like class, function, argument, override and torch
+    module = "encoder.layer.3"  # optional, like class, function, argument, call, override and torch
     reason = "..."
     source = "..."
 
@@ -47,7 +47,7 @@ _LISTS: dict[str, type] = {
 }  # fmt: skip
 _RULE_KEYS: dict[str, type | tuple[type, ...]] = {
     "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
-    "reason": str, "source": str, "override": bool, "torch": str, "allow_nonfinite": bool,
+    "call": int, "reason": str, "source": str, "override": bool, "torch": str, "allow_nonfinite": bool,
 }  # fmt: skip
 _TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
 _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
@@ -183,7 +183,7 @@ def _rules_of_row(row: dict[str, Any], block: _Block, file: str) -> list[Rule]:
         try:
             rule = Rule(
                 op=str(op), action=action, module=row.get("module"), module_class=of_class,
-                function=row.get("function"), argument=argument, reason=row.get("reason", ""),
+                function=row.get("function"), argument=argument, call=row.get("call"), reason=row.get("reason", ""),
                 source=row.get("source", ""), override=row.get("override", False), torch=row.get("torch"),
                 origin=origin,
             )  # fmt: skip

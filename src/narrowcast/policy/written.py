@@ -61,8 +61,9 @@ def _array_of_rules(rules: tuple[Rule, ...], allowances: tuple[Rule, ...] = ()) 
         action = None if allows else str(rule.action)
         values = {
             "op": rule.op, "action": action, "allow_nonfinite": allows or None, "module": rule.module,
-            "class": rule.module_class, "function": rule.function, "argument": rule.argument, "torch": rule.torch,
-            "override": rule.override or None, "reason": rule.reason or None, "source": rule.source or None,
+            "class": rule.module_class, "function": rule.function, "argument": rule.argument, "call": rule.call,
+            "torch": rule.torch, "override": rule.override or None, "reason": rule.reason or None,
+            "source": rule.source or None,
         }  # fmt: skip
         for key, value in values.items():
             if value is not None:

@@ -98,6 +98,7 @@ class Step:
     aliases:   positions of operands whose memory the result may share.
     effects:   `random`, `order` (may be neither removed nor repeated), or none.
     blocks:    bodies of a higher-order op.
+    number:    which call of the op it is in its module's call, from 1; 0 where that is not known before it runs.
     """
 
     value: Value
@@ -114,6 +115,7 @@ class Step:
     blocks: tuple[Block, ...] = ()
     site: Site = NOWHERE
     others: tuple[int, ...] = ()
+    number: int = 1
 
     @property
     def id(self) -> int:

@@ -11,8 +11,8 @@ block main(%0: fp32[8, 4] cpu grad weight, %1: fp32[2, 4] cpu) {
 site 0: {"file": "/home/me/model.py", "line": 12, "module_path": "encoder.0"}
 ```
 
-`!` behind an operand: it is written to. `~1` : the result may share the memory of operand 1. What stands after the
-number of a site is there for the reader.
+`!` behind an operand: it is written to. `~1` : the result may share the memory of operand 1. `#2`: it is the second
+call of the op in its module's call (`#0`: nobody knows). What stands after the number of a site is for the reader.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def _print_step(step: Step, sites: dict[Site, int]) -> str:
         text += f" effects {','.join(step.effects)}"
     if step.region is not None:
         text += f" in {','.join(map(str, (step.region, *step.others)))}"
+    if step.number != 1:
+        text += f" #{step.number}"
     if step.site != NOWHERE:
         number = sites.setdefault(step.site, len(sites))
         line = f"{PurePath(step.site.file).name}:{step.site.line}"

@@ -7,7 +7,6 @@ on the Python stack, whether the backward was called inside the region or after 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,11 @@ import torch
 import torch.utils.checkpoint
 
 from narrowcast.regions.stack import OpenRegion, innermost
+from narrowcast.sites.numbering import Counted
+from narrowcast.sites.python_stack import NO_AROUND, Around
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.autograd import current_graph_task
-from narrowcast.torch_surface.modules import CHECKPOINT_STATE, carried_state
+from narrowcast.torch_surface.modules import CHECKPOINT_STATE, carried_state, find_recomputation
 from narrowcast.torch_surface.patches import stay
 from narrowcast.torch_surface.probes import require
 from narrowcast.weights.cache import WeightCache
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 
 
 class _Carrier(dict[str, Any]):
-    """torch's keyword arguments for the cpu region, with ours beside them."""
+    """torch's keyword arguments for the cpu region, with ours beside them, and where the checkpoint was called."""
 
     region: OpenRegion
+    around: Around
+    counted: Counted
     casts: tuple[tuple[int, int], WeightCache] | None = None
 
 
@@ -47,6 +50,8 @@ def _with_region(original: Any) -> Any:
         if region is not None and region.is_innermost:
             cpu = _Carrier(cpu)
             cpu.region = region
+            cpu.around = Around.now() if region.prepared.differs else NO_AROUND
+            cpu.counted = Counted.now()
         return device, cpu
 
     return with_region
@@ -59,15 +64,11 @@ def carried_region(device_type: str) -> OpenRegion | None:
     """
     if current_graph_task() == -1:  # no backward is running
         return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        carrier = carried_state(frame)
-        if carrier is not None:
-            if not isinstance(carrier, _Carrier):
-                return None
-            return _of_device(carrier.region, device_type, _casts_of(carrier, frame))
-        frame = frame.f_back
-    return None
+    frame = find_recomputation()
+    carrier = carried_state(frame) if frame is not None else None
+    if frame is None or not isinstance(carrier, _Carrier):
+        return None
+    return _of_device(carrier.region, device_type, _casts_of(carrier, frame))
 
 
 def _casts_of(carrier: _Carrier, frame: FrameType) -> WeightCache:

@@ -229,7 +229,7 @@ class _Walker:
             known.op, *step.site.at, _formats(came), computes, _formats([result]), action or "unlisted",
             reason or "runs as its inputs are", policy,
         )  # fmt: skip
-        self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes)
+        self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number)
         for old, new in zip(known.operands, step.operands, strict=True):
             made = self.after.steps.get(new.value)
             is_new = old.value != new.value and new.value not in self.before.steps
@@ -251,7 +251,7 @@ class _Walker:
             made = self.before.steps[made.operands[0].value]
         plan, policy = self._plan(made)
         source = self.after.values[cast.operands[0].value]
-        facts = _copied(source, cast) | {"kind": "activation", "policy": policy}
+        facts = _copied(source, cast) | {"kind": "activation", "policy": policy, "number": made.number}
         self.ledger.add(Cast.of(made.op, RESULT, made.site, plan.rule_about(RESULT), **facts))
 
     def _at_boundary(self, step: Step, facts: Mapping[str, str]) -> None:
@@ -287,6 +287,7 @@ class _Walker:
             "repeated": repeated,
             "action": action,
             "reason": reason,
+            "number": step.number,
         }
         self.ledger.add(Cast.of(step.op, argument, step.site, rule, **facts))
 

@@ -27,6 +27,7 @@ from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site, find_allowance
 from narrowcast.regions.stack import innermost
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
+from narrowcast.sites.numbering import coming_round
 from narrowcast.sites.python_stack import find_site
 from narrowcast.sites.script_sites import script_site, told_of_script_sites
 from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
@@ -45,7 +46,7 @@ from narrowcast.torch_surface.dispatch import (
 )
 from narrowcast.torch_surface.dynamo import CompiledCode, never_begin_at
 from narrowcast.torch_surface.fx import FakeTensor
-from narrowcast.torch_surface.modules import is_recomputing
+from narrowcast.torch_surface.modules import find_recomputation
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
 _AS_IT_IS = nullcontext()
@@ -81,7 +82,11 @@ class SeenCall:
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
         """The rule that allows what is not finite here, in an argument or in what the call gives."""
         of = self.forward or self.id
-        return None if self.policy is None else find_allowance(self.policy.allowances, of.op, self.site, argument)
+        return (
+            None
+            if self.policy is None
+            else find_allowance(self.policy.allowances, of.op, self.site, argument, of.number)
+        )
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -260,7 +265,7 @@ class Observer(DispatchMode):
             return func(*args, **kwargs)
         state.executing = True
         try:
-            with switched_on(on):
+            with switched_on(on), coming_round(op_facts(func).id):
                 return func(*args, **kwargs)
         finally:
             state.executing = False
@@ -326,7 +331,7 @@ class Observer(DispatchMode):
         """Forward, backward or recomputation; and of a backward call the forward call."""
         if current_graph_task() == -1:
             return FORWARD, None
-        if is_recomputing():
+        if find_recomputation() is not None:
             return RECOMPUTATION, None
         node = current_autograd_node()
         found = self._nodes.get(sequence_number(node)) if node is not None else None

@@ -152,6 +152,8 @@ def _facts_of_method(call: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if path:
         facts = {"path": ".".join(path), "class": kind}
+        if is_forward(call.s("name")):
+            facts["called"] = True
     if method_name(kind, call.s("name")):
         facts["function"] = method_name(kind, call.s("name"))
     return facts

@@ -18,6 +18,7 @@ from narrowcast.scripts.calls import is_optional_tensor
 from narrowcast.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.scripts.composites import open_composites, tell_closed
 from narrowcast.scripts.lifetimes import keep_until_last_use
+from narrowcast.scripts.numbering import number_calls
 from narrowcast.scripts.policies import named_policy
 from narrowcast.scripts.read import Reader, Reading
 from narrowcast.scripts.region_facts import region_class
@@ -104,12 +105,13 @@ def _find_read(node: Any, up: int) -> Any:
 
 def make_graph_explicit(
     graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True,
-    observed: bool = False,
+    observed: bool = False, begins: bool = True,
 ) -> tuple[Reading, Outcome]:  # fmt: skip
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 
     module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
-    marked as cast already. observed: it says where it is as it runs. Returns what was read, and what the passes made
+    marked as cast already. observed: it says where it is as it runs. begins: it begins where the call of a module does,
+    or of what no module calls. Returns what was read, and what the passes made
     of its program.
 
     Raises ScriptError for what cannot be cast.
@@ -132,6 +134,7 @@ def make_graph_explicit(
     tell_closed(section)
     _convert_forks(section, module)
     _answer(graph, section)
+    number_calls(section, begins)
     reading = Reader(attribute, policy_of).read(section, name)
     see_all(reading.program, reading.policies)
     passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])

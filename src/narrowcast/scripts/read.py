@@ -322,7 +322,7 @@ class Reader:
             Value(-1, OTHER), decided_as(node, facts), operands,
             "" if decided_as_itself(facts.id) else COMPOSITE, given, facts.computes,
             regions[0] if regions else None, item.grad_mode,
-            effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:],
+            effects=("random",) if is_random(facts.op) else (), site=site, others=regions[1:], number=item.number,
         )  # fmt: skip
 
     def _id(self, value: Any) -> int:

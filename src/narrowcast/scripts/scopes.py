@@ -69,7 +69,8 @@ Scopes = dict[str, Scope]  # the regions that hold, by device type
 class Item:
     """A node, the regions that it runs in, who calls what it stands in, and the contents of its blocks.
 
-    grad_mode: False under no_grad.
+    grad_mode: False under no_grad. call: the call of a module that it stands in, 0 for the graph's own. number: which
+    call of its op it is in that, from 1; 0 where that is not known before it runs (numbering.py).
     """
 
     node: Node
@@ -77,6 +78,8 @@ class Item:
     caller: Site = NOWHERE
     blocks: list[Section] = field(default_factory=list)
     grad_mode: bool = True
+    call: int = 0
+    number: int = 1
     came: tuple[tuple[str, Value], ...] = ()  # where it is the result of a module's call: the arguments
 
 
@@ -135,6 +138,8 @@ class Scanner:
         self.grad_modes: list[bool | None] = []  # around the no_grad blocks that are open
         self.asked: dict[int, bool | None] = {}  # values that hold the grad mode
         self.uncached: dict[Scope, Scope] = {}
+        self.calls: list[int] = [0]  # the calls of modules that are being read, the innermost last
+        self.seen_calls = 0
 
     def scan(self) -> Section:
         """The graph with the regions of each node. ScriptError for a region that cannot be known well enough."""
@@ -185,7 +190,7 @@ class Scanner:
                 continue
             self._follow_grad_mode(node)
             scopes = stack[-1] if self.grad_mode is not None else self._uncached(stack[-1])
-            item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False)
+            item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False, call=self.calls[-1])
             item.blocks = self._inner(node, stack[-1], callers[-1])
             section.items.append(item)
         if len(stack) != depth:
@@ -242,9 +247,12 @@ class Scanner:
         """Go over a mark: into a call, whose boundary may change the regions, or out of one."""
         facts = cross(callers, mark)
         if facts is None:
+            self.calls.pop()
             if frames.pop() is not None:
                 self._left(entered.pop(), mark, stack)
             return
+        self.seen_calls += "called" in facts
+        self.calls.append(self.seen_calls if "called" in facts else self.calls[-1])
         found = self.bounds.enter(stack[-1], callers[-1], facts, self, mark) if "call" in facts else None
         frames.append(None if found is None else found[0])
         if found is not None:

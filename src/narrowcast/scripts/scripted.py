@@ -28,7 +28,15 @@ from narrowcast.regions.pinned import Pin
 from narrowcast.regions.ruling import region_on, ruled_device_types
 from narrowcast.report import CompiledGraph
 from narrowcast.scripts.boundaries import Modules, bound_whole, close_passages
-from narrowcast.scripts.callers import class_name, function_name, graphs_of, mark_calls, method_name, unmark
+from narrowcast.scripts.callers import (
+    class_name,
+    function_name,
+    graphs_of,
+    is_forward,
+    mark_calls,
+    method_name,
+    unmark,
+)
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit
 from narrowcast.scripts.read import Reading
 from narrowcast.scripts.scopes import Scope, Scopes
@@ -69,15 +77,17 @@ class Method:
     lock: Any = field(default_factory=threading.Lock)
 
     def make_explicit(
-        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None, observed: bool = False
-    ) -> tuple[Reading, Outcome]:
+        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None, observed: bool = False,
+        begins: bool = True,
+    ) -> tuple[Reading, Outcome]:  # fmt: skip
         """Convert a graph of the method, in place, with its own regions and those around its call.
 
         marked: what they ruled is marked as cast already, for those who put the graph elsewhere. caller: another one.
-        observed: the graph says where it is as it runs.
+        observed: the graph says where it is as it runs. begins: as in `_begins`.
         """
         around = {**scopes, **self.around}
-        return make_graph_explicit(graph, around, self.module, self.name, caller or self.caller, marked, observed)
+        caller = caller or self.caller
+        return make_graph_explicit(graph, around, self.module, self.name, caller, marked, observed, begins)
 
     def convert_own(self, graph: Any) -> None:
         """Convert the graph that others get, in place, with the method's own regions."""
@@ -102,9 +112,10 @@ class Method:
             with autocast_off() if ambient else nullcontext(), _as_written():
                 return plain(*args, **kwargs)
         with self.lock:
-            variant = self.variants.get((*key, caller))
+            begins = "call" not in asked or self._begins()
+            variant = self.variants.get((*key, caller, begins))
             if variant is None:
-                variant = self.variants[*key, caller] = self._variant(scopes, caller)
+                variant = self.variants[*key, caller, begins] = self._variant(scopes, caller, begins=begins)
         with autocast_off(), _as_written():
             return variant(*self._bound(args, kwargs))
 
@@ -112,16 +123,23 @@ class Method:
         """The same in a form that says where it is, paths and lines as eager code has them."""
         caller = self._called_from(frozenset(("module", "module_class", "function")))
         with self.lock:
-            variant = self.variants.get(("observed", *key, caller))
+            begins = self._begins()
+            variant = self.variants.get(("observed", *key, caller, begins))
             if variant is None:
-                variant = self.variants["observed", *key, caller] = self._variant(scopes, caller, observed=True)
+                variant = self._variant(scopes, caller, observed=True, begins=begins)
+                self.variants["observed", *key, caller, begins] = variant
         with autocast_off(), _as_written(), inside_script():
             return variant(*self._bound(args, kwargs))
 
-    def _variant(self, scopes: Scopes, caller: Site, observed: bool = False) -> Any:
+    def _variant(self, scopes: Scopes, caller: Site, observed: bool = False, begins: bool = True) -> Any:
         graph = self.raw.copy()
-        self.make_explicit(graph, scopes, caller=caller, observed=observed)
+        self.make_explicit(graph, scopes, caller=caller, observed=observed, begins=begins)
         return function_from_graph(self.name, graph)
+
+    def _begins(self) -> bool:
+        """Whether it begins where the call of a module does, or no module is around its call."""
+        is_call = isinstance(self.module, torch.nn.Module) and is_forward(self.name)
+        return is_call or not called_modules()
 
     def _called_from(self, asked: frozenset[str]) -> Site:
         """What is around everything in the method where it is called now, as far as rules ask for that."""
@@ -209,9 +227,9 @@ _asked: dict[str, frozenset[str]] = {}  # by the digests of policies
 
 
 def _asked_of_sites(policy: Policy) -> frozenset[str]:
-    """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`."""
+    """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
     if policy.digest not in _asked:
-        names = ("module", "module_class", "function")
+        names = ("module", "module_class", "function", "call")
         _asked[policy.digest] = frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
     return _asked[policy.digest]
 

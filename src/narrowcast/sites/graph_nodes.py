@@ -10,7 +10,7 @@ import ast
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,21 +21,31 @@ import torch
 from torch.nn.modules.module import Module
 
 from narrowcast.policy import NOWHERE, Site
-from narrowcast.sites.python_stack import called_modules, find_site, is_user_file, module_path, name_in
-from narrowcast.torch_surface.dynamo import dynamo_frames
+from narrowcast.sites.python_stack import Around, is_user_file, module_path, name_in
+from narrowcast.torch_surface.dynamo import dynamo_code, dynamo_frames, is_resumption
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """Where a graph is called: the modules around it, innermost first, and the line that calls it."""
+class Outside(Around):
+    """Where a graph is called. begins: it begins where the call of the innermost module does, or of no module."""
 
-    modules: tuple[Module, ...] = ()
-    site: Site = NOWHERE
+    begins: bool = True
 
-    @staticmethod
-    def now() -> Outside:
+    @classmethod
+    def now(cls) -> Outside:
         """The modules around this call, and its site, read off the Python stack."""
-        return Outside(tuple(called_modules()), find_site())
+        around = Around.now()
+        return Outside(around.modules, around.site, begins_here(around.modules))
+
+
+def begins_here(called: tuple[Module, ...]) -> bool:
+    """Whether what Dynamo traces is the beginning of a module's call, or of what no module calls."""
+    code = dynamo_code()
+    if code is None:
+        return not called
+    if is_resumption(code):
+        return False
+    return not called or code is getattr(type(called[0]).forward, "__code__", None)
 
 
 NO_OUTSIDE = Outside()
@@ -53,23 +63,31 @@ class GraphCall:
 
 
 class _Now(threading.local):
-    """The place of the node that a front end is running on this thread, and the module's call that it stands in."""
+    """The place of the node that a front end is running on this thread, the module's call that it stands in, and what
+    numbers the calls that it makes.
+    """
 
     site: Site | None = None
     call: GraphCall | None = None
+    number: Callable[[str], int] | None = None
 
 
 _now = _Now()
 
 
 @contextmanager
-def at_site(site: Site, call: GraphCall | None = None) -> Iterator[None]:
-    """Calls inside are made at this place."""
-    before, _now.site, _now.call = (_now.site, _now.call), site, call
+def at_site(site: Site, call: GraphCall | None = None, number: Callable[[str], int] | None = None) -> Iterator[None]:
+    """Calls inside are made at this place. number: which call of an op the next one is (0: nobody knows)."""
+    before, _now.site, _now.call, _now.number = (_now.site, _now.call, _now.number), site, call, number
     try:
         yield
     finally:
-        _now.site, _now.call = before
+        _now.site, _now.call, _now.number = before
+
+
+def number_in_graph(op: str) -> int | None:
+    """Which call of this op the next one is, in its module's call; None where no node of a graph is being run."""
+    return None if _now.site is None else 0 if _now.number is None else _now.number(op)
 
 
 def current_graph_call() -> GraphCall | None:

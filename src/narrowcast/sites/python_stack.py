@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from types import FrameType
@@ -13,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import Module
 
-from narrowcast.policy import Site
-from narrowcast.torch_surface.modules import children, module_call_code
+from narrowcast.policy import NOWHERE, Site
+from narrowcast.torch_surface.modules import carried_state, children, is_recomputation, module_call_code
 
 _LIBRARIES = tuple(
     f"{path}{os.sep}"
@@ -40,14 +41,45 @@ def is_user_file(file: str) -> bool:
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Where something is called: the modules around it, innermost first, and the line that calls it."""
+
+    modules: tuple[Module, ...] = ()
+    site: Site = NOWHERE
+
+    @classmethod
+    def now(cls) -> Around:
+        """The modules around this call, and its site, read off the Python stack."""
+        return Around(tuple(called_modules()), find_site())
+
+
+NO_AROUND = Around()
+
+
+def _carried(frame: FrameType) -> Around | None:
+    """Where a checkpoint was called, if this frame recomputes it: what is below on the stack called the backward."""
+    if not is_recomputation(frame):
+        return None
+    found: Around = getattr(carried_state(frame), "around", NO_AROUND)
+    return found
+
+
 def called_modules() -> list[Module]:
-    """The modules that are being called on this thread's Python stack, innermost first."""
+    """The modules that are being called on this thread's Python stack, innermost first.
+
+    Where a checkpoint recomputes its forward, those of the forward.
+    """
     found: list[Module] = []
     frame: FrameType | None = sys._getframe(1)
     code = module_call_code()
     while frame is not None:
         if frame.f_code is code:
             found.append(frame.f_locals["self"])
+        carried = _carried(frame)
+        if carried is not None:
+            found += carried.modules
+            break
         frame = frame.f_back
     found = [m for m in found if not isinstance(m, torch.fx.GraphModule)]
     while found and _is_wrapper(found[-1]):
@@ -81,8 +113,13 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     modules: list[Module] = []
     functions: list[str] = []
     callers: list[FrameType] = []  # of the outermost module that was called
+    carried: Around | None = None
     while frame is not None:
         code = frame.f_code
+        carried = _carried(frame)
+        if carried is not None:
+            modules += carried.modules
+            break
         if code is _CALL:
             modules.append(frame.f_locals["self"])
             callers.clear()
@@ -94,13 +131,15 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
             if len(callers) < _CALLERS:
                 callers.append(frame)
         frame = frame.f_back
+    outside = carried.site if carried is not None else NOWHERE
+    around = _path_around(modules[_outermost(modules)], callers) if modules and with_names else ""
     return Site(
         module_path=module_path(modules) if modules else "",
         classes=tuple(f"{type(m).__module__}.{type(m).__qualname__}" for m in modules) if with_names else (),
-        functions=tuple(functions),
-        file=line_frame.f_code.co_filename if line_frame is not None else "",
-        line=line_frame.f_lineno if line_frame is not None else 0,
-        around=_path_around(modules[_outermost(modules)], callers) if modules and with_names else "",
+        functions=(*functions, *outside.functions) if with_names else (),
+        file=line_frame.f_code.co_filename if line_frame is not None else outside.file,
+        line=line_frame.f_lineno if line_frame is not None else outside.line,
+        around=outside.around if carried is not None and carried.modules else around,
     )
 
 

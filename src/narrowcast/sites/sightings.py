@@ -18,16 +18,22 @@ _MOST = 4096
 class Sightings:
     """The places of calls that rules about modules and classes were asked about, in all regions of a policy."""
 
-    __slots__ = ("_before", "_rules", "_sites", "policy")
+    __slots__ = ("_before", "_numbers", "_rules", "_sites", "policy")
 
     def __init__(self, policy: Policy, rules: list[Rule]) -> None:
         self.policy = policy.name
         self._rules = rules  # of which nothing was said, and which matched nothing yet
         self._sites: dict[tuple[str, tuple[str, ...], str], Site] = {}
         self._before = 0
+        self._numbers = {rule: 0 for rule in rules if rule.call is not None}  # the last call seen where it holds
 
-    def see(self, site: Site) -> None:
-        """A call was made there."""
+    def see(self, site: Site, op: str, number: int) -> None:
+        """A call of this op was made there, the one of this number."""
+        for rule in [rule for rule in self._numbers if rule.matches_op(op) and rule.matches_site(site)]:
+            if rule.call == number:
+                del self._numbers[rule]
+            else:
+                self._numbers[rule] = max(self._numbers[rule], number)
         if self._rules and len(self._sites) < _MOST and (site.module_path or site.classes):
             self._sites.setdefault((site.module_path, site.classes, site.around), site)
 
@@ -35,13 +41,18 @@ class Sightings:
         """RegionWarning, once, for rules that name nothing that was seen: at once where there is a name much like it,
         else when a whole region has shown nothing new.
         """
-        count, before = len(self._sites), self._before
-        if not count or not self._rules:
+        count, before = len(self._sites) + sum(self._numbers.values()), self._before
+        if not count or not (self._rules or self._numbers):
             return
         self._before = count
         found = {rule: text for rule in self._rules if (text := nearest_name(rule, self._sites.values()))}
         said = [rule for rule, text in found.items() if "did you mean" in text or count == before]
         self._rules = [rule for rule in found if rule not in said]
+        for rule, last in list(self._numbers.items()) if count == before else []:
+            del self._numbers[rule]
+            if last:
+                said.append(rule)
+                found[rule] = f"at most {last} such calls are made in one call of a module"
         for rule in said:
             at = f" ({rule.origin})" if rule.origin is not None else ""
             warn_at(
@@ -58,14 +69,14 @@ def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
         if sightings is not None:
             for step in program.steps.values():
                 if step.region is not None and policy.asks_where(step.op, step.computes):
-                    sightings.see(step.site)
+                    sightings.see(step.site, step.op, step.number)
 
 
 def sightings_of(policy: Policy) -> Sightings | None:
     """Those of a resolved policy; None if no rule of the user's asks about modules."""
 
     def make() -> Sightings | None:
-        rules = [r for r in policy.rules if not r.is_builtin and (r.module is not None or r.module_class is not None)]
+        rules = [r for r in policy.rules if not r.is_builtin and (r.module, r.module_class, r.call) != (None,) * 3]
         return Sightings(policy, rules) if rules else None
 
     return policy.remembered("sightings", make)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -40,9 +41,8 @@ def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None
     Modules as Dynamo keeps them, by id: a source text and a class. None if Dynamo traces nothing, or has handed its
     graph to a backend that traces now.
     """
-    convert = sys.modules.get("torch._dynamo.symbolic_convert")
-    root = getattr(getattr(convert, "tls", None), "current_tx", None)
-    if root is None or any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES):
+    root = dynamo_trace()
+    if root is None:
         return None
     frames = []
     inner = tx = root.output.current_tx
@@ -50,6 +50,30 @@ def dynamo_frames() -> tuple[dict[str, Any], tuple[tuple[str, int], ...]] | None
         frames.append((inner.f_code.co_filename, inner.lineno))
         inner = getattr(inner, "parent", None)
     return dict(tx.nn_module_stack), tuple(reversed(frames))
+
+
+def dynamo_trace() -> Any:
+    """What Dynamo keeps of the frame that it traces on this thread. None if it traces nothing, or has handed its graph
+    to a backend that traces now.
+    """
+    root = _dynamo_root()
+    return None if any(torch._C._get_dispatch_mode(key) is not None for key in _BACKENDS_MODES) else root
+
+
+def _dynamo_root() -> Any:
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    return getattr(getattr(convert, "tls", None), "current_tx", None)
+
+
+def dynamo_code() -> CodeType | None:
+    """The code of the frame that Dynamo is compiling on this thread, its backend included; None if there is none."""
+    found: CodeType | None = getattr(_dynamo_root(), "f_code", None)
+    return found
+
+
+def is_resumption(code: CodeType) -> bool:
+    """Whether Dynamo made this code to go on behind a graph break."""
+    return code.co_name.startswith("torch_dynamo_resume_in")
 
 
 def traced_local(name: str) -> Any:

@@ -70,18 +70,20 @@ RECOMPUTING = ("recompute_fn", "backward")
 
 def carried_state(frame: FrameType) -> Any:
     """What the cpu's keyword arguments were at the forward that this frame recomputes; None if it recomputes none."""
-    code = frame.f_code
-    if code.co_filename != CHECKPOINT_FILE or code.co_name not in RECOMPUTING:
+    if not is_recomputation(frame):
         return None
     found = frame.f_locals
     return found.get("cpu_autocast_kwargs") or getattr(found.get("ctx"), "cpu_autocast_kwargs", None)
 
 
-def is_recomputing() -> bool:
-    """Whether a checkpoint recomputes its forward on this thread's Python stack."""
+def find_recomputation() -> FrameType | None:
+    """The frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == CHECKPOINT_FILE and frame.f_code.co_name in RECOMPUTING:
-            return True
+    while frame is not None and not is_recomputation(frame):
         frame = frame.f_back
-    return False
+    return frame
+
+
+def is_recomputation(frame: FrameType) -> bool:
+    """Whether a checkpoint recomputes its forward in this frame."""
+    return frame.f_code.co_filename == CHECKPOINT_FILE and frame.f_code.co_name in RECOMPUTING
