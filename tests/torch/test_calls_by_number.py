@@ -1,4 +1,4 @@
-"""Rules about the n-th call of an op in a module's call: the same call in eager, compiled, exported and scripted code."""
+"""Rules about the n-th call of an op: the same call in eager, compiled, exported, scripted and traced code."""
 
 import itertools
 import warnings
