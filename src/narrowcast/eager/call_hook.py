@@ -23,7 +23,7 @@ from narrowcast.regions.pinned import ATTRIBUTE
 from narrowcast.regions.stack import innermost
 from narrowcast.sites.numbering import is_wanted, numbered_apart
 from narrowcast.torch_surface.autograd import current_graph_task
-from narrowcast.torch_surface.dynamo import never_begin_at, never_trace, takes_what_it_finds
+from narrowcast.torch_surface.dynamo import know_torchs_call, never_begin_at, never_trace
 from narrowcast.torch_surface.modules import CALL
 from narrowcast.torch_surface.patches import note_staying, once, stay
 from narrowcast.torch_surface.probes import require
@@ -31,9 +31,15 @@ from narrowcast.torch_surface.probes import require
 
 @once
 def ask_at_calls() -> None:
-    """Put our question before torch's call of modules, once."""
+    """Put our question before torch's call of modules, once, also in compiled code."""
+    know_torchs_call(_torchs_own[0] if _torchs_own else getattr(Module, CALL))
+    stand_at_calls()
+
+
+@once
+def stand_at_calls() -> None:
+    """The same in eager code alone: Dynamo, which takes a second to import, need not know."""
     require("calls of modules go through _call_impl")
-    takes_what_it_finds()
     setattr(Module, ATTRIBUTE, None)
     note_staying(f"torch.nn.modules.module.Module.{ATTRIBUTE}", _WHY)
     stay(Module, CALL, _watching, _WHY)
@@ -42,7 +48,12 @@ def ask_at_calls() -> None:
 _WHY = "pins, rules about the calls of modules, observed runs"
 
 
+_torchs_own: list[Callable[..., Any]] = []  # what is replaced, once it is
+
+
 def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
+    _torchs_own.append(original)
+
     def _call_impl(self: Module, *args: Any, **kwargs: Any) -> Any:
         pin: Any = self._narrowcast_pin
         if torch.compiler.is_dynamo_compiling():

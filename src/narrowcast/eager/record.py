@@ -15,6 +15,7 @@ import torch
 from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
 from narrowcast.eager.caching import follow_mutators
+from narrowcast.eager.call_hook import stand_at_calls
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import (
     DecidedCall,
@@ -29,7 +30,6 @@ from narrowcast.formats import Format, fp32
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
-from narrowcast.regions.pinned import watch_module_calls
 from narrowcast.sites.numbering import begin_counting, coming_round
 from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
@@ -55,7 +55,7 @@ def record() -> Iterator[Ledger]:
     device_types = present_device_types()
     recorder = Recorder(Ledger(), device_types)
     follow_mutators()
-    watch_module_calls()
+    stand_at_calls()
     begin_counting()
     for device_type in device_types:
         install_visiting(_native_ops(device_type), device_type)

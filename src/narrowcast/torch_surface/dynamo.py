@@ -246,9 +246,10 @@ def allow_in_graph(*functions: Callable[..., Any]) -> None:
         torch._dynamo.allow_in_graph(function)
 
 
-def takes_what_it_finds() -> None:
-    """Have Dynamo look at torch's call of modules now: it takes what it finds there first for torch's own."""
-    importlib.import_module("torch._dynamo.variables.nn_module")
+def know_torchs_call(call: Callable[..., Any]) -> None:
+    """Have Dynamo know torch's own call of modules: it takes what it finds when it is imported for that."""
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        vars(importlib.import_module(name))["unpatched_nn_module_call_impl"] = call
 
 
 def never_trace(*functions: Callable[..., Any]) -> None:
