@@ -10,6 +10,7 @@ import torch
 from narrowcast.ledger.identity import CallId
 from narrowcast.runs.arguments import others_as_text, tensors_by_name
 from narrowcast.runs.finiteness import is_floating
+from narrowcast.runs.noise import Noise
 from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.runs.rerun import planned_arguments
 from narrowcast.runs.statistics import checksum, sample_of
@@ -116,8 +117,7 @@ class Moved(Observer):
 
     def __init__(self, policies: tuple[Any, ...], units: dict[CallId, float], seed: int) -> None:
         super().__init__(policies)
-        self._units, self._seed = units, seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._units, self._noise = units, Noise(seed)
         self.samples: dict[CallId, list[torch.Tensor]] = {}
         self.kept: dict[CallId, list[torch.Tensor]] = {}
 
@@ -130,15 +130,10 @@ class Moved(Observer):
         def moved(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.dtype in FORMATS and value.layout is torch.strided):
                 return value
-            generator = self._generators.get(value.device)
-            if generator is None:
-                generator = torch.Generator(value.device).manual_seed(self._seed)
-                self._generators[value.device] = generator
             try:
-                noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=value.dtype)
-            except RuntimeError:  # inside vmap
+                return self._noise.moved(value, unit)
+            except RuntimeError:  # inside vmap, or a format of 8 bits
                 return value
-            return value * (1 + (2 * noise - 1) * unit)
 
         return tree_map(moved, result)
 
