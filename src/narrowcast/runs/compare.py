@@ -32,14 +32,15 @@ from narrowcast.report.differences import (
     Differences,
 )
 from narrowcast.runs.alone import Alone, RunAlone, reads_opaque
-from narrowcast.runs.capture import NOTHING, observed_region
+from narrowcast.runs.capture import NOTHING, note_of_changed, observed_region
 from narrowcast.runs.environment import environment
 from narrowcast.runs.isolating import Place, isolate
 from narrowcast.runs.judging import OUTPUT_FACTOR, has_same_shapes, judge_call, judge_gradient, other_arguments
 from narrowcast.runs.observer import Observer, quietly
-from narrowcast.runs.reference import Keep, Kept, Moved, Weights
+from narrowcast.runs.reference import Keep, Kept, Moved
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, parameters_of, tensors_of
+from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -84,9 +85,7 @@ def compare(
     trial = Trial.of("compare", model, args, kwargs, backward)
     is_own = isinstance(reference, str)
     wants = any(v is not None for v in (policy, dtype, device_type, region))
-    brings = hasattr(trial.model, "_orig_mod") or hasattr(trial.model, "__narrowcast_compiled__")
-    brings = brings or isinstance(trial.model, torch.fx.GraphModule | torch.jit.ScriptModule)
-    if is_own and not wants and not brings:
+    if is_own and not wants and not trial.is_made:
         policy = "native"
     opened = observed_region("compare", trial, policy, dtype, device_type, region)
     other = trial if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
@@ -138,7 +137,7 @@ class _Comparing:
     ) -> None:  # fmt: skip
         self._trial, self._other, self._region, self._is_own = trial, other, region, is_own
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
-        self._weights = Weights(parameters_of(trial.model))
+        self._weights = Weights(parameters_of(trial.model), {} if is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._changed: set[str] = set()
         self._step: Step = lambda: None
@@ -151,11 +150,10 @@ class _Comparing:
     def _run_all(self, isolate: int) -> None:
         found = self._found
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
-        self._weights.keep()
         expected = self._run_reference(reference)
         self._check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
-        self._run(self._trial, self._region, under.observing())
+        self._run(self._trial, self._region, under)
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region, None)
@@ -171,30 +169,27 @@ class _Comparing:
                 "the model brings its own casts, which it makes in the reference, too (then give reference=the model "
                 "without them)."
             )
-        changed = sorted(self._changed)
-        if changed:
-            found.notes.append(
-                f"The model changes its own weights while it runs ({', '.join(changed[:3])}"
-                f"{' ...' if len(changed) > 3 else ''}): each run began with the same ones, which are put back."
-            )
+        if self._changed:
+            said = note_of_changed(list(self._changed))
+            found.notes.append(f"{said}: each run began with the same ones, which are put back.")
 
-    def _run(self, trial: Trial, region: Any, watching: Any, dtype: torch.dtype | None = None) -> Outcome:
+    def _run(self, trial: Trial, region: Any, observer: Observer | None, dtype: torch.dtype | None = None) -> Outcome:
+        if observer is not None:
+            observer.weights = self._weights
         try:
-            outcome = trial.run(region, watching, dtype)
+            outcome = trial.run(region, None if observer is None else observer.observing(), dtype)
         finally:
-            changed = self._weights.changed()
-            self._changed.update(changed)
             with quietly():
-                self._weights.put_back(changed)
+                self._changed.update(self._weights.put_back())
         self._found.runs += 1
         self._step()
         return outcome
 
-    def _run_reference(self, watching: Observer) -> Outcome:
+    def _run_reference(self, observer: Observer) -> Outcome:
         """A run of the reference. RunError if it is to be in fp64, and does not run there."""
-        watching.casts_scripts = not self._is_own
+        observer.casts_scripts = not self._is_own
         try:
-            return self._run(self._other, self._around_reference(), watching.observing(), self._dtype)
+            return self._run(self._other, self._around_reference(), observer, self._dtype)
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise

@@ -88,30 +88,6 @@ def _emptied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return found
 
 
-class Weights:
-    """The weights of a model, put back as they were if a run has changed them."""
-
-    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._sums = {name: checksum(p) for name, p in parameters.items()}
-        self._copies: dict[str, torch.Tensor] | None = None
-
-    def changed(self) -> list[str]:
-        """The names of those that are not as they were."""
-        return [name for name, p in self._parameters.items() if checksum(p) != self._sums[name]]
-
-    def keep(self) -> None:
-        """Take copies to go back to."""
-        self._copies = {name: p.detach().clone() for name, p in self._parameters.items()}
-
-    def put_back(self, names: list[str]) -> None:
-        """Give these their values back."""
-        with torch.no_grad():
-            for name in names:
-                if self._copies is not None:
-                    self._parameters[name].copy_(self._copies[name])
-
-
 class Moved(Observer):
     """A run in which each result moves by up to one unit in the last place of the format that the policy gives it."""
 

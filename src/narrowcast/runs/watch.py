@@ -66,13 +66,14 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         self._at, self._stop, self._callback = at, stop, callback
         self._trends = Trends(every, underflow, growth)
         self._log = None if log is None else Path(log)
-        self._stack: ExitStack | None = None
+        self._stack = ExitStack()
+        self._is_entered = False
         self.found = Watching()
 
     def __enter__(self) -> Watching:
-        if self._stack is not None:
+        if self._is_entered:
             raise RunError("entering a watch again", "it is open, or has ended", advice="Make another: nc.watch().")
-        self._stack = ExitStack()
+        self._is_entered = True
         if self._log is not None:
             try:
                 self._stream = self._stack.enter_context(self._log.open("a", encoding="utf-8"))
@@ -89,7 +90,6 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._stack is not None
         try:
             if error is None:
                 with quietly():
