@@ -16,7 +16,7 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self._strip = 2 * torch.rand(_LENGTH, generator=torch.Generator().manual_seed(seed)) - 1
-        self._as: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._factors: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
         self._at = 0
 
     def rewind(self) -> None:
@@ -24,14 +24,15 @@ class Noise:
         self._at = 0
 
     def moved(self, tensor: torch.Tensor, unit: float) -> torch.Tensor:
-        """A copy with each value x as x + x * unit * noise. tensor: floating, strided; unit: an epsilon."""
-        strip = self._as.get((tensor.device, tensor.dtype))
-        if strip is None:
-            strip = self._as[tensor.device, tensor.dtype] = self._strip.to(tensor)
+        """A copy, each value times 1 + unit * noise. tensor: floating, strided; unit: a format's epsilon."""
+        key = (tensor.device, tensor.dtype, unit)
+        factors = self._factors.get(key)
+        if factors is None:
+            factors = self._factors[key] = (1 + unit * self._strip).to(tensor)
         found = tensor.detach().clone()  # dense, in whatever order of dimensions
         flat, done = found.as_strided((found.numel(),), (1,)), 0
         while done < flat.numel():
             part = flat[done : done + _LENGTH - self._at]
-            part.addcmul_(part, strip[self._at : self._at + part.numel()], value=unit)
+            part.mul_(factors[self._at : self._at + part.numel()])
             done, self._at = done + part.numel(), (self._at + part.numel()) % _LENGTH
         return found
