@@ -12,12 +12,13 @@ from narrowcast.eager.kernels import invoke
 from narrowcast.eager.results import cast_results
 from narrowcast.formats import Format, fp64
 from narrowcast.ledger.identity import CallId
-from narrowcast.numerics import difference, round_to
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.noise import Noise
 from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.output_errors import difference
 from narrowcast.runs.reference import Kept, sample_like
 from narrowcast.runs.rerun import can_run_again, copies_of_written, in_dtypes, run_wide
+from narrowcast.runs.rounding import round_to
 from narrowcast.runs.statistics import checksum
 from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
 

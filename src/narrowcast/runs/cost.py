@@ -1,4 +1,4 @@
-"""Compare two runs of a model: outputs, metric, time and peak memory."""
+"""What a region costs against fp32: time, in alternating pairs, and peak memory."""
 
 from __future__ import annotations
 
@@ -13,96 +13,28 @@ from typing import Any
 import torch
 
 from narrowcast.profiles.clock import elapsed_ns
-from narrowcast.report import Comparison, NotFinite, OutputError
-from narrowcast.torch_bridge import FORMATS, tensors_in
-from narrowcast.torch_surface.dispatch import DispatchMode, keystr, storage_key, tree_flatten_with_path
+from narrowcast.report import Comparison
+from narrowcast.report.differences import Differences
+from narrowcast.torch_bridge import tensors_in
+from narrowcast.torch_surface.dispatch import DispatchMode, storage_key
 
 Run = Callable[[], Any]
-Find = Callable[[Run, Run], tuple[NotFinite | None, str]]
 
 
-def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
-
-    Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
-    """
-    ref, x = reference.detach().double(), found.detach().double()
-    noise = float(difference(ref, x).square().sum())
-    signal = float(ref.nan_to_num(0.0, 0.0, 0.0).square().sum())
-    if noise == 0.0:
-        return math.inf
-    if math.isnan(noise):
-        return math.nan
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
-
-
-def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
-    ref, x = reference.detach().double(), found.detach().double()
-    noise = float(difference(ref, x).norm())
-    size = float(ref.nan_to_num(0.0, 0.0, 0.0).norm())
-    if noise == 0.0:
-        return 0.0
-    return noise / size if size > 0 else math.inf
-
-
-def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x - ref, zero where both are the same infinity or both NaN."""
-    same = (ref == x) | (torch.isnan(ref) & torch.isnan(x))
-    return torch.where(same, torch.zeros_like(ref), x - ref)
-
-
-def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
-    """One row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows)."""
-    rows = []
-    pairs = zip(_named_tensors(reference), _named_tensors(found), strict=False)
-    for (name, ref), (_, x) in pairs:
-        if not ref.is_floating_point() or ref.shape != x.shape:
-            continue
-        ref, x = _dense(ref), _dense(x)
-        largest = difference(ref.detach().double(), x.detach().double()).abs()
-        rows.append(
-            OutputError(
-                name=name,
-                reference=f"{FORMATS[ref.dtype]} {list(ref.shape)}",
-                found=str(FORMATS.get(x.dtype, x.dtype)),
-                sqnr_db=sqnr_db(ref, x),
-                relative_error=relative_error(ref, x),
-                largest_error=float(largest.max()) if largest.numel() else 0.0,
-            )
-        )
-    return tuple(rows)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
-    leaves, _ = tree_flatten_with_path(tree)
-    return [(keystr(path).lstrip(".") or "output", leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
-
-
-def compare(
-    reference: Run,
-    region: Run,
+def with_cost(
+    differences: Differences,
     metric_reference: Mapping[str, float],
     metric_found: Mapping[str, float],
+    reference: Run,
+    region: Run,
     repeats: int = 7,
     seconds: float = 10.0,
-    find: Find | None = None,
 ) -> Comparison:
-    """Run both: once for the outputs and peak memory each, then alternating pairs for time: `repeats` of them, or after
-    the third as many as fit into these seconds. find: given both, says what first was not finite in the region alone,
-    and the first NaN of the reference; asked where outputs are not finite.
+    """The differences with the model's metric, and what the region costs. Both are run once for peak memory, then in
+    alternating pairs for time: `repeats` of them, or after the third as many as fit into these seconds.
     """
-    reference_output, reference_peak = peak_bytes(reference)
-    region_output, region_peak = peak_bytes(region)
-    errors = output_errors(reference_output, region_output)
-    not_finite, reference_not_finite = None, ""
-    if find is not None and (any(math.isnan(error.sqnr_db) for error in errors) or _has_nan(reference_output)):
-        not_finite, reference_not_finite = find(reference, region)
-    del reference_output, region_output
+    _, reference_peak = peak_bytes(reference)
+    _, region_peak = peak_bytes(region)
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     for number in range(repeats):
@@ -113,7 +45,7 @@ def compare(
         times.append((elapsed[reference], elapsed[region]))
     ratios = sorted(b / a for a, b in times)
     return Comparison(
-        outputs=errors,
+        differences=differences,
         metric_reference=dict(metric_reference),
         metric_found=dict(metric_found),
         reference_ms=statistics.median(a for a, _ in times),
@@ -124,13 +56,7 @@ def compare(
         reference_peak_bytes=reference_peak,
         region_peak_bytes=region_peak,
         memory_ratio=region_peak / reference_peak if reference_peak else math.nan,
-        not_finite=not_finite,
-        reference_not_finite=reference_not_finite,
     )
-
-
-def _has_nan(tree: Any) -> bool:
-    return any(t.is_floating_point() and bool(torch.isnan(_dense(t)).any()) for t in tensors_in(tree))
 
 
 def peak_bytes(run: Run) -> tuple[Any, int]:
