@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
     from narrowcast.explaining.explain import explain
-    from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
     from narrowcast.report.fit import fit
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.compare import compare
+    from narrowcast.runs.rounding import round_to
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
 
@@ -42,7 +42,7 @@ _TORCH_HALF = {
     "api.target": ("target_of",),
     "eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "record", "unpin"),
     "explaining.explain": ("explain",),
-    "numerics": ("round_to",),
+    "runs.rounding": ("round_to",),
     "runs.capture": ("capture",),
     "runs.compare": ("compare",),
     "runs.subject": ("Subject",),

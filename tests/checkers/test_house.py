@@ -142,6 +142,22 @@ def test_each_way_to_wait_for_ever_is_seen(text):
     assert list(waits_without_limit(text))
 
 
+def asserts(text):
+    """Lines with an assertion: one says nothing to a user, and `python -O` leaves it out."""
+    return [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
+
+
+def test_the_library_asserts_nothing():
+    """What cannot be is a type, and what may be is an error in four parts."""
+    files = (ROOT / "src").rglob("*.py")
+    assert not [f"{f.name}:{line}" for f in files for line in asserts(f.read_text(encoding="utf-8"))]
+
+
+def test_an_assertion_is_seen():
+    """The check above rejects this."""
+    assert asserts("def f(x):\n    assert x is not None") == [2]
+
+
 def test_each_policy_file_of_the_examples_loads_without_findings():
     """Lint included."""
     for file in (ROOT / "examples/policies").glob("*.toml"):

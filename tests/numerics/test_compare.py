@@ -4,7 +4,9 @@ import math
 
 import torch
 
-from narrowcast.numerics import compare, output_errors, peak_bytes, relative_error, sqnr_db
+from narrowcast.report.differences import Differences
+from narrowcast.runs.cost import peak_bytes, with_cost
+from narrowcast.runs.output_errors import output_errors, relative_error, sqnr_db
 
 
 def test_sqnr_and_relative_error_of_a_known_noise():
@@ -20,7 +22,7 @@ def test_equal_zero_and_broken_tensors():
     one = torch.ones(3)
     assert sqnr_db(one, one) == math.inf and relative_error(one, one) == 0
     assert sqnr_db(torch.zeros(3), one) == -math.inf and relative_error(torch.zeros(3), one) == math.inf
-    assert math.isnan(sqnr_db(one, one * math.nan))
+    assert math.isnan(sqnr_db(one, one * math.nan)) and math.isnan(sqnr_db(one, one * math.inf))
     both = torch.tensor([math.inf, 1.0])
     assert sqnr_db(both, both.clone()) == math.inf
 
@@ -48,9 +50,16 @@ def test_peak_memory_counts_what_lives_at_once():
     assert peak == 8000 and result.shape == (10, 100)
 
 
-def test_compare_runs_both_and_keeps_metrics():
-    """Ratios of alternating pairs."""
-    found = compare(lambda: torch.ones(4), lambda: torch.ones(4), {"m": 1.0}, {"m": 2.0}, repeats=3)
-    assert found.outputs[0].sqnr_db == math.inf and found.metric_found == {"m": 2.0}
-    low, high = found.time_quartiles
-    assert low <= found.time_ratio <= high
+def test_the_cost_is_measured_in_pairs_and_metrics_are_kept():
+    """Ratios of alternating pairs; both run once more for memory."""
+    runs = {"fp32": 0, "region": 0}
+
+    def run(side):
+        runs[side] += 1
+        return torch.ones(4)
+
+    found = Differences("model", "cpu", "native", "bf16", "fp32")
+    short = with_cost(found, {"m": 1.0}, {"m": 2.0}, lambda: run("fp32"), lambda: run("region"), repeats=3)
+    assert short.metric_found == {"m": 2.0} and runs == {"fp32": 4, "region": 4}
+    low, high = short.time_quartiles
+    assert low <= short.time_ratio <= high

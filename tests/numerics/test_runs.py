@@ -178,7 +178,7 @@ class TestCapture:
         assert torch.equal(torch.get_rng_state(), state) and bool((model[0].weight.grad == 1).all())
         assert model[0].bias.grad is None
 
-    @pytest.mark.parametrize("how", ["mul_", "copy_", "data"])
+    @pytest.mark.parametrize("how", ["mul_", "copy_", "data", "view", "exchanged", "function"])
     def test_weights_that_the_model_changes_are_put_back(self, x, how):
         class Moving(nn.Module):
             def __init__(self):
@@ -188,16 +188,48 @@ class TestCapture:
             def forward(self, x):
                 weight = self.linear.weight
                 with torch.no_grad():
-                    if how == "copy_":
+                    if how == "exchanged":
+                        weight.data = weight * 0.5
+                    elif how == "copy_":
                         weight.copy_(weight * 0.5)
                     else:
-                        (weight.data if how == "data" else weight).mul_(0.5)
+                        {"data": weight.data, "view": weight.view(-1)[8:]}.get(how, weight).mul_(0.5)
                 return self.linear(x)
 
         model = Moving()
-        before = model.linear.weight.clone()
-        run = nc.capture(model, (x,))
-        assert torch.equal(model.linear.weight, before) and "changes its own weights" in run.notes[0]
+        weight, before = model.linear.weight.data_ptr(), model.linear.weight.clone()
+        function = lambda x: model(x)  # closes over the module
+        called = function if how == "function" else model
+        run, found = nc.capture(called, (x,)), nc.compare(called, (x,), dtype="bf16", isolate=0)
+        assert torch.equal(model.linear.weight, before) and model.linear.weight.data_ptr() == weight
+        assert "(linear.weight)" in run.notes[0] and "(linear.weight)" in " ".join(found.notes)
+        assert not found.faults, found
+
+    def test_weights_that_share_memory_are_put_back_each(self, x):
+        flat = torch.randn(2 * 16)
+
+        class Flat(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Parameter(flat[:16]), nn.Parameter(flat[16:])
+
+            def forward(self, x):
+                with torch.no_grad():
+                    self.a.mul_(0.5)
+                return x * self.a * self.b
+
+        before = flat.clone()
+        run = nc.capture(Flat(), (x,))
+        assert torch.equal(flat, before) and "(a)" in run.notes[0]
+
+    def test_a_weight_written_with_what_it_has_is_not_said_to_change(self, x):
+        layer = nn.Linear(16, 4)
+
+        def same(x):
+            layer.weight.data.mul_(1.0)
+            return layer(x)
+
+        assert nc.capture(same, (x,)).notes == []
 
     def test_tensors_are_written_within_their_limit(self, model, x, tmp_path):
         run = nc.capture(model, (x,), tensors=tmp_path / "t", tensor_limit_bytes=2000, checksums=True)
@@ -389,23 +421,6 @@ class TestCompare:
         found = nc.compare(Counting(), (x,), dtype="bf16")
         assert "nondeterministic" in {row.verdict for row in found.rows}
         assert any("differ between two runs of the reference" in note for note in found.notes)
-
-    def test_weights_that_the_model_changes_are_put_back(self, x):
-        class Moving(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(16, 4)
-
-            def forward(self, x):
-                with torch.no_grad():
-                    self.linear.weight.mul_(0.5)
-                return self.linear(x)
-
-        model = Moving()
-        before = model.linear.weight.clone()
-        found = nc.compare(model, (x,), dtype="bf16")
-        assert torch.equal(model.linear.weight, before) and "changes its own weights" in " ".join(found.notes)
-        assert not found.faults, found
 
     @pytest.mark.parametrize("kind", ["dict", "tuple", "generator"])
     def test_outputs_of_many_kinds(self, kind):

@@ -196,3 +196,14 @@ class TestRuns:
         for model in (lambda x: linear(x), torch.jit.script(nn.Linear(16, 4))):
             with pytest.raises(nc.errors.RunError, match="does not run in fp64"):
                 nc.compare(model, (x,), dtype="bf16", reference="fp64")
+
+    def test_an_output_that_overflows_is_compared_and_the_call_is_named(self, x):
+        found = nc.compare(lambda x: (x @ x) * 60000, (torch.ones(4, 4),), dtype="fp16", isolate=0)
+        assert found.verdict == "not finite" and found.runs == 8
+        assert found.not_finite.op == "aten.mul.Tensor" and found.not_finite.value == "infinity"
+        assert "not finite first: infinity in the fp16 result of aten.mul.Tensor" in " ".join(str(found).split())
+
+    def test_where_a_reference_begins_to_be_nan_is_said(self, x):
+        found = nc.compare(lambda x: (x @ x, torch.log(-x)), (torch.ones(4, 4),), dtype="bf16", isolate=0)
+        assert found.not_finite is None and found.reference_not_finite.startswith("nan in the fp32 result of aten.log")
+        assert len(str(found).splitlines()) <= 25

@@ -8,7 +8,7 @@ import pytest
 
 from narrowcast.errors import LedgerError, RunError
 from narrowcast.ledger.identity import CallId
-from narrowcast.report.differences import CallError, Differences, GradientError
+from narrowcast.report.differences import CallError, Differences, GradientError, NotFinite
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
@@ -157,10 +157,11 @@ class TestSaved:
         ]
         gradients = [GradientError("weight", "fp32", math.nan, 0.9, 0.0, "not finite")]
         found = Differences("model", "cpu", "native", "bf16", "fp32", rows, gradients=gradients, verdict="fault")
+        found.not_finite = NotFinite("aten.mm.default", "x", "m.py", 2, "fp16", "nan")
         found.save(tmp_path / "c.json")
         again = load_saved(tmp_path / "c.json")
         assert again.rows[1] == rows[1] and math.isnan(again.gradients[0].relative_error)
-        assert math.isinf(again.rows[0].sqnr_db) and str(again) == str(found)
+        assert again.not_finite == found.not_finite and math.isinf(again.rows[0].sqnr_db) and str(again) == str(found)
 
     def test_faults_come_first_then_what_moves_the_output_then_own_error(self):
         def row(op, own, verdict="round-off", alone=math.nan):

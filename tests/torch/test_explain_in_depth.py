@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -224,7 +225,9 @@ def test_the_first_value_that_is_not_finite_is_found():
     assert found.comparison.reference_not_finite == ""
     text = " ".join(str(found).split())
     assert "not finite in the region, and finite in fp32: infinity in the fp16 result of aten.mul.Tensor" in text
-    assert json.loads(found.to_json())["comparison"]["not_finite"]["op"] == "aten.mul.Tensor"
+    short = json.loads(found.to_json(), parse_constant=pytest.fail)["comparison"]  # NaN and infinities are text
+    assert short["not_finite"]["op"] == short["worst"][0]["id"].split()[0] == "aten.mul.Tensor"
+    assert short["outputs"][0]["sqnr_db"] == "nan" and short["verdict"] == "not finite" and short["runs"] == 8
 
 
 def test_fp32_that_is_not_finite_itself_is_said():
@@ -235,10 +238,41 @@ def test_fp32_that_is_not_finite_itself_is_said():
     assert "fp32 itself is not finite" in str(found)
 
 
-def test_a_finite_comparison_looks_at_nothing_more():
-    """Neither field is set."""
-    comparison = nc.explain(lambda x: x @ x, torch.ones(4, 4), dtype="bf16", run=True).comparison
-    assert comparison.not_finite is None and comparison.reference_not_finite == ""
+def test_a_comparison_is_the_short_form_of_nc_compare():
+    """The same errors, verdicts and worst calls; six runs where all is finite, none to look for what is not."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(7))), torch.randn(4, 32)
+    short = nc.explain(model, x, dtype="bf16", run=True).comparison
+    whole = nc.compare(model, (x,), dtype="bf16", isolate=0)
+    assert short.not_finite is None and short.reference_not_finite == ""
+    assert whole.runs == 6 and short.outputs == whole.outputs and short.differences.band == whole.band
+    worst, those = ([replace(row, line=0) for row in rows] for rows in (short.worst, whole.worst))  # two lines call it
+    assert worst == those[:5] and len(those) == 7
+    data = short.data()
+    assert [row["id"] for row in data["worst"]] == [str(row.id) for row in short.worst]
+    assert (data["verdict"], data["band"], data["runs"]) == ("round-off", whole.band, 6)
+    text = " ".join(str(nc.explain(model, x, dtype="bf16", run=True)).split())
+    assert "against fp32: round-off; the calls that add the largest errors" in text and "round-off" in text
+
+
+def test_a_fault_is_said_in_the_short_form():
+    """As nc.compare says it: an epsilon that is another one in low formats."""
+    linear = nn.Linear(32, 32)
+
+    def shaky(x):
+        y = linear(x)
+        return F.layer_norm(y, (32,), eps=1e-5 if y.dtype is FP32 else 0.5)
+
+    found = nc.explain(shaky, torch.randn(4, 32), dtype="bf16", run=True)
+    assert found.comparison.worst[0].verdict == "fault" and found.comparison.differences.verdict == "fault"
+    text = " ".join(str(found).split())
+    assert "against fp32: fault;" in text and "its argument eps is 0.5, 1e-05 in the reference" in text
+
+
+def test_what_gives_no_floating_tensor_is_timed_all_the_same():
+    """nc.compare refuses it."""
+    comparison = nc.explain(lambda x: (x @ x).argmax(), torch.ones(4, 4), dtype="bf16", run=True).comparison
+    assert comparison.outputs == () and comparison.repeats >= 3
 
 
 def test_a_model_without_weights_is_explained_by_fakes_and_says_so():

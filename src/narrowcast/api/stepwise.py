@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from narrowcast.decide import Plan
 from narrowcast.eager.kernels import gather, slots_of
 from narrowcast.eager.watch import DecidedCall, Watcher, stepping, told
-from narrowcast.policy import Policy
-from narrowcast.sites.graph_nodes import Outside, at_site, current_site, graph_call, node_site
+from narrowcast.policy import Policy, Site
+from narrowcast.sites.graph_nodes import Outside, at_site, graph_call, node_site
 from narrowcast.torch_bridge import op_facts
 from narrowcast.torch_surface.dispatch import OpOverload
 
@@ -27,10 +27,12 @@ class Stepwise(torch.fx.Interpreter):
         super().__init__(graph)
         self._watching = watching
         self._outside = Outside.now()
+        self._site = Site()
 
     def run_node(self, n: Node) -> Any:
         """One call, at its place."""
-        with at_site(node_site(n.meta, self._outside), graph_call(n.meta, self)):
+        self._site = node_site(n.meta, self._outside)
+        with at_site(self._site, graph_call(n.meta, self)):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,11 +43,10 @@ class Stepwise(torch.fx.Interpreter):
         watching = [watcher for watcher in self._watching if facts.id in watcher.whole]
         if not watching:
             return super().call_function(target, args, kwargs)
-        slots, site = slots_of(facts, args, kwargs), current_site()
-        assert site is not None
+        slots = slots_of(facts, args, kwargs)
         tensors = list(zip(slots, gather(facts, args, kwargs), strict=True))
         plan = Plan((None,) * len(tensors))
-        call = DecidedCall(facts, plan, site, tensors, _NO_POLICY, False, args, kwargs)
+        call = DecidedCall(facts, plan, self._site, tensors, _NO_POLICY, False, args, kwargs)
         return told(watching, call, lambda: super(Stepwise, self).call_function(target, args, kwargs))
 
 
@@ -59,16 +60,15 @@ def steppable(graph: GraphModule, compiled: Callable[..., Any]) -> Callable[...,
     return run
 
 
-def is_program(module: torch.nn.Module) -> bool:
+def is_program(module: torch.nn.Module) -> TypeGuard[GraphModule]:
     """Whether a module is a graph of torch.export's, as `program.module()` gives it, that can run step by step."""
     return isinstance(module, GraphModule) and "_in_spec" in vars(module) and "_out_spec" in vars(module)
 
 
 def run_program(
-    program: torch.nn.Module, watching: tuple[Watcher, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    program: GraphModule, watching: tuple[Watcher, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The program's result, computed call by call."""
-    assert isinstance(program, GraphModule)
     values = inspect.signature(program.forward).bind(*args, **kwargs)
     values.apply_defaults()
     return Stepwise(program, watching).run(*values.args, *values.kwargs.values())

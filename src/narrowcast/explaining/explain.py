@@ -20,7 +20,6 @@ from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graphs.explicit import refuse_scripts
 from narrowcast.ledger import Ledger
-from narrowcast.numerics import compare
 from narrowcast.ops import named
 from narrowcast.policy import DEVICE_TYPES, Policy
 from narrowcast.policy.capabilities import one_format
@@ -32,19 +31,19 @@ from narrowcast.report import (
     DecisionDifference,
     Explanation,
     Failure,
-    NotFinite,
     decision_differences,
     graph_ledger,
 )
-from narrowcast.report.findings import Finding
+from narrowcast.runs.compare import compare_with_fp32
+from narrowcast.runs.cost import with_cost
 from narrowcast.runs.isolation import isolated, restored
 from narrowcast.runs.subject import Subject
-from narrowcast.runs.watch import watch
+from narrowcast.runs.trial import detached
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around as scopes_around
 from narrowcast.scripts.scripted import methods_of
-from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, tensors_in, to_dtype
-from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
+from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
+from narrowcast.torch_surface.dispatch import tree_leaves
 
 
 def explain(
@@ -293,40 +292,15 @@ def _compare(subject: Subject, region: autocast) -> Comparison:
     """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
 
     def in_fp32() -> Any:
-        return _detached(subject.run())
+        return detached(subject.run())
 
     def in_region() -> Any:
         with region:
-            return _detached(subject.run())
+            return detached(subject.run())
 
+    differences = compare_with_fp32(subject, region)
     with restored(subject.model):
         before = subject.measure()
         with region:
             after = subject.measure()
-        return compare(in_fp32, in_region, before, after, find=_first_not_finite)
-
-
-def _first_not_finite(in_fp32: Callable[[], Any], in_region: Callable[[], Any]) -> tuple[NotFinite | None, str]:
-    """The first call that makes what is not finite in the region, and not in fp32; and the first of fp32 itself, if its
-    output has NaN.
-    """
-    with watch(at="op") as reference:
-        output = in_fp32()
-    has_nan = any(bool(torch.isnan(t).any()) for t in tensors_in(output) if t.is_floating_point())
-    with watch(at="op") as region:
-        in_region()
-    known = {finding.id for finding in reference.findings}
-    own = next((f for f in region.findings if f.id not in known), None)
-    first = reference.first
-    return None if own is None else _as_row(own), _as_row(first).text if has_nan and first is not None else ""
-
-
-def _as_row(finding: Finding) -> NotFinite:
-    facts = [facts for _, facts in finding.outputs if not facts.is_finite] or [facts for _, facts in finding.outputs]
-    format = facts[0].format if facts else finding.formats
-    return NotFinite(finding.id.op, finding.id.module_path, finding.file, finding.line, format, finding.what)
-
-
-def _detached(results: Any) -> Any:
-    """The results without autograd's graph."""
-    return tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, results)
+        return with_cost(differences, before, after, in_fp32, in_region)

@@ -33,7 +33,7 @@ from narrowcast.race.remembered import Choice, choice_key, load_choice, save_cho
 from narrowcast.race.rounds import time_sides
 from narrowcast.race.sides import Side
 from narrowcast.report import CandidateTime, CompiledGraph
-from narrowcast.report.explanation import site_text
+from narrowcast.report.differences import site_text
 from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.dynamo import begins_again, without_wrappers
 

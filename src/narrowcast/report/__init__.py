@@ -1,13 +1,8 @@
 """Reports: ledgers and explanations as text and JSON."""
 
+from narrowcast.report.differences import NotFinite, OutputError
 from narrowcast.report.explain_text import Explanation
-from narrowcast.report.explanation import (
-    Attempt,
-    Comparison,
-    Failure,
-    NotFinite,
-    OutputError,
-)
+from narrowcast.report.explanation import Attempt, Comparison, Failure
 from narrowcast.report.graphs import (
     CandidateTime,
     CompiledGraph,

@@ -6,13 +6,12 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import replace_text
-from narrowcast.report.explanation import OutputError
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -22,6 +21,44 @@ EXACT, ROUND_OFF, FAULT, NONDETERMINISTIC, NOT_FINITE, UNKNOWN = (
 """Verdicts: no difference; within what one unit in the last place of its formats explains; beyond that; differs between
 two runs of the reference itself; NaN or infinity where the reference has none; random, so that it cannot be run alone.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """How far one output tensor is from the fp32 reference.
+
+    sqnr_db: 10 log10(sum ref^2 / sum (ref - x)^2), infinity if equal. relative_error: ||x - ref|| / ||ref||.
+    """
+
+    name: str
+    reference: str
+    found: str
+    sqnr_db: float
+    relative_error: float
+    largest_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A call whose result holds `infinity` or `nan`; format: of the result."""
+
+    op: str
+    module_path: str
+    file: str
+    line: int
+    format: str
+    value: str
+
+    @property
+    def text(self) -> str:
+        """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
+        where = site_text(self.module_path, self.file, self.line)
+        return f"{self.value} in the {self.format} result of {self.op.removesuffix('.default')}{where}"
+
+
+def site_text(module_path: str, file: str, line: int) -> str:
+    """` in encoder, model.py:12`, as far as it is known."""
+    return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +103,11 @@ class CallError:
         """Whether it computes in other formats than in the reference."""
         return self.computes != self.reference
 
+    def data(self) -> dict[str, Any]:
+        """As rows of the JSON text: identities as text, and what is not finite."""
+        row: dict[str, Any] = without_specials(asdict(self))
+        return {**row, "id": str(self.id), "forward": str(self.forward or "")}
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleError:
@@ -100,6 +142,8 @@ class Differences:
     for around a model that brings its own casts, or none. rows: by call, in order. outputs, gradients: of the
     model; band: how far its output moves by one unit in the last place of each call's formats. unmatched: calls that
     only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
+    not_finite: where an output is not finite and the reference's is, the first call that is to blame;
+    reference_not_finite: the first NaN of the reference itself, if its output has any.
     """
 
     subject: str
@@ -117,6 +161,8 @@ class Differences:
     environment: dict[str, Any] = field(default_factory=dict)
     runs: int = 0
     by: str = "op"
+    not_finite: NotFinite | None = None
+    reference_not_finite: str = ""
 
     @property
     def worst(self) -> list[CallError]:
@@ -159,28 +205,31 @@ class Differences:
     def __str__(self) -> str:
         return differences_text(self)
 
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        data = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"}
+        for key in ("outputs", "gradients"):
+            data[key] = [asdict(row) for row in data[key]]
+        data["not_finite"] = None if self.not_finite is None else asdict(self.not_finite)
+        data["modules"] = [{**asdict(m), "worst": str(m.worst)} for m in self.modules()]
+        return {"schema": SCHEMA, **without_specials(data), "rows": [row.data() for row in self.rows]}
+
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.compare/1` (docs/reference/run.md)."""
-        data = asdict(self)
-        for row, source in zip(data["rows"], self.rows, strict=True):
-            row["id"], row["forward"] = str(source.id), str(source.forward or "")
-        data["modules"] = [{**asdict(m), "worst": str(m.worst)} for m in self.modules()]
-        return json.dumps({"schema": SCHEMA, **_without_specials(data)}, indent=indent)
+        return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once."""
         replace_text(Path(path), self.to_json(indent=1) + "\n")
 
 
-def _without_specials(value: Any) -> Any:
+def without_specials(value: Any) -> Any:
     """NaN and infinities are no JSON: they become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(k): _without_specials(v) for k, v in value.items()}
-    return (
-        [_without_specials(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
-    )
+        return {str(k): without_specials(v) for k, v in value.items()}
+    return [without_specials(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------
@@ -196,7 +245,7 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
         *_wrapped(
             f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
         ),
-        *(line for said in _verdict(found) for line in _wrapped(said)),
+        *(line for said in [*_verdict(found), *_begins(found)] for line in _wrapped(said)),
     ]
     if found.by == "module" and not every_row:
         lines += ["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]
@@ -238,6 +287,13 @@ def _verdict(found: Differences) -> list[str]:
         f"{len(found.rows)} calls, {differing} differ, {said}"
         + (f", {len(found.unmatched)} without a partner" if found.unmatched else ""),
     ]
+
+
+def _begins(found: Differences) -> list[str]:
+    """Where values stop being finite."""
+    own = f"not finite first: {found.not_finite.text}" if found.not_finite is not None else ""
+    theirs = f"{found.reference} itself: {found.reference_not_finite}" if found.reference_not_finite else ""
+    return [said for said in (own, theirs) if said]
 
 
 def _row(row: CallError) -> list[str]:

@@ -188,6 +188,27 @@ def _not_finite(comparison: Comparison) -> list[RenderableType]:
     return [*parts, ""] if parts else []
 
 
+def _worst(comparison: Comparison) -> list[RenderableType]:
+    """The verdict, and the calls that add the largest errors, as `nc.compare` judges them."""
+    differences = comparison.differences
+    if comparison.reference_not_finite or not comparison.worst:
+        return []
+    made = table(
+        f"against fp32: {differences.verdict}; the calls that add the largest errors",
+        "call", "line", "computes", ">own", ">total", ">round-off", "verdict",
+    )  # fmt: skip
+    made.columns[0].min_width = 14
+    for row in comparison.worst:
+        made.add_row(
+            escape(str(row.id)), escape(f"{short_file(row.file)}:{row.line}"), _formats(row.computes), f"{row.own:.1e}",
+            f"{row.total:.1e}", f"{row.band:.1e}", row.verdict,
+        )  # fmt: skip
+    faults = [f"[red]{escape(str(row.id))}: {escape(row.why)}.[/]" for row in comparison.worst if row.why]
+    moves = f"One unit in the last place of every call moves the output by {differences.band:.1e}."
+    more = "nc.compare shows every call, and what ops do to the output alone."
+    return [made, *faults, f"  {moves} {more}" if differences.band else f"  {more}", ""]
+
+
 def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     outputs = table(
         "against fp32: outputs", "output", "fp32 run", "region", ">SQNR", ">relative error", ">largest error"
@@ -195,7 +216,7 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
     for o in comparison.outputs:
         sqnr = "equal" if math.isinf(o.sqnr_db) and o.sqnr_db > 0 else f"{o.sqnr_db:.1f} dB"
         outputs.add_row(escape(o.name), o.reference, o.found, sqnr, f"{o.relative_error:.2e}", f"{o.largest_error:.2e}")
-    parts: list[RenderableType] = [outputs, *_not_finite(comparison)]
+    parts: list[RenderableType] = [outputs, *_not_finite(comparison), *_worst(comparison)]
     if comparison.metric_reference:
         metrics = table("against fp32: the model's own metric", "metric", ">fp32", ">region", ">change")
         for name, before in comparison.metric_reference.items():

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from narrowcast.ledger import Cast, Ledger, Tally
 from narrowcast.policy import Rule
+from narrowcast.report.differences import (
+    SHOWN,
+    CallError,
+    Differences,
+    NotFinite,
+    OutputError,
+    site_text,
+    without_specials,
+)
 from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row, placement_data
 
 SCHEMA = "narrowcast.explanation/1"
@@ -66,39 +75,6 @@ class RepeatRow:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputError:
-    """How far one output tensor is from the fp32 reference.
-
-    sqnr_db: 10 log10(sum ref^2 / sum (ref - x)^2), infinity if equal. relative_error: ||x - ref|| / ||ref||.
-    """
-
-    name: str
-    reference: str
-    found: str
-    sqnr_db: float
-    relative_error: float
-    largest_error: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotFinite:
-    """A call whose result holds `infinity` or `nan`; format: of the result."""
-
-    op: str
-    module_path: str
-    file: str
-    line: int
-    format: str
-    value: str
-
-    @property
-    def text(self) -> str:
-        """`infinity in the fp16 result of aten.mul.Tensor in encoder, model.py:12`."""
-        where = site_text(self.module_path, self.file, self.line)
-        return f"{self.value} in the {self.format} result of {self.op.removesuffix('.default')}{where}"
-
-
-@dataclass(frozen=True, slots=True)
 class Attempt:
     """A policy under which a model was run that had raised under another; error: what it raises there, or nothing."""
 
@@ -138,22 +114,15 @@ class Failure:
         )
 
 
-def site_text(module_path: str, file: str, line: int) -> str:
-    """` in encoder, model.py:12`, as far as it is known."""
-    return (f" in {module_path}" if module_path else "") + (f", {file}:{line}" if file else "")
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """fp32 against the region, run on the real model.
+    """fp32 against the region, run on the real model: in short what `nc.compare` finds, with metric, time and memory.
 
-    time_ratio is region over fp32, the median of `repeats` alternating pairs, with the quartiles of the pairs' ratios;
-    memory_ratio compares peak bytes allocated during the forward. not_finite: where outputs are not, the first call in
-    the region whose result is not, while it is in fp32. reference_not_finite: the first NaN of fp32 itself, if its
-    outputs have any.
+    differences: that in full. time_ratio is region over fp32, the median of `repeats` alternating pairs, with the
+    quartiles of the pairs' ratios; memory_ratio compares peak bytes allocated during the forward.
     """
 
-    outputs: tuple[OutputError, ...]
+    differences: Differences
     metric_reference: dict[str, float]
     metric_found: dict[str, float]
     reference_ms: float
@@ -164,8 +133,34 @@ class Comparison:
     reference_peak_bytes: int
     region_peak_bytes: int
     memory_ratio: float
-    not_finite: NotFinite | None = None
-    reference_not_finite: str = ""
+
+    @property
+    def outputs(self) -> tuple[OutputError, ...]:
+        """The error of each output."""
+        return self.differences.outputs
+
+    @property
+    def worst(self) -> list[CallError]:
+        """The five calls most to blame, worst first."""
+        return self.differences.worst[:SHOWN]
+
+    @property
+    def not_finite(self) -> NotFinite | None:
+        """Where outputs are not, the first call in the region whose result is not finite, while it is in fp32."""
+        return self.differences.not_finite
+
+    @property
+    def reference_not_finite(self) -> str:
+        """The first NaN of fp32 itself, if its outputs have any."""
+        return self.differences.reference_not_finite
+
+    def data(self) -> dict[str, Any]:
+        """The short form as data: NaN and infinities as text."""
+        whole = self.differences.data()
+        taken = ("outputs", "verdict", "band", "not_finite", "reference_not_finite", "notes", "runs")
+        short = {key: whole[key] for key in taken}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "differences"}
+        return {**short, "worst": [row.data() for row in self.worst], **without_specials(own)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +261,7 @@ class Explained:
         data["graphs"] = [asdict(row) for row in self.graph_rows()]
         data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
         data["differences"] = [asdict(row) for row in self.differences]
-        data["comparison"] = asdict(self.comparison) if self.comparison else None
+        data["comparison"] = self.comparison.data() if self.comparison else None
         data["failure"] = asdict(self.failure) if self.failure else None
         data["ledger"] = json.loads(self.ledger.to_json())
         return json.dumps(data, indent=indent)

@@ -14,7 +14,6 @@ from narrowcast.errors import Origin, RunError
 from narrowcast.ledger import Ledger
 from narrowcast.ledger.identity import CallId
 from narrowcast.report import differences, findings, fit, run
-from narrowcast.report.explanation import OutputError
 from narrowcast.report.run import Histogram, TensorFacts
 
 Saved = run.Run | differences.Differences | findings.Watching | fit.Fit | Ledger
@@ -71,8 +70,12 @@ def _differences(data: dict[str, Any]) -> differences.Differences:
         for row in data["rows"]
     ]
     gradients = [_of(differences.GradientError, row) for row in data["gradients"]]
-    outputs = tuple(_of(OutputError, row) for row in data["outputs"])
-    found: differences.Differences = _of(differences.Differences, data, rows=rows, gradients=gradients, outputs=outputs)
+    outputs = tuple(_of(differences.OutputError, row) for row in data["outputs"])
+    first = data.get("not_finite")
+    found: differences.Differences = _of(
+        differences.Differences, data, rows=rows, gradients=gradients, outputs=outputs,
+        not_finite=None if first is None else _of(differences.NotFinite, first, value=first["value"]),
+    )  # fmt: skip
     return found
 
 

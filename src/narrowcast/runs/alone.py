@@ -12,11 +12,13 @@ from narrowcast.eager.kernels import invoke
 from narrowcast.eager.results import cast_results
 from narrowcast.formats import Format, fp64
 from narrowcast.ledger.identity import CallId
-from narrowcast.numerics import difference, round_to
 from narrowcast.runs.finiteness import is_floating
+from narrowcast.runs.noise import Noise
 from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.output_errors import difference
 from narrowcast.runs.reference import Kept, sample_like
 from narrowcast.runs.rerun import can_run_again, copies_of_written, in_dtypes, run_wide
+from narrowcast.runs.rounding import round_to
 from narrowcast.runs.statistics import checksum
 from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
 
@@ -44,6 +46,7 @@ class RunAlone(Observer):
     def __init__(self, policies: tuple[Any, ...], reference: dict[CallId, Kept], under: dict[CallId, Kept]) -> None:
         super().__init__(policies)
         self._reference, self._under = reference, under
+        self._noises = tuple(Noise(seed) for seed in SEEDS)
         self.found: dict[CallId, Alone] = {}
 
     def before(self, call: SeenCall) -> None:
@@ -53,7 +56,7 @@ class RunAlone(Observer):
             return
         is_low = wanted.dtypes != kept.dtypes or wanted.output != kept.output
         if is_low and can_run_again(call) and not reads_opaque(call.facts):
-            call.notes["alone"] = _run_alone(call, wanted, kept)
+            call.notes["alone"] = _run_alone(call, wanted, kept, self._noises)
 
     def after(self, call: SeenCall) -> None:
         """Whether it gave what it gave the first time."""
@@ -70,7 +73,9 @@ def reads_opaque(facts: OpFacts) -> bool:
     return any(slot.name in _OPAQUE for slot in facts.slots)
 
 
-def _run_alone(call: SeenCall, wanted: Kept, kept: Kept) -> tuple[Samples, Samples | None, list[Samples]] | None:
+def _run_alone(
+    call: SeenCall, wanted: Kept, kept: Kept, noises: tuple[Noise, ...]
+) -> tuple[Samples, Samples | None, list[Samples]] | None:
     try:
         args, kwargs = in_dtypes(call.facts, call.args, call.kwargs, _floating(wanted.dtypes))
         low = _run(call, wanted, args, kwargs)
@@ -78,8 +83,8 @@ def _run_alone(call: SeenCall, wanted: Kept, kept: Kept) -> tuple[Samples, Sampl
         samples = _samples(low, kept)
         exact = _wide(call, args, kwargs, torch.float64, None)
         moved = []
-        for seed in SEEDS:
-            shaken = _Shaken(wanted, dtypes, seed)
+        for noise in noises:
+            shaken = _Shaken(wanted, dtypes, noise)
             wide = _wide(call, call.args, call.kwargs, _widest(kept.output), shaken)
             if wide is not None:
                 moved.append(_samples([shaken.result(t, n) for n, t in enumerate(wide)], kept))
@@ -133,8 +138,9 @@ def _samples(tensors: Samples, kept: Kept) -> Samples:
 class _Shaken:
     """Moves each tensor by up to one unit in the last place of the format that the policy gives it."""
 
-    def __init__(self, wanted: Kept, output: list[torch.dtype], seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, wanted: Kept, output: list[torch.dtype], noise: Noise) -> None:
+        self._noise = noise
+        noise.rewind()
         self._inputs = iter([FORMATS[d] for d in wanted.dtypes if d in FORMATS])
         self._output = [FORMATS[d] for d in output]
 
@@ -147,10 +153,7 @@ class _Shaken:
         return self._moved(tensor, self._output[number] if number < len(self._output) else None)
 
     def _moved(self, tensor: torch.Tensor, format: Format | None) -> torch.Tensor:
-        if format is None:
-            return tensor
-        noise = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32).to(tensor)
-        return tensor * (1 + (2 * noise - 1) * format.epsilon)
+        return tensor if format is None else self._noise.moved(tensor, format.epsilon)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from narrowcast.errors import RunError
 from narrowcast.policy import Policy
 from narrowcast.report.run import CallRecord, Run
 from narrowcast.runs.arguments import others_as_text, results_by_name, tensors_by_name
-from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.environment import environment
 from narrowcast.runs.observer import Observer, SeenCall, quietly
 from narrowcast.runs.statistics import Statistics, folder_for
 from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Loss, Trial
-from narrowcast.torch_bridge import FORMATS, OpFacts, default_dtype, device_type_of, to_dtype
-from narrowcast.torch_surface.dispatch import storage_key
+from narrowcast.runs.trial import Loss, Trial, parameters_of
+from narrowcast.runs.written import Weights
+from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
 STATISTICS = ("sampled", "whole")
@@ -91,14 +90,23 @@ def capture(
         return Capturing(table)
     trial = Trial.of("capture", model, args, kwargs, backward)
     opened = observed_region("capture", trial, policy, dtype, device_type, region)
-    made = Capturing(table, (opened.policy,), _weights_of(trial.model), opened.policy is not NOTHING)
+    weights = Weights(parameters_of(trial.model))
+    made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING)
     try:
         trial.run(opened, made)
     finally:
-        made.put_back()
+        with quietly():
+            changed = weights.put_back()
+        made.run.notes += [f"{note_of_changed(changed)}: they are put back."] if changed else []
     policy_asked = None if opened.policy is NOTHING else opened.policy
     made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
     return made.run
+
+
+def note_of_changed(names: list[str]) -> str:
+    """`The model changes its own weights while it runs (linear.weight)`."""
+    shown = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
+    return f"The model changes its own weights while it runs ({shown})"
 
 
 NOTHING = Policy("fp32", extends=())
@@ -122,24 +130,21 @@ class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
 
     def __init__(
-        self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Mapping[str, torch.Tensor] | None = None,
+        self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
         casts_scripts: bool = True,
     ) -> None:  # fmt: skip
-        self._weights = weights or {}
         self.run = Run()
-        self._casts_scripts = casts_scripts
         self._table = table
-        self._policies = policies
-        self._stack: ExitStack | None = None
-        self._observer: _Capture | None = None
+        self._observer = _Capture(self.run, table, policies)
+        self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
+        self._stack = ExitStack()
+        self._is_entered = False
         self._optimizers: dict[int, Any] = {}
 
     def __enter__(self) -> Run:
-        if self._stack is not None:
+        if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
-        self._stack = ExitStack()
-        self._observer = _Capture(self.run, self._table, self._policies, self._weights)
-        self._observer.casts_scripts = self._casts_scripts
+        self._is_entered = True
         self._stack.enter_context(told_of_optimizer_steps(self._stepped))
         self._stack.enter_context(self._observer.observing())
         return self.run
@@ -147,7 +152,6 @@ class Capturing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._stack is not None and self._observer is not None
         self._stack.close()
         with quietly():
             self._note_parameters(self._observer)
@@ -157,16 +161,6 @@ class Capturing:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
             self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
-
-    def put_back(self) -> None:
-        """Give weights that the run wrote to their values back."""
-        kept = self._observer.kept if self._observer is not None else {}
-        with quietly():
-            for name, value in kept.items():
-                self._weights[name].copy_(value)
-        if kept:
-            names = ", ".join(sorted(kept)[:3])
-            self.run.notes.append(f"The model changes its own weights while it runs ({names}): they are put back.")
 
     def _stepped(self, optimizer: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
@@ -190,25 +184,10 @@ class Capturing:
 class _Capture(Observer):
     """Enters each call into a run."""
 
-    def __init__(
-        self, run: Run, table: Statistics, policies: tuple[Policy, ...], weights: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...]) -> None:
         super().__init__(policies)
-        self._run, self._table, self._weights = run, table, weights
-        self._names = {storage_key(w): name for name, w in weights.items() if has_storage(w)}
-        self.kept: dict[str, torch.Tensor] = {}
+        self._run, self._table = run, table
         self.device_type = ""
-
-    def writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a weight was before it is written to for the first time."""
-        if not self._names:
-            return
-        written = {slot.name for slot in facts.slots if slot.written}
-        for argument, tensor in tensors_by_name(facts, args, kwargs):
-            name = self._names.get(storage_key(tensor)) if has_storage(tensor) else None
-            if name is not None and argument.partition(".")[0] in written and name not in self.kept:
-                with quietly():
-                    self.kept[name] = self._weights[name].detach().clone()
 
     def before(self, call: SeenCall) -> None:
         """The facts of its tensors, before an op may write to them."""
@@ -230,7 +209,3 @@ class _Capture(Observer):
                 call.notes["inputs"], outputs, given, call.forward, call.is_cast,
             )
         )  # fmt: skip
-
-
-def _weights_of(model: Any) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}

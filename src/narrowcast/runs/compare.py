@@ -19,7 +19,6 @@ from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy
 from narrowcast.errors import NarrowcastError, RunError
 from narrowcast.ledger.identity import BACKWARD, CallId
-from narrowcast.numerics import output_errors
 from narrowcast.output.progress import Step, long_work
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
@@ -32,14 +31,17 @@ from narrowcast.report.differences import (
     Differences,
 )
 from narrowcast.runs.alone import Alone, RunAlone, reads_opaque
-from narrowcast.runs.capture import NOTHING, observed_region
+from narrowcast.runs.capture import NOTHING, note_of_changed, observed_region
 from narrowcast.runs.environment import environment
 from narrowcast.runs.isolating import Place, isolate
 from narrowcast.runs.judging import OUTPUT_FACTOR, has_same_shapes, judge_call, judge_gradient, other_arguments
 from narrowcast.runs.observer import Observer, quietly
-from narrowcast.runs.reference import Keep, Kept, Moved, Weights
+from narrowcast.runs.output_errors import dense, has_nan, output_errors
+from narrowcast.runs.reference import Keep, Kept, Moved
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, parameters_of, tensors_of
+from narrowcast.runs.watch import first_not_finite, watch
+from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -77,28 +79,39 @@ def compare(
             groups first, and then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
-    Six runs of the model, and `isolate` more. Nothing of it is left behind: weights that it changes itself are put
-    back. Raises RunError for a model that gives no tensor, or a reference whose output is not finite.
+    Six runs of the model, `isolate` more, and two where an output is not finite, to find where. Nothing of it is left
+    behind: weights that it changes itself are put back. Raises RunError for a model that gives no tensor, or a
+    reference whose output is nothing but NaN.
     """
     _check(reference, by)
     trial = Trial.of("compare", model, args, kwargs, backward)
     is_own = isinstance(reference, str)
     wants = any(v is not None for v in (policy, dtype, device_type, region))
-    brings = hasattr(trial.model, "_orig_mod") or hasattr(trial.model, "__narrowcast_compiled__")
-    brings = brings or isinstance(trial.model, torch.fx.GraphModule | torch.jit.ScriptModule)
-    if is_own and not wants and not brings:
+    if is_own and not wants and not trial.is_made:
         policy = "native"
     opened = observed_region("compare", trial, policy, dtype, device_type, region)
     other = trial if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
     name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
-    found = Differences(
-        subject=name, device_type=opened.device, policy="" if opened.policy is NOTHING else opened.policy.name,
-        low="" if opened.policy is NOTHING else str(FORMATS[opened.fast_dtype]),
-        reference=str(reference) if is_own else "another model", by=by,
-        environment=environment(opened.device, opened.policy, str(FORMATS[opened.fast_dtype])),
-    )  # fmt: skip
+    found = _nothing_yet(name, opened, str(reference) if is_own else "another model", by)
     _Comparing(trial, other, opened, is_own, REFERENCES.get(str(reference)), limit_bytes, found).run(isolate)
     return found
+
+
+def compare_with_fp32(subject: Subject, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
+    """`compare` with fp32 in a region that is made, without ops alone, and whatever fp32 gives: NaN, no tensor."""
+    trial = Trial.of("explain", subject, (), None, False)
+    found = _nothing_yet(subject.name, region, "fp32", "op")
+    _Comparing(trial, trial, region, True, None, limit_bytes, found, accepts_any=True).run(isolate=0)
+    return found
+
+
+def _nothing_yet(name: str, region: autocast, reference: str, by: str) -> Differences:
+    low, nothing = str(FORMATS[region.fast_dtype]), region.policy is NOTHING
+    return Differences(
+        subject=name, device_type=region.device, policy="" if nothing else region.policy.name,
+        low="" if nothing else low, reference=reference, by=by,
+        environment=environment(region.device, region.policy, low),
+    )  # fmt: skip
 
 
 def _check(reference: Any, by: str) -> None:
@@ -134,11 +147,12 @@ class _Comparing:
 
     def __init__(
         self, trial: Trial, other: Trial, region: autocast, is_own: bool, dtype: torch.dtype | None, limit_bytes: int,
-        found: Differences,
+        found: Differences, accepts_any: bool = False,
     ) -> None:  # fmt: skip
+        self._accepts_any = accepts_any
         self._trial, self._other, self._region, self._is_own = trial, other, region, is_own
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
-        self._weights = Weights(parameters_of(trial.model))
+        self._weights = Weights(parameters_of(trial.model), {} if is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._changed: set[str] = set()
         self._step: Step = lambda: None
@@ -151,11 +165,11 @@ class _Comparing:
     def _run_all(self, isolate: int) -> None:
         found = self._found
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
-        self._weights.keep()
         expected = self._run_reference(reference)
-        self._check_reference(expected)
+        if not self._accepts_any:
+            self._check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
-        self._run(self._trial, self._region, under.observing())
+        self._run(self._trial, self._region, self._observed(under))
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region, None)
@@ -163,6 +177,7 @@ class _Comparing:
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found, bands)
             self._read_outputs(expected, actual, repeated, bands)
+        self._find_not_finite(expected)
         if self._is_own and isolate and not _has_scripts(self._trial.model):
             self._isolate(isolate, expected)
         if self._is_own and not found.unmatched and not any(row.is_low for row in found.rows):
@@ -171,30 +186,33 @@ class _Comparing:
                 "the model brings its own casts, which it makes in the reference, too (then give reference=the model "
                 "without them)."
             )
-        changed = sorted(self._changed)
-        if changed:
-            found.notes.append(
-                f"The model changes its own weights while it runs ({', '.join(changed[:3])}"
-                f"{' ...' if len(changed) > 3 else ''}): each run began with the same ones, which are put back."
-            )
+        if self._changed:
+            said = note_of_changed(list(self._changed))
+            found.notes.append(f"{said}: each run began with the same ones, which are put back.")
 
-    def _run(self, trial: Trial, region: Any, watching: Any, dtype: torch.dtype | None = None) -> Outcome:
+    def _observed(self, observer: Observer) -> AbstractContextManager[None]:
+        """What a run is watched by, which keeps the weights that are written to, too."""
+        observer.weights = self._weights
+        return observer.observing()
+
+    def _run(
+        self, trial: Trial, region: Any, watching: AbstractContextManager[Any] | None,
+        dtype: torch.dtype | None = None,
+    ) -> Outcome:  # fmt: skip
         try:
             outcome = trial.run(region, watching, dtype)
         finally:
-            changed = self._weights.changed()
-            self._changed.update(changed)
             with quietly():
-                self._weights.put_back(changed)
+                self._changed.update(self._weights.put_back())
         self._found.runs += 1
         self._step()
         return outcome
 
-    def _run_reference(self, watching: Observer) -> Outcome:
+    def _run_reference(self, observer: Observer) -> Outcome:
         """A run of the reference. RunError if it is to be in fp64, and does not run there."""
-        watching.casts_scripts = not self._is_own
+        observer.casts_scripts = not self._is_own
         try:
-            return self._run(self._other, self._around_reference(), watching.observing(), self._dtype)
+            return self._run(self._other, self._around_reference(), self._observed(observer), self._dtype)
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise
@@ -210,7 +228,7 @@ class _Comparing:
         return autocast(self._region.device, policy=NOTHING) if self._is_own else self._region
 
     def _check_reference(self, outcome: Outcome) -> None:
-        tensors = [t for t in tensors_of(outcome.output) if t.is_floating_point() and t.numel()]
+        tensors = [dense(t) for t in tensors_of(outcome.output) if t.is_floating_point() and t.numel()]
         if not tensors and not outcome.gradients:
             raise RunError(
                 "compare", "the model gave no floating tensor to compare",
@@ -221,10 +239,19 @@ class _Comparing:
                 "compare", f"the reference ({self._found.reference}) itself gives nothing but NaN",
                 advice="Find out where with nc.watch(): no policy is to blame.",
             )  # fmt: skip
-        if any(not bool(torch.isfinite(t).all()) for t in tensors):
-            self._found.notes.append(
-                f"The reference ({self._found.reference}) itself has values that are not finite: nc.watch() says where."
-            )
+
+    def _find_not_finite(self, expected: Outcome) -> None:
+        """Where an output is not finite: the first call that makes it so here, and not in the reference."""
+        found, has_nan_itself = self._found, has_nan(expected.output)
+        floating = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
+        if any(not bool(torch.isfinite(t).all()) for t in floating):
+            found.notes.append(f"The reference ({found.reference}) itself has values that are not finite.")
+        if not has_nan_itself and not any(math.isnan(error.sqnr_db) for error in found.outputs):
+            return
+        reference, here = watch(at="op"), watch(at="op")
+        self._run(self._other, self._around_reference(), reference, self._dtype)
+        self._run(self._trial, self._region, here)
+        found.not_finite, found.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
 
     def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome]]:
         """The reference with each call's results moved by one unit in the last place."""

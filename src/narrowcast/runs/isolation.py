@@ -39,7 +39,7 @@ def isolated(
     place of sharing weights.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-    stand_in = _Faker(mode) if mode is not None else stand_in or _share_weights
+    stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         if through is None:
@@ -80,26 +80,35 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
-class _Faker:
-    """For each tensor one fake tensor of the same size, strides and dtype."""
+class StandIns:
+    """For each tensor one in its place, which `make` gives: a parameter, or one that requires grad, where that is."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._make = make
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
+        """The same one each time."""
         if id(tensor) not in self._made:
-            device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
-            with self._mode:
-                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            made = self._make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 made.requires_grad_()
             self._made[id(tensor)] = (tensor, made)
         return self._made[id(tensor)][1]
+
+
+def _fakes(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Fake tensors of the same sizes, strides and dtypes; those that are fake are left."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    stand_ins = StandIns(fake)
+    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else stand_ins(tensor)
 
 
 def _share_weights(tensor: torch.Tensor) -> torch.Tensor:

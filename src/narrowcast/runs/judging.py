@@ -19,6 +19,7 @@ from narrowcast.report.differences import (
     GradientError,
 )
 from narrowcast.runs.alone import Alone, Samples, bias, differences, relative, ulps
+from narrowcast.runs.output_errors import decibels
 from narrowcast.runs.reference import Kept, sample_like
 from narrowcast.torch_bridge import FORMATS, is_random
 
@@ -46,9 +47,7 @@ def judge_call(identity: CallId, kept: Kept, expected: Kept, alone: Alone | None
         return replace(row, verdict=FAULT, why="its results have other shapes than in the reference")
     got = [x for x in y if x is not None]
     total = relative(differences(got, r), r)
-    signal = sum(float(x.square().nansum()) for x in r)
-    noise = total * total * signal
-    row = replace(row, total=total, sqnr_db=10 * math.log10(signal / noise) if noise and signal else math.inf)
+    row = replace(row, total=total, sqnr_db=decibels(1.0, total * total))
     row = _with_shares(replace(row, inherited=total), got, r, kept)
     if alone is not None and not alone.is_same:
         return replace(row, verdict=NONDETERMINISTIC)

@@ -26,6 +26,7 @@ from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site, find_allowance
 from narrowcast.regions.stack import innermost
+from narrowcast.runs.written import Weights
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
 from narrowcast.sites.numbering import coming_round
 from narrowcast.sites.python_stack import find_site
@@ -122,6 +123,8 @@ class Observer(DispatchMode):
     """Compiled graphs run step by step while it looks."""
     casts_scripts = True
     """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
+    weights: Weights | None = None
+    """Those that are to be put back after the run."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__()
@@ -149,9 +152,6 @@ class Observer(DispatchMode):
 
     def after(self, call: SeenCall) -> None:
         """It has run."""
-
-    def writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An op is about to write to its arguments, copies of a tensor's values included."""
 
     def gives(self, seen: SeenCall, facts: OpFacts, result: Any) -> Any:
         """What an op gives in place of its result; facts: of the call itself, or of one that runs inside it."""
@@ -238,8 +238,9 @@ class Observer(DispatchMode):
         is_nobodys = state.looking or facts.id.startswith("prim.")
         if is_nobodys or (types and any(issubclass(t, FakeTensor) for t in types)):
             return func(*args, **kwargs)
-        if facts.writes:
-            self.writing(facts, args, kwargs)
+        if facts.writes and self.weights is not None:
+            with quietly():
+                self.weights.before_write(facts, args, kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             result = func(*args, **kwargs) if facts.is_view else self._execute(func, args, kwargs)

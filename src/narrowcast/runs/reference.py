@@ -10,6 +10,7 @@ import torch
 from narrowcast.ledger.identity import CallId
 from narrowcast.runs.arguments import others_as_text, tensors_by_name
 from narrowcast.runs.finiteness import is_floating
+from narrowcast.runs.noise import Noise
 from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.runs.rerun import planned_arguments
 from narrowcast.runs.statistics import checksum, sample_of
@@ -87,37 +88,12 @@ def _emptied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return found
 
 
-class Weights:
-    """The weights of a model, put back as they were if a run has changed them."""
-
-    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._sums = {name: checksum(p) for name, p in parameters.items()}
-        self._copies: dict[str, torch.Tensor] | None = None
-
-    def changed(self) -> list[str]:
-        """The names of those that are not as they were."""
-        return [name for name, p in self._parameters.items() if checksum(p) != self._sums[name]]
-
-    def keep(self) -> None:
-        """Take copies to go back to."""
-        self._copies = {name: p.detach().clone() for name, p in self._parameters.items()}
-
-    def put_back(self, names: list[str]) -> None:
-        """Give these their values back."""
-        with torch.no_grad():
-            for name in names:
-                if self._copies is not None:
-                    self._parameters[name].copy_(self._copies[name])
-
-
 class Moved(Observer):
     """A run in which each result moves by up to one unit in the last place of the format that the policy gives it."""
 
     def __init__(self, policies: tuple[Any, ...], units: dict[CallId, float], seed: int) -> None:
         super().__init__(policies)
-        self._units, self._seed = units, seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._units, self._noise = units, Noise(seed)
         self.samples: dict[CallId, list[torch.Tensor]] = {}
         self.kept: dict[CallId, list[torch.Tensor]] = {}
 
@@ -130,15 +106,10 @@ class Moved(Observer):
         def moved(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.dtype in FORMATS and value.layout is torch.strided):
                 return value
-            generator = self._generators.get(value.device)
-            if generator is None:
-                generator = torch.Generator(value.device).manual_seed(self._seed)
-                self._generators[value.device] = generator
             try:
-                noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=value.dtype)
-            except RuntimeError:  # inside vmap
+                return self._noise.moved(value, unit)
+            except RuntimeError:  # inside vmap, or a format of 8 bits
                 return value
-            return value * (1 + (2 * noise - 1) * unit)
 
         return tree_map(moved, result)
 

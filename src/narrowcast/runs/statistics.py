@@ -32,8 +32,8 @@ class _Pending:
     """What was taken of a tensor and not read yet."""
 
     facts: TensorFacts
-    range: tuple[torch.Tensor, torch.Tensor] | None = None
-    sample: torch.Tensor | None = None
+    range: tuple[torch.Tensor, torch.Tensor]
+    sample: torch.Tensor
 
 
 class Statistics:
@@ -99,7 +99,6 @@ class Statistics:
         pending = _Pending(facts, torch.aminmax(x), x if self._whole else sample_of(x))
         if x.device.type == "cpu":
             return _read(pending, x)
-        assert pending.sample is not None
         pending.sample = pending.sample.clone()
         self._held_bytes += pending.sample.nbytes
         if self._held_bytes > _HELD_BYTES:
@@ -169,7 +168,6 @@ def _product(sizes: Any) -> int:
 def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
     """The facts, with what was taken read. x: the tensor, where it is at hand."""
     facts = pending.facts
-    assert pending.range is not None and pending.sample is not None
     low, high = pending.range[0].item(), pending.range[1].item()
     format = _FORMATS[facts.format]
     values = np.atleast_2d(_numpy(pending.sample))

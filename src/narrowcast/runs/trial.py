@@ -15,7 +15,7 @@ import torch
 
 from narrowcast.errors import RunError
 from narrowcast.profiles.device import random_state_kept
-from narrowcast.runs.isolation import isolated, restored
+from narrowcast.runs.isolation import StandIns, isolated, restored
 from narrowcast.runs.observer import quietly
 from narrowcast.runs.subject import Subject
 from narrowcast.torch_bridge import device_type_of, tensors_in
@@ -67,6 +67,13 @@ class Trial:
     def device_type(self) -> str:
         """Where the model is."""
         return device_type_of(self.model) or device_type_of(self.args, self.kwargs) or "cpu"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is what compilers, exporters and scripts give: it has the casts that it was made with."""
+        is_compiled = hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
+        made = (torch.fx.GraphModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
+        return is_compiled or isinstance(self.model, made)
 
     def run(
         self, region: AbstractContextManager[Any] | None = None, watching: AbstractContextManager[Any] | None = None,
@@ -132,14 +139,12 @@ class Trial:
     @contextmanager
     def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
         """The model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
-        compiled = hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
-        is_script = isinstance(self.model, torch.jit.ScriptModule | torch.jit.ScriptFunction)
-        if dtype is None and (compiled or is_script or isinstance(self.model, torch.fx.GraphModule)):
+        if dtype is None and self.is_made:
             with restored(self.model), random_state_kept():
                 args, kwargs = tree_map(_own, (self.args, self.kwargs))
                 yield _Itself(self.model, args, kwargs)
             return
-        stand_in = None if dtype is None else _Converted(dtype)
+        stand_in = None if dtype is None else _converted(dtype)
         with isolated(self.model, self.args, self.kwargs, fake=False, stand_in=stand_in) as run:
             yield run
 
@@ -154,22 +159,9 @@ class _Itself:
         return self.model(*self.args, **self.kwargs)
 
 
-class _Converted:
-    """Each floating tensor in another format; the same one for the same."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:
-            made = tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach().clone()
-            if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-            elif tensor.requires_grad:
-                made.requires_grad_()
-            self._made[id(tensor)] = (tensor, made)
-        return self._made[id(tensor)][1]
+def _converted(dtype: torch.dtype) -> StandIns:
+    """Each floating tensor in another format."""
+    return StandIns(lambda t: t.detach().to(dtype) if t.is_floating_point() else t.detach().clone())
 
 
 def _own(value: Any) -> Any:

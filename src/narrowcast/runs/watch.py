@@ -20,6 +20,7 @@ import torch
 
 from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
+from narrowcast.report import NotFinite
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
 from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
@@ -66,13 +67,14 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         self._at, self._stop, self._callback = at, stop, callback
         self._trends = Trends(every, underflow, growth)
         self._log = None if log is None else Path(log)
-        self._stack: ExitStack | None = None
+        self._stack = ExitStack()
+        self._is_entered = False
         self.found = Watching()
 
     def __enter__(self) -> Watching:
-        if self._stack is not None:
+        if self._is_entered:
             raise RunError("entering a watch again", "it is open, or has ended", advice="Make another: nc.watch().")
-        self._stack = ExitStack()
+        self._is_entered = True
         if self._log is not None:
             try:
                 self._stream = self._stack.enter_context(self._log.open("a", encoding="utf-8"))
@@ -89,7 +91,6 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._stack is not None
         try:
             if error is None:
                 with quietly():
@@ -334,3 +335,19 @@ def _light(call: SeenCall) -> SeenCall:
     """What is kept of a call until its step ends: not its tensors."""
     why = numbers_not_finite(call)
     return replace(call, args=(), kwargs={}, result=None, plan=None, notes={"numbers": why})
+
+
+def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
+    """Of two watched runs: the first call that made what is not finite here and not in the reference; and the first of
+    the reference in words, if its output has NaN.
+    """
+    known = {finding.id for finding in reference.findings}
+    own = next((f for f in here.findings if f.id not in known), None)
+    first = reference.first
+    return None if own is None else _as_row(own), _as_row(first).text if has_nan and first is not None else ""
+
+
+def _as_row(finding: Finding) -> NotFinite:
+    facts = [facts for _, facts in finding.outputs if not facts.is_finite] or [facts for _, facts in finding.outputs]
+    format = facts[0].format if facts else finding.formats
+    return NotFinite(finding.id.op, finding.id.module_path, finding.file, finding.line, format, finding.what)

@@ -1,0 +1,84 @@
+"""How far outputs are from a reference's: signal to noise, relative and largest errors, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from narrowcast.report import OutputError
+from narrowcast.torch_bridge import FORMATS, tensors_in
+from narrowcast.torch_surface.dispatch import keystr, tree_flatten_with_path
+
+
+def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
+
+    Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
+    """
+    ref, x = reference.detach().double(), found.detach().double()
+    noise = float(difference(ref, x).square().sum())
+    return decibels(float(ref.nan_to_num(0.0, 0.0, 0.0).square().sum()), noise)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise): infinity without noise, NaN where the noise is not finite."""
+    if noise == 0.0:
+        return math.inf
+    if not math.isfinite(noise):
+        return math.nan
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
+    """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
+    ref, x = reference.detach().double(), found.detach().double()
+    noise = float(difference(ref, x).norm())
+    size = float(ref.nan_to_num(0.0, 0.0, 0.0).norm())
+    if noise == 0.0:
+        return 0.0
+    return noise / size if size > 0 else math.inf
+
+
+def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x - ref, zero where both are the same infinity or both NaN."""
+    same = (ref == x) | (torch.isnan(ref) & torch.isnan(x))
+    return torch.where(same, torch.zeros_like(ref), x - ref)
+
+
+def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
+    """One row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows)."""
+    rows = []
+    pairs = zip(_named_tensors(reference), _named_tensors(found), strict=False)
+    for (name, ref), (_, x) in pairs:
+        if not ref.is_floating_point() or ref.shape != x.shape:
+            continue
+        ref, x = dense(ref), dense(x)
+        largest = difference(ref.detach().double(), x.detach().double()).abs()
+        rows.append(
+            OutputError(
+                name=name,
+                reference=f"{FORMATS[ref.dtype]} {list(ref.shape)}",
+                found=str(FORMATS.get(x.dtype, x.dtype)),
+                sqnr_db=sqnr_db(ref, x),
+                relative_error=relative_error(ref, x),
+                largest_error=float(largest.max()) if largest.numel() else 0.0,
+            )
+        )
+    return tuple(rows)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with every element, if it is a sparse one."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(keystr(path).lstrip(".") or "output", leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
+
+
+def has_nan(tree: Any) -> bool:
+    """Whether a floating tensor among the outputs holds NaN."""
+    return any(t.is_floating_point() and bool(torch.isnan(dense(t)).any()) for t in tensors_in(tree))
