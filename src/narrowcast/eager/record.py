@@ -30,7 +30,7 @@ from narrowcast.formats import Format, fp32
 from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
-from narrowcast.sites.numbering import begin_counting, coming_round
+from narrowcast.sites.numbering import coming_round, counting
 from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
@@ -56,12 +56,11 @@ def record() -> Iterator[Ledger]:
     recorder = Recorder(Ledger(), device_types)
     follow_mutators()
     stand_at_calls()
-    begin_counting()
     for device_type in device_types:
         install_visiting(_native_ops(device_type), device_type)
     add_watcher(recorder)
     try:
-        with CompiledCode(on=False), recorder, recorder.adviser.watching():
+        with counting(), CompiledCode(on=False), recorder, recorder.adviser.watching():
             yield recorder.ledger
     finally:
         remove_watcher(recorder)

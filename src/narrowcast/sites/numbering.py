@@ -1,7 +1,7 @@
-"""Which call of an op it is, inside one call of a module: counted from the first time that somebody asks.
+"""Which call of an op it is, inside one call of a module: counted while somebody asks.
 
-Somebody is a policy with a rule about the n-th call, or a recording. Outside of modules' calls they are counted from
-where the outermost such region, or the recording, began.
+Somebody is a recording, or a policy with a rule about the n-th call, from the first region of such a policy on. Outside
+of modules' calls they are counted from where the outermost such region, or the recording, began.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _Now(threading.local):
 
 
 _now = _Now()
-_wanted: list[None] = []  # not empty from the first time on
+_wanted: list[None] = []  # one for each recording, and one from the first such region on
+_staying: list[None] = []
 
 
 @dataclass(slots=True)
@@ -59,14 +60,30 @@ class Counted:
 
 
 def is_wanted() -> bool:
-    """Whether somebody has asked."""
+    """Whether somebody asks."""
     return bool(_wanted)
 
 
 def begin_counting() -> None:
-    """Count the calls of this thread; those outside of modules' calls from here."""
-    if not _wanted:
+    """Count calls from now on; those of this thread outside of modules' calls from here."""
+    if not _staying:
+        _staying.append(None)
         _wanted.append(None)
+    _begin()
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Count calls for a while; those of this thread outside of modules' calls from here."""
+    _wanted.append(None)
+    _begin()
+    try:
+        yield
+    finally:
+        _wanted.pop()
+
+
+def _begin() -> None:
     if not _now.modules:
         _now.counts = {}
 
