@@ -9,6 +9,7 @@ import pytest
 from narrowcast.errors import LedgerError, RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.report.differences import CallError, Differences, GradientError
+from narrowcast.report.explanation import OutputError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
@@ -56,6 +57,23 @@ class TestRun:
         again = Run.from_json(run.to_json())
         assert (again.calls, again.tensors, again.parameters) == (run.calls, run.tensors, run.parameters)
         assert (again.environment, again.notes) == (run.environment, run.notes)
+
+    @pytest.mark.parametrize(
+        ("low", "came_infinite", "nan", "value", "said"),
+        [
+            (-1.0, False, 0.0, "-inf", "infinities that were given or filled in"),
+            (-3.4e38, False, 0.0, "1", "infinities that were given or filled in"),
+            (-1.0, True, 0.0, "1", "infinities that were given or filled in"),
+            (-1.0, False, 0.0, "1", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, False, 0.5, "-inf", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, True, 0.5, "1", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+        ],
+    )
+    def test_an_infinity_that_is_meant_is_told_from_one_that_is_made(self, low, came_infinite, nan, value, said):
+        tensors = [facts(low, infinite=0.5 if came_infinite else 0.0), facts(infinite=0.5 - nan, nan=nan)]
+        call = CallRecord(CallId("", "aten.masked_fill.Scalar"), "model.py", 3, "fp32", "fp32",
+                          inputs=(("self", 0),), outputs=(("result", 1),), given=(("value", value),))  # fmt: skip
+        assert said in str(Run({}, [call], tensors))
 
     @pytest.mark.parametrize(("name", "written"), [("run", "run.json.gz"), ("run.json", "run.json")])
     def test_is_saved_compressed_unless_the_name_says_json(self, tmp_path, name, written):
@@ -171,6 +189,14 @@ class TestSaved:
         assert [r.id.op for r in found.worst] == ["c.c.c", "b.b.b", "a.a.a"]
         assert 'op = "c.c.c"' in str(found) and len(str(found).splitlines()) <= 25
         assert found.modules()[0].faults == 1
+
+    @pytest.mark.parametrize(("alone", "is_spread"), [(1e-3, True), (9e-3, False), (math.nan, False)])
+    def test_where_no_op_makes_the_most_of_the_error_it_says_so(self, alone, is_spread):
+        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "round-off", own=1e-3, alone=alone)
+        other = CallError(CallId("", "aten.mm.default"), "model.py", 4, "bf16", "fp32", "round-off", own=1e-4)
+        output = OutputError("output", "fp32 [2]", "bf16", 40.0, 1e-2, 0.1)
+        text = " ".join(str(Differences("m", "cpu", "native", "bf16", "fp32", [row, other], (output,))).split())
+        assert ("the error is spread over 2 ops" in text) is is_spread and 'module = "encoder.layer.0"' in text
 
     def test_a_watch_is_read_back_and_says_findings_before_trends(self, tmp_path):
         gradient = CallId("", "gradient.w", direction="backward")

@@ -298,10 +298,35 @@ def _head(run: Run) -> str:
 def _verdict(run: Run, bad: list[CallRecord]) -> str:
     if not bad:
         return "every value is finite"
-    made = next((c for c in bad if all(run.tensors[n].is_finite for _, n in c.inputs)), None)
-    if made is None:
+    made = _made_not_finite(run, bad)
+    if made is not None:
+        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id} ({made.file}:{made.line})"
+    if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{len(bad)} calls are not finite; their inputs were not, either"
-    return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id} ({made.file}:{made.line})"
+    return f"every value is finite, but infinities that were given or filled in, as masks are, in {len(bad)} calls"
+
+
+def _made_not_finite(run: Run, bad: list[CallRecord]) -> CallRecord | None:
+    """The first call that made NaN, or an infinity out of finite inputs that was not filled in as a number."""
+    for call in bad:
+        inputs, outputs = ([run.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
+        has_nan = any(t.nan for t in outputs)
+        if all(t.is_finite for t in inputs):
+            if has_nan or not (_is_given_infinity(call) or any(_is_mask(t) for t in inputs)):
+                return call
+        elif has_nan and not any(t.nan for t in inputs):
+            return call
+    return None
+
+
+def _is_given_infinity(call: CallRecord) -> bool:
+    return any(value in ("inf", "-inf") for _, value in call.given)
+
+
+def _is_mask(tensor: TensorFacts) -> bool:
+    """Whether it holds the lowest value of its format, which masks are filled with."""
+    format = tensor.fits()
+    return format is not None and tensor.low <= -0.99 * format.max
 
 
 def _worth_a_look(run: Run) -> list[CallRecord]:

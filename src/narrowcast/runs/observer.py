@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from narrowcast.torch_surface.dispatch import (
 )
 from narrowcast.torch_surface.dynamo import CompiledCode, never_begin_at
 from narrowcast.torch_surface.fx import FakeTensor
+from narrowcast.torch_surface.jit import script_calls_replaced
 from narrowcast.torch_surface.modules import is_recomputing
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
@@ -117,6 +118,8 @@ class Observer(DispatchMode):
     """Compiled graphs run step by step while it looks."""
     casts_scripts = True
     """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
+    saw_scripts = False
+    """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__()
@@ -164,6 +167,8 @@ class Observer(DispatchMode):
                 stack.callback(remove_visiting, device_type)
             stack.enter_context(CompiledCode(on=False))
             stack.enter_context(told_of_script_sites())
+            around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
+            stack.enter_context(script_calls_replaced(around, around, "runs are observed"))
             add_watcher(self)
             stack.callback(remove_watcher, self)
             stack.enter_context(self)
@@ -177,12 +182,16 @@ class Observer(DispatchMode):
         turn = self._turns[module] = self._turns.get(module, 0) + 1
         modules.append(_Called(module, turn))
         try:
-            if not self.casts_scripts and isinstance(module, torch.jit.ScriptModule):
-                with autocast_off():
-                    return call(args, kwargs)
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
         finally:
             modules.pop()
+
+    def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of a script function or method of torch's own, in the thread that is observed."""
+        self.saw_scripts = True
+        uncast = autocast_off() if not self.casts_scripts and threading.get_ident() == thread else _AS_IT_IS
+        with uncast:
+            return call(script, *args, **kwargs)
 
     # -- told by our kernels, and by graphs that run step by step ------------------------------------------------------
 

@@ -18,6 +18,7 @@ from narrowcast.profiles.device import random_state_kept
 from narrowcast.runs.isolation import isolated, restored
 from narrowcast.runs.observer import quietly
 from narrowcast.runs.subject import Subject
+from narrowcast.scripts.state import converted_script
 from narrowcast.torch_bridge import device_type_of, tensors_in
 from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
 
@@ -118,7 +119,7 @@ class Trial:
             gradients.put_aside(leaves_of([loss]))
             _backward([loss if loss.dim() == 0 else loss.sum()])
             return
-        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
         if callable(self.backward) or not tensors:
             raise RunError(
                 "backward=True", "no output of the model has a gradient",
@@ -140,7 +141,8 @@ class Trial:
                 yield _Itself(self.model, args, kwargs)
             return
         stand_in = None if dtype is None else _Converted(dtype)
-        with isolated(self.model, self.args, self.kwargs, fake=False, stand_in=stand_in) as run:
+        of_script = None if dtype is None else lambda script: converted_script(script, dtype)
+        with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
             yield run
 
 
@@ -163,7 +165,8 @@ class _Converted:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._made:
-            made = tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach().clone()
+            wide = self._dtype.to_complex() if tensor.is_complex() else self._dtype
+            made = tensor.detach().to(wide) if has_numbers(tensor) else tensor.detach().clone()
             if isinstance(tensor, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
@@ -256,6 +259,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating or complex numbers, of which errors are computed."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def detached(tree: Any) -> Any:
     """The same without autograd; dataclasses and other mappings as dicts."""
 
@@ -274,7 +282,7 @@ def _own_loss(output: Any) -> Any:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor) and named.requires_grad:
         return named
-    tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+    tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
 
 
