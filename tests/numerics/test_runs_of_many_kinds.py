@@ -91,6 +91,13 @@ class TestVerdicts:
         found = nc.compare(nn.Sequential(nn.Linear(16, 4), Times(numbers)), (x,), dtype="bf16", isolate=0)
         assert found.verdict == "nondeterministic", found
 
+    def test_what_grows_where_terms_cancel_is_inherited_round_off(self):
+        """Rounding what is cast moves a sum that cancels by far more than its own unit, and a logarithm shows it."""
+        x = torch.sin(torch.arange(1024) * 0.1).reshape(1, 1, -1)
+        kernels = torch.cos(torch.arange(64) * torch.linspace(0.2, 2, 32)[:, None])[:, None]
+        found = nc.compare(lambda x: nn.functional.conv1d(x, kernels).float().square().log10(), (x,), dtype="bf16")
+        assert found.verdict == "round-off" and not found.faults, found
+
     def test_random_numbers_of_python_and_numpy_are_the_same_in_each_run(self, x):
         linear = nn.Linear(16, 4)
         before = random.getstate(), np.random.get_state()[1].tolist()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +154,21 @@ class TestFit:
         with pytest.raises(RunError, match="16-bit"):
             fit(run).policy("e4m3fn")
 
+    def test_a_normalization_is_judged_by_what_it_reads_and_gives_not_by_what_it_keeps(self):
+        tensors = [facts(), facts(0.0, 1e9, Histogram(20, (1,)))]
+        norm = CallId("norm", "aten.native_batch_norm.default")
+        kept = (("input", 0), ("running_var", 1))
+        call = CallRecord(norm, "model.py", 3, "fp32", "fp32", inputs=kept, outputs=(("result.0", 0), ("result.2", 1)))
+        assert not fit(Run({}, [call], tensors)).unfit("fp16")
+        assert fit(Run({}, [replace(call, inputs=(("input", 1),))], tensors)).calls("fp16") == [norm]
+
+    def test_the_first_screen_of_a_fit_has_room_for_the_worst(self):
+        tensors = [facts(-1e38, 1e38, Histogram(120, (1,)))] * 9
+        calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
+                            outputs=(("result", n),)) for n in range(9)]  # fmt: skip
+        lines = str(fit(Run({}, calls, tensors))).splitlines()
+        assert len(lines) <= 25 and "first 3 of 9 calls" in "\n".join(lines)
+
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         with pytest.raises(RunError, match="share"):
             fit(a_run(), tolerance=2.0)
@@ -189,6 +205,21 @@ class TestSaved:
         assert [r.id.op for r in found.worst] == ["c.c.c", "b.b.b", "a.a.a"]
         assert 'op = "c.c.c"' in str(found) and len(str(found).splitlines()) <= 25
         assert found.modules()[0].faults == 1
+
+    def test_the_first_screen_has_25_lines_however_much_there_is_to_say(self):
+        why = (
+            "its kernel is off by 1.6e-02 from the same op in fp64 on the same rounded inputs, 2.8 times what one unit"
+        )
+        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "fault", why, own=1.0)
+        rows = [replace(row, id=CallId("layer" * n, "aten.linear.default")) for n in range(1, 9)]
+        gradients = [GradientError(f"weight{n}", "fp32", 0.1, 0.9, 0.0, "round-off") for n in range(9)]
+        notes = ["something that a reader has to know of this comparison, and which is long. " * 4] * 3
+        for notes_shown in ([], notes[:1], notes):
+            found = Differences("m", "cpu", "native", "bf16", "fp32", rows, (), gradients, notes=notes_shown)
+            lines = str(found).splitlines()
+            assert len(lines) <= 25 and max(map(len, lines)) <= 80, found
+            assert "FAULT: its kernel" in str(found) and "[[rule]]" in lines
+        assert "2 more with --all" in str(found)
 
     @pytest.mark.parametrize(("alone", "is_spread"), [(1e-3, True), (9e-3, False), (math.nan, False)])
     def test_where_no_op_makes_the_most_of_the_error_it_says_so(self, alone, is_spread):

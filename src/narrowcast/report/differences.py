@@ -199,33 +199,47 @@ def _without_specials(value: Any) -> Any:
 SHOWN, SHOWN_WITH_GRADIENTS = 5, 3
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
-WIDTH = 80
+WIDTH, SCREEN = 80, 25
 
 
 def differences_text(found: Differences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
     shown = found.rows if every_row else found.worst[: SHOWN_WITH_GRADIENTS if found.gradients else SHOWN]
-    lines = [
+    head = [
         *_wrapped(
             f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
         ),
         *(line for said in _verdict(found) for line in _wrapped(said)),
     ]
+    table: list[list[str]] = []
     if found.by == "module" and not every_row:
-        lines += ["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]
-        lines += [
-            f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {_number(m.own):>8} {_number(m.total):>8}"
+        table = [["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]]
+        table += [
+            [f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {_number(m.own):>8} {_number(m.total):>8}"]
             for m in found.modules()[: 2 * SHOWN]
         ]
     elif shown:
-        lines += ["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]
-        for row in shown:
-            lines += _row(row)
-    if found.gradients and not every_row:
-        lines += _gradients(found.gradients)
-    lines += [line for note in found.notes for line in _wrapped(f"note: {note}")]
-    advice = _advice(found)
-    return "\n".join([*lines, *(["", *advice] if advice else [])])
+        table = [["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]]
+        table += [_row(row) for row in shown]
+    gradients = _gradients(found.gradients) if found.gradients and not every_row else []
+    notes = [_wrapped(f"note: {note}") for note in found.notes]
+    advice = ["", *lines] if (lines := _advice(found)) else []
+    if not every_row:
+        _fit_into(SCREEN - len(head) - len(gradients) - len(advice), table, notes)
+    parts = (head, *table, gradients, *notes, advice)
+    return "\n".join(line for part in parts for line in part)
+
+
+def _fit_into(lines: int, table: list[list[str]], notes: list[list[str]]) -> None:
+    """Leave out what has no room: rows but the first, then notes but the first; `--all` shows them."""
+    while len(table) > 2 and sum(map(len, (*table, *notes))) > lines:
+        table.pop()
+    left_out = 0
+    while len(notes) > 1 and sum(map(len, (*table, *notes))) + bool(left_out) > lines:
+        notes.pop()
+        left_out += 1
+    if left_out:
+        notes.append([f"note: {left_out} more with --all, or in `notes`"])
 
 
 def _under(found: Differences) -> str:

@@ -65,6 +65,12 @@ class Finding:
         lines += [f"  {name}: {tensor_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
         return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
 
+    def in_short(self) -> str:
+        """What was made, where and how, without the ranges of its tensors."""
+        if self.made_by == TREND:
+            return str(self)
+        return f"{self.what} made by {self.id}\n  {self.file}:{self.line}\n  {self.sentence}"
+
     def data(self) -> dict[str, Any]:
         """The finding as JSON has it."""
         found = asdict(replace(self, replay=None))
@@ -110,8 +116,8 @@ class Watching:
         steps = f" in {self.steps} steps" if self.steps else ""
         lines = [f"{self.calls} calls{steps} were looked at: {_verdict(self)}"]
         shown = sorted(self.findings, key=lambda finding: finding.made_by == TREND)[:SHOWN]
-        for finding in shown:
-            lines += ["", str(finding)]
+        for number, finding in enumerate(shown):
+            lines += ["", str(finding) if not number else finding.in_short()]
         if len(self.findings) > SHOWN:
             lines += ["", f"... {len(self.findings) - SHOWN} more findings: w.findings"]
         lines += [f"meant: {times} infinities, {why}" for why, times in self.meant.items()]

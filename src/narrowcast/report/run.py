@@ -265,7 +265,7 @@ def _call_of(row: dict[str, Any]) -> CallRecord:
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
-LISTED = 12
+LISTED = 8
 
 
 def run_text(run: Run, every_call: bool = False) -> str:
@@ -281,7 +281,7 @@ def run_text(run: Run, every_call: bool = False) -> str:
     shown = run.calls if every_call else _worth_a_look(run)
     if shown:
         lines += ["", "call" + ("" if every_call else ", largest values first")]
-        lines += [call_line(run, call) for call in shown]
+        lines += [call_line(run, call) if every_call else _call_lines(run, call) for call in shown]
     if not every_call and len(run.calls) > len(shown):
         lines.append(f"... {len(run.calls) - len(shown)} more calls: --all lists them")
     return "\n".join(lines)
@@ -338,9 +338,16 @@ def _worth_a_look(run: Run) -> list[CallRecord]:
 
 def call_line(run: Run, call: CallRecord) -> str:
     """One call: identity, formats, the ranges of what it gave, its place."""
-    gave = ", ".join(tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].fits())
+    results = [run.tensors[n] for _, n in call.outputs]
+    gave = ", ".join(tensor_text(t) for t in results if t.fits() and t.elements)
     formats = call.computes or call.came or "-"
-    return f"  {call.id}  {formats}  {gave}  {_short_file(call.file)}:{call.line}"
+    return f"  {call.id}  {formats}  {gave}  {short_file(call.file)}:{call.line}"
+
+
+def _call_lines(run: Run, call: CallRecord) -> str:
+    """The same on two lines, of its first result alone."""
+    gave = next((tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].elements), "")
+    return f"  {call.id}\n    {call.computes or call.came or '-'}  {gave}  {short_file(call.file)}:{call.line}"
 
 
 def tensor_text(tensor: TensorFacts) -> str:
@@ -353,5 +360,6 @@ def tensor_text(tensor: TensorFacts) -> str:
     return ", ".join(parts)
 
 
-def _short_file(file: str) -> str:
+def short_file(file: str) -> str:
+    """The last two parts of a path."""
     return "/".join(file.split("/")[-2:])

@@ -32,7 +32,7 @@ from narrowcast.report.differences import (
     ROUND_OFF,
     Differences,
 )
-from narrowcast.runs.alone import Alone, RunAlone, reads_opaque
+from narrowcast.runs.alone import Alone, RunAlone
 from narrowcast.runs.capture import NOTHING, observed_region
 from narrowcast.runs.environment import environment
 from narrowcast.runs.isolating import Place, isolate
@@ -45,7 +45,7 @@ from narrowcast.runs.judging import (
     root_mean_square,
 )
 from narrowcast.runs.observer import Observer, quietly
-from narrowcast.runs.reference import Keep, Kept, Moved, Weights
+from narrowcast.runs.reference import Keep, Kept, Moved, Weights, reads_opaque
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
 from narrowcast.torch_bridge import FORMATS
@@ -152,6 +152,13 @@ def _about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
             "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
         )
     return first + "modules compute by other ops here than in the reference, and are judged by what they give."
+
+
+def _cast_units(under: Keep) -> dict[CallId, float]:
+    """Of each call that the policy casts arguments for: the largest unit of the formats that it casts to."""
+    plans = {identity: kept.call.plan for identity, kept in under.calls.items()}
+    formats = {identity: [f for f in plan.formats if f is not None] for identity, plan in plans.items() if plan}
+    return {identity: max(f.epsilon for f in found) for identity, found in formats.items() if found}
 
 
 class _Comparing:
@@ -269,7 +276,7 @@ class _Comparing:
         units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
         found = []
         for seed in _SEEDS:
-            moved = Moved(self._policies, units, seed)
+            moved = Moved(self._policies, units, _cast_units(under), seed)
             moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
             outcome = self._run_reference(moved)
             found.append((moved, outcome))

@@ -151,8 +151,8 @@ class Observer(DispatchMode):
     def writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to write to its arguments, copies of a tensor's values included."""
 
-    def gives(self, seen: SeenCall, facts: OpFacts, result: Any) -> Any:
-        """What an op gives in place of its result; facts: of the call itself, or of one that runs inside it."""
+    def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """What an op gives in place of its result; facts, args, kwargs: of the call itself, or of one inside it."""
         return result
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -248,11 +248,11 @@ class Observer(DispatchMode):
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             result = func(*args, **kwargs) if facts.is_view else self._execute(func, args, kwargs)
             around = state.decided[0] if state.decided else None
-            return result if around is None else self.gives(around, facts, result)
+            return result if around is None else self.gives(around, facts, args, kwargs, result)
         came = format_names([t.dtype for t in tensors_in(args, kwargs)])
         seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
         self._look(self.before, seen)
-        seen.result = self.gives(seen, facts, self._execute(func, args, kwargs))
+        seen.result = self.gives(seen, facts, args, kwargs, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
             # an op without a gradient makes no node: the last one is another's
             self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
