@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
-from narrowcast.output.files import replace_text
+from narrowcast.output.files import save_result
 from narrowcast.report.explanation import OutputError
 
 SCHEMA = "narrowcast.compare/1"
@@ -179,8 +179,8 @@ class Differences:
         return json.dumps({"schema": SCHEMA, **_without_specials(data)}, indent=indent)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "a comparison", self.to_json(indent=1) + "\n")
 
 
 def _without_specials(value: Any) -> Any:

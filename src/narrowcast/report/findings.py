@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger.identity import CallId
-from narrowcast.output.files import replace_text
+from narrowcast.output.files import save_result
 from narrowcast.report.run import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"
@@ -133,8 +133,8 @@ class Watching:
         return json.dumps(data, indent=indent)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "what was watched", self.to_json(indent=1) + "\n")
 
 
 def _verdict(watching: Watching) -> str:

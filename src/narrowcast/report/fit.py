@@ -11,7 +11,7 @@ from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.ops import NORM, op_kind
-from narrowcast.output.files import replace_text
+from narrowcast.output.files import save_result
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts, short_file
@@ -126,8 +126,8 @@ class Fit:
         return json.dumps(data, indent=indent)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "a fit", self.to_json(indent=1) + "\n")
 
 
 def fit(run: Run, tolerance: float = 0.01) -> Fit:

@@ -13,7 +13,7 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
-from narrowcast.output.files import replace_bytes
+from narrowcast.output.files import save_result
 
 SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
@@ -198,13 +198,7 @@ class Run:
         if not target.name.endswith((".gz", ".json")):
             target = target.with_name(target.name + ENDING)
         text = self.to_json().encode()
-        try:
-            replace_bytes(target, gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
-        except OSError as error:
-            raise RunError(
-                f"saving a run as {target}", f"{type(error).__name__}: {error}", (Origin(str(target)),),
-                "Give a folder that exists and has room; nothing was written.",
-            ) from error  # fmt: skip
+        save_result(target, "a run", gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
         return target
 
     @staticmethod
