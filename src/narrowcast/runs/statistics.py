@@ -130,7 +130,8 @@ class Statistics:
                 file.unlink(missing_ok=True)  # without the run that names them they say nothing
             raise RunError(
                 f"writing tensors into {self._folder}", f"{type(error).__name__}: {error}",
-                (Origin(str(self._folder / name)),), "Give a folder with room, or a smaller tensor_limit_bytes; nothing was left.",
+                (Origin(str(self._folder / name)),),
+                "Give a folder with room, or a smaller tensor_limit_bytes; nothing was left.",
             ) from error  # fmt: skip
         self._written.append(self._folder / name)
         self._left -= raw.nbytes
