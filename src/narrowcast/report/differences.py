@@ -290,7 +290,7 @@ def _gradients(rows: list[GradientError]) -> list[str]:
 
 
 def _gradient(row: GradientError) -> str:
-    under = f", {row.underflow:.0%} underflow" if row.underflow else ""
+    under = f", {row.underflow:.0%} underflow" if row.underflow >= 0.005 else ""
     return f"{_number(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
 
 
