@@ -26,6 +26,10 @@ from narrowcast.report.differences import Differences
 from narrowcast.report.run import Run
 
 LOW = "bf16"
+ACCUMULATES = "aten.native_layer_norm_backward.default"
+"""torch's own kernel on the cpu adds up the gradients of weight and bias in bf16: with 256 rows they are 1.4e-2 off,
+with 4,096 rows 4e-2 and more. It is a fault, and found.
+"""
 DROPOUT = ("aten.native_dropout", "aten.bernoulli_", "aten.div.Scalar", "aten.div_.Scalar")
 
 
@@ -89,9 +93,11 @@ def not_exact(found: Differences) -> list[str]:
 
 def beyond_round_off(found: Differences) -> list[str]:
     """What is off by more than round-off."""
+    faults = [row for row in found.faults if row.id.op != ACCUMULATES]
+    is_known = len(faults) < len(found.faults) and not faults
     return [
-        *([] if found.verdict in ("exact", "round-off") else [f"verdict {found.verdict}"]),
-        *(f"{row.id}: {row.why}" for row in found.faults),
+        *([] if found.verdict in ("exact", "round-off") or is_known else [f"verdict {found.verdict}"]),
+        *(f"{row.id}: {row.why}" for row in faults),
         *(f"d {g.parameter}: {g.verdict}" for g in found.gradients if g.verdict not in ("exact", "round-off")),
     ]
 

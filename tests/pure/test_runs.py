@@ -3,12 +3,14 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from narrowcast.errors import LedgerError, RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.report.differences import CallError, Differences, GradientError, NotFinite
+from narrowcast.report.explanation import OutputError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
@@ -56,6 +58,23 @@ class TestRun:
         again = Run.from_json(run.to_json())
         assert (again.calls, again.tensors, again.parameters) == (run.calls, run.tensors, run.parameters)
         assert (again.environment, again.notes) == (run.environment, run.notes)
+
+    @pytest.mark.parametrize(
+        ("low", "came_infinite", "nan", "value", "said"),
+        [
+            (-1.0, False, 0.0, "-inf", "infinities that were given or filled in"),
+            (-3.4e38, False, 0.0, "1", "infinities that were given or filled in"),
+            (-1.0, True, 0.0, "1", "infinities that were given or filled in"),
+            (-1.0, False, 0.0, "1", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, False, 0.5, "-inf", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+            (-1.0, True, 0.5, "1", "the first made of finite inputs: aten.masked_fill.Scalar #1"),
+        ],
+    )
+    def test_an_infinity_that_is_meant_is_told_from_one_that_is_made(self, low, came_infinite, nan, value, said):
+        tensors = [facts(low, infinite=0.5 if came_infinite else 0.0), facts(infinite=0.5 - nan, nan=nan)]
+        call = CallRecord(CallId("", "aten.masked_fill.Scalar"), "model.py", 3, "fp32", "fp32",
+                          inputs=(("self", 0),), outputs=(("result", 1),), given=(("value", value),))  # fmt: skip
+        assert said in str(Run({}, [call], tensors))
 
     @pytest.mark.parametrize(("name", "written"), [("run", "run.json.gz"), ("run.json", "run.json")])
     def test_is_saved_compressed_unless_the_name_says_json(self, tmp_path, name, written):
@@ -135,6 +154,21 @@ class TestFit:
         with pytest.raises(RunError, match="16-bit"):
             fit(run).policy("e4m3fn")
 
+    def test_a_normalization_is_judged_by_what_it_reads_and_gives_not_by_what_it_keeps(self):
+        tensors = [facts(), facts(0.0, 1e9, Histogram(20, (1,)))]
+        norm = CallId("norm", "aten.native_batch_norm.default")
+        kept = (("input", 0), ("running_var", 1))
+        call = CallRecord(norm, "model.py", 3, "fp32", "fp32", inputs=kept, outputs=(("result.0", 0), ("result.2", 1)))
+        assert not fit(Run({}, [call], tensors)).unfit("fp16")
+        assert fit(Run({}, [replace(call, inputs=(("input", 1),))], tensors)).calls("fp16") == [norm]
+
+    def test_the_first_screen_of_a_fit_has_room_for_the_worst(self):
+        tensors = [facts(-1e38, 1e38, Histogram(120, (1,)))] * 9
+        calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
+                            outputs=(("result", n),)) for n in range(9)]  # fmt: skip
+        lines = str(fit(Run({}, calls, tensors))).splitlines()
+        assert len(lines) <= 25 and "first 3 of 9 calls" in "\n".join(lines)
+
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         with pytest.raises(RunError, match="share"):
             fit(a_run(), tolerance=2.0)
@@ -172,6 +206,29 @@ class TestSaved:
         assert [r.id.op for r in found.worst] == ["c.c.c", "b.b.b", "a.a.a"]
         assert 'op = "c.c.c"' in str(found) and len(str(found).splitlines()) <= 25
         assert found.modules()[0].faults == 1
+
+    def test_the_first_screen_has_25_lines_however_much_there_is_to_say(self):
+        why = (
+            "its kernel is off by 1.6e-02 from the same op in fp64 on the same rounded inputs, 2.8 times what one unit"
+        )
+        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "fault", why, own=1.0)
+        rows = [replace(row, id=CallId("layer" * n, "aten.linear.default")) for n in range(1, 9)]
+        gradients = [GradientError(f"weight{n}", "fp32", 0.1, 0.9, 0.0, "round-off") for n in range(9)]
+        notes = ["something that a reader has to know of this comparison, and which is long. " * 4] * 3
+        for notes_shown in ([], notes[:1], notes):
+            found = Differences("m", "cpu", "native", "bf16", "fp32", rows, (), gradients, notes=notes_shown)
+            lines = str(found).splitlines()
+            assert len(lines) <= 25 and max(map(len, lines)) <= 80, found
+            assert "FAULT: its kernel" in str(found) and "[[rule]]" in lines
+        assert "2 more with --all" in str(found)
+
+    @pytest.mark.parametrize(("alone", "is_spread"), [(1e-3, True), (9e-3, False), (math.nan, False)])
+    def test_where_no_op_makes_the_most_of_the_error_it_says_so(self, alone, is_spread):
+        row = CallError(LINEAR, "model.py", 3, "bf16", "fp32", "round-off", own=1e-3, alone=alone)
+        other = CallError(CallId("", "aten.mm.default"), "model.py", 4, "bf16", "fp32", "round-off", own=1e-4)
+        output = OutputError("output", "fp32 [2]", "bf16", 40.0, 1e-2, 0.1)
+        text = " ".join(str(Differences("m", "cpu", "native", "bf16", "fp32", [row, other], (output,))).split())
+        assert ("the error is spread over 2 ops" in text) is is_spread and 'module = "encoder.layer.0"' in text
 
     def test_a_watch_is_read_back_and_says_findings_before_trends(self, tmp_path):
         gradient = CallId("", "gradient.w", direction="backward")

@@ -12,7 +12,7 @@ import typer
 
 from narrowcast.cli.target import load_subject
 from narrowcast.errors import NotFiniteError, Origin, TargetError
-from narrowcast.output.files import replace_text
+from narrowcast.output.files import save_result
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
 from narrowcast.report.run import Run, run_text
@@ -137,7 +137,7 @@ def fit_command(
     _show(found, str(found), json_file)
     if output is not None:
         policy = found.policy(format, output.stem)
-        policy.save(output)
+        save_result(output, "a policy", policy.to_toml())
         typer.echo(f"wrote {output}: {len(policy.rules)} rules keep in fp32 what does not fit {format}")
 
 
@@ -166,5 +166,5 @@ def _show(found: Any, text: str, json_file: Path | None) -> None:
         typer.echo(found.to_json(indent=1))
         return
     if json_file is not None:
-        replace_text(json_file, found.to_json(indent=1) + "\n")
+        found.save(json_file)
     typer.echo(text)

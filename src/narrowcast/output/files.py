@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from narrowcast.errors import Origin, RunError
+
 
 def is_there(path: Path) -> bool:
     """Whether there is such a file; what is in a folder that may not be entered is not."""
@@ -36,3 +38,14 @@ def replace_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink()
         raise
+
+
+def save_result(path: Path, what: str, content: str | bytes) -> None:
+    """Write what a run has given. RunError where the file system does not take it, and the file is then as it was."""
+    try:
+        replace_bytes(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise RunError(
+            f"saving {what} as {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
+            "Give a folder that exists and has room; nothing was written.",
+        ) from error  # fmt: skip

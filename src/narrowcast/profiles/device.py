@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -62,10 +64,12 @@ def device_now(device_type: str = "cpu") -> Device:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Random numbers drawn inside, on the cpu and on the accelerator in use, are not missing afterwards."""
+    """Random numbers drawn inside, torch's on the cpu and on the accelerator in use, numpy's and Python's, are not
+    missing afterwards.
+    """
     device = accelerator_in_use()
     module: Any = None if device is None else torch.get_device_module(device)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _others_kept():
         if device is None or not hasattr(module, "get_rng_state"):
             yield
             return
@@ -75,6 +79,17 @@ def random_state_kept() -> Iterator[None]:
             yield
         finally:
             module.set_rng_state(state, *index)
+
+
+@contextmanager
+def _others_kept() -> Iterator[None]:
+    """What models draw besides torch's: Python's random numbers, and those of numpy's common generator."""
+    python, common = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(common)
 
 
 def accelerator_in_use() -> torch.device | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
-from narrowcast.output.files import replace_text
+from narrowcast.output.files import save_result
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -123,7 +123,10 @@ class ModuleError:
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """The error of a parameter's gradient. cosine: of the angle between the two; 1 is the same direction."""
+    """The error of a parameter's gradient. cosine: of the angle between the two; 1 is the same direction. band: the
+    largest error when every call's result moves by one unit in the last place. share: the reference's root mean square
+    over the largest of all parameters' gradients.
+    """
 
     parameter: str
     format: str
@@ -132,6 +135,14 @@ class GradientError:
     underflow: float
     verdict: str
     band: float = 0.0
+    share: float = 1.0
+
+    @property
+    def is_round_off_alone(self) -> bool:
+        """Whether it is as good as zero: what is there is the round-off of the terms of a sum that cancel, as in the
+        bias before a batch norm. Of such a gradient neither error nor direction says anything.
+        """
+        return self.share < 2.0**-10 and self.band >= 0.5
 
 
 @dataclass(slots=True)
@@ -219,8 +230,8 @@ class Differences:
         return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "a comparison", self.to_json(indent=1) + "\n")
 
 
 def without_specials(value: Any) -> Any:
@@ -235,34 +246,49 @@ def without_specials(value: Any) -> Any:
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 SHOWN, SHOWN_WITH_GRADIENTS = 5, 3
-WIDTH = 80
+HALF_OF_ITS_SQUARE = math.sqrt(0.5)
+"""Errors that have nothing to do with each other add up as squares do."""
+WIDTH, SCREEN = 80, 25
 
 
 def differences_text(found: Differences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
     shown = found.rows if every_row else found.worst[: SHOWN_WITH_GRADIENTS if found.gradients else SHOWN]
-    lines = [
+    head = [
         *_wrapped(
             f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
         ),
         *(line for said in [*_verdict(found), *_begins(found)] for line in _wrapped(said)),
     ]
+    table: list[list[str]] = []
     if found.by == "module" and not every_row:
-        lines += ["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]
-        lines += [
-            f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {_number(m.own):>8} {_number(m.total):>8}"
+        table = [["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]]
+        table += [
+            [f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {_number(m.own):>8} {_number(m.total):>8}"]
             for m in found.modules()[: 2 * SHOWN]
         ]
     elif shown:
-        lines += ["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]
-        for row in shown:
-            lines += _row(row)
-    if found.gradients and not every_row:
-        worst = sorted(found.gradients, key=lambda g: -_finite(g.relative_error))[:3]
-        lines += ["", "gradients furthest off:", *(line for g in worst for line in _wrapped(_gradient(g), f"{'':10}"))]
-    lines += [line for note in found.notes for line in _wrapped(f"note: {note}")]
-    advice = _advice(found)
-    return "\n".join([*lines, *(["", *advice] if advice else [])])
+        table = [["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]]
+        table += [_row(row) for row in shown]
+    gradients = _gradients(found.gradients) if found.gradients and not every_row else []
+    notes = [_wrapped(f"note: {note}") for note in found.notes]
+    advice = ["", *lines] if (lines := _advice(found)) else []
+    if not every_row:
+        _fit_into(SCREEN - len(head) - len(gradients) - len(advice), table, notes)
+    parts = (head, *table, gradients, *notes, advice)
+    return "\n".join(line for part in parts for line in part)
+
+
+def _fit_into(lines: int, table: list[list[str]], notes: list[list[str]]) -> None:
+    """Leave out what has no room: rows but the first, then notes but the first; `--all` shows them."""
+    while len(table) > 2 and sum(map(len, (*table, *notes))) > lines:
+        table.pop()
+    left_out = 0
+    while len(notes) > 1 and sum(map(len, (*table, *notes))) + bool(left_out) > lines:
+        notes.pop()
+        left_out += 1
+    if left_out:
+        notes.append([f"note: {left_out} more with --all, or in `notes`"])
 
 
 def _under(found: Differences) -> str:
@@ -308,8 +334,19 @@ def _row(row: CallError) -> list[str]:
     return [*lines, *_wrapped(why, "    ")] if why else lines
 
 
+def _gradients(rows: list[GradientError]) -> list[str]:
+    zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
+    others = [row for row in rows if row not in zero]
+    worst = sorted(others, key=lambda row: -_finite(row.relative_error))[:3]
+    lines = ["", "gradients furthest off:", *(line for row in worst for line in _wrapped(_gradient(row), f"{'':10}"))]
+    if zero:
+        said = f"as good as zero, {len(zero)} more: what they hold is round-off alone ({zero[0].parameter}"
+        lines += _wrapped(f"{said}{', ...' if len(zero) > 1 else ''})")
+    return lines
+
+
 def _gradient(row: GradientError) -> str:
-    under = f", {row.underflow:.0%} underflow" if row.underflow else ""
+    under = f", {row.underflow:.0%} underflow" if row.underflow >= 0.005 else ""
     return f"{_number(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
 
 
@@ -322,8 +359,21 @@ def _advice(found: Differences) -> list[str]:
     of = row.forward or row.id
     module = f'\nmodule = "{of.module_path}"' if of.module_path else ""
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
-    why = "it is at fault" if row.verdict in (FAULT, NOT_FINITE) else why
-    return [f"To keep the worst in fp32 ({why}):", "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
+    why = "it is at fault" if row.verdict in (FAULT, NOT_FINITE) else _spread(found, row) or why
+    return [*_wrapped(f"To keep the worst in fp32 ({why}):"), "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
+
+
+def _spread(found: Differences, worst: CallError) -> str:
+    """What little it helps to keep the worst op high, where no single op makes the most of the output's error."""
+    total = max((o.relative_error for o in found.outputs), default=0.0)
+    if not worst.alone < HALF_OF_ITS_SQUARE * total < math.inf:
+        return ""
+    low = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
+    left = math.sqrt(total**2 - worst.alone**2)
+    return (
+        f"alone it makes {_number(worst.alone)} of {_number(total)}: the error is spread over {len(low)} ops, and "
+        f"without this one it stays near {_number(left)}"
+    )
 
 
 def _number(value: float) -> str:

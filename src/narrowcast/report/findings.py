@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger.identity import CallId
-from narrowcast.output.files import replace_text
+from narrowcast.output.files import save_result
 from narrowcast.report.run import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"
@@ -65,6 +65,12 @@ class Finding:
         lines += [f"  {name}: {tensor_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
         return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
 
+    def in_short(self) -> str:
+        """What was made, where and how, without the ranges of its tensors."""
+        if self.made_by == TREND:
+            return str(self)
+        return f"{self.what} made by {self.id}\n  {self.file}:{self.line}\n  {self.sentence}"
+
     def data(self) -> dict[str, Any]:
         """The finding as JSON has it."""
         found = asdict(replace(self, replay=None))
@@ -110,8 +116,8 @@ class Watching:
         steps = f" in {self.steps} steps" if self.steps else ""
         lines = [f"{self.calls} calls{steps} were looked at: {_verdict(self)}"]
         shown = sorted(self.findings, key=lambda finding: finding.made_by == TREND)[:SHOWN]
-        for finding in shown:
-            lines += ["", str(finding)]
+        for number, finding in enumerate(shown):
+            lines += ["", str(finding) if not number else finding.in_short()]
         if len(self.findings) > SHOWN:
             lines += ["", f"... {len(self.findings) - SHOWN} more findings: w.findings"]
         lines += [f"meant: {times} infinities, {why}" for why, times in self.meant.items()]
@@ -127,8 +133,8 @@ class Watching:
         return json.dumps(data, indent=indent)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "what was watched", self.to_json(indent=1) + "\n")
 
 
 def _verdict(watching: Watching) -> str:

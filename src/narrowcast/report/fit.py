@@ -10,15 +10,18 @@ from pathlib import Path
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
-from narrowcast.output.files import replace_text
+from narrowcast.ops import NORM, op_kind
+from narrowcast.output.files import save_result
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
-from narrowcast.report.run import Histogram, Run, TensorFacts
+from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts, short_file
 
 SCHEMA = "narrowcast.fit/1"
 FORMATS = (fp16, bf16, e4m3fn, e5m2)
 UNSCALED, PER_TENSOR, PER_ROW = "unscaled", "per tensor", "per row"
 SCALES = (UNSCALED, PER_TENSOR, PER_ROW)
+SHOWN = 3
+"""How many calls of each format the first screen has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,16 @@ class Fit:
             room = min(rooms, default=math.inf)
             lines.append(f"  {format.name:8}{counts}{f'{room:+.1f} bits':>18}")
         for format in (fp16, bf16):
-            worst = self.unfit(format)[:5]
+            worst: dict[CallId, TensorFit] = {}
+            for row in self.unfit(format):
+                worst.setdefault(row.id, row)
             if worst:
-                lines += ["", f"must stay in fp32 beside {format.name}:"]
-                lines += [f"  {row.id}  {row.argument}: {_evidence(row)}  {self.places[row.id]}" for row in worst]
+                first = f"the first {SHOWN} of {len(worst)} calls" if len(worst) > SHOWN else f"{len(worst)} calls"
+                lines += ["", f"must stay in fp32 beside {format.name}, {first}:"]
+            for row in [*worst.values()][:SHOWN]:
+                lines += [f"  {row.id}", f"    {_evidence(row)}  {short_file(self.places[row.id])}"]
+        if self.unfit(fp16) or self.unfit(bf16):
+            lines += ["", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, keeps them there."]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self, indent: int | None = None) -> str:
@@ -117,8 +126,8 @@ class Fit:
         return json.dumps(data, indent=indent)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "a fit", self.to_json(indent=1) + "\n")
 
 
 def fit(run: Run, tolerance: float = 0.01) -> Fit:
@@ -139,7 +148,7 @@ def fit(run: Run, tolerance: float = 0.01) -> Fit:
             continue
         for argument, number in (*call.inputs, *call.outputs):
             facts = run.tensors[number]
-            if facts.format not in ("fp32", "fp64") or not facts.elements:
+            if facts.format not in ("fp32", "fp64") or not facts.elements or _stays_high(call, argument):
                 continue
             sampled += facts.looked_at < facts.elements
             if number not in known:
@@ -154,6 +163,15 @@ def fit(run: Run, tolerance: float = 0.01) -> Fit:
     if sampled:
         found.notes.append("underflow was read off samples: nc.capture(statistics='whole') looks at every element")
     return found
+
+
+def _stays_high(call: CallRecord, argument: str) -> bool:
+    """Whether a tensor is in fp32 though the call computes in a low format: a normalization keeps what it is scaled
+    by, its statistics, and what it returns besides its result.
+    """
+    op = call.id.op.replace("_backward.", ".")
+    moving = ("input", "grad_out", "grad_output", "result", "result.0")
+    return op_kind(op).family == NORM and argument not in moving
 
 
 def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, float, float, float, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
-from narrowcast.output.files import replace_bytes
+from narrowcast.output.files import save_result
 
 SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
@@ -198,13 +198,7 @@ class Run:
         if not target.name.endswith((".gz", ".json")):
             target = target.with_name(target.name + ENDING)
         text = self.to_json().encode()
-        try:
-            replace_bytes(target, gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
-        except OSError as error:
-            raise RunError(
-                f"saving a run as {target}", f"{type(error).__name__}: {error}", (Origin(str(target)),),
-                "Give a folder that exists and has room; nothing was written.",
-            ) from error  # fmt: skip
+        save_result(target, "a run", gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
         return target
 
     @staticmethod
@@ -265,7 +259,7 @@ def _call_of(row: dict[str, Any]) -> CallRecord:
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
-LISTED = 12
+LISTED = 8
 
 
 def run_text(run: Run, every_call: bool = False) -> str:
@@ -281,7 +275,7 @@ def run_text(run: Run, every_call: bool = False) -> str:
     shown = run.calls if every_call else _worth_a_look(run)
     if shown:
         lines += ["", "call" + ("" if every_call else ", largest values first")]
-        lines += [call_line(run, call) for call in shown]
+        lines += [call_line(run, call) if every_call else _call_lines(run, call) for call in shown]
     if not every_call and len(run.calls) > len(shown):
         lines.append(f"... {len(run.calls) - len(shown)} more calls: --all lists them")
     return "\n".join(lines)
@@ -298,10 +292,35 @@ def _head(run: Run) -> str:
 def _verdict(run: Run, bad: list[CallRecord]) -> str:
     if not bad:
         return "every value is finite"
-    made = next((c for c in bad if all(run.tensors[n].is_finite for _, n in c.inputs)), None)
-    if made is None:
+    made = _made_not_finite(run, bad)
+    if made is not None:
+        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id} ({made.file}:{made.line})"
+    if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{len(bad)} calls are not finite; their inputs were not, either"
-    return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id} ({made.file}:{made.line})"
+    return f"every value is finite, but infinities that were given or filled in, as masks are, in {len(bad)} calls"
+
+
+def _made_not_finite(run: Run, bad: list[CallRecord]) -> CallRecord | None:
+    """The first call that made NaN, or an infinity out of finite inputs that was not filled in as a number."""
+    for call in bad:
+        inputs, outputs = ([run.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
+        has_nan = any(t.nan for t in outputs)
+        if all(t.is_finite for t in inputs):
+            if has_nan or not (_is_given_infinity(call) or any(_is_mask(t) for t in inputs)):
+                return call
+        elif has_nan and not any(t.nan for t in inputs):
+            return call
+    return None
+
+
+def _is_given_infinity(call: CallRecord) -> bool:
+    return any(value in ("inf", "-inf") for _, value in call.given)
+
+
+def _is_mask(tensor: TensorFacts) -> bool:
+    """Whether it holds the lowest value of its format, which masks are filled with."""
+    format = tensor.fits()
+    return format is not None and tensor.low <= -0.99 * format.max
 
 
 def _worth_a_look(run: Run) -> list[CallRecord]:
@@ -313,9 +332,16 @@ def _worth_a_look(run: Run) -> list[CallRecord]:
 
 def call_line(run: Run, call: CallRecord) -> str:
     """One call: identity, formats, the ranges of what it gave, its place."""
-    gave = ", ".join(tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].fits())
+    results = [run.tensors[n] for _, n in call.outputs]
+    gave = ", ".join(tensor_text(t) for t in results if t.fits() and t.elements)
     formats = call.computes or call.came or "-"
-    return f"  {call.id}  {formats}  {gave}  {_short_file(call.file)}:{call.line}"
+    return f"  {call.id}  {formats}  {gave}  {short_file(call.file)}:{call.line}"
+
+
+def _call_lines(run: Run, call: CallRecord) -> str:
+    """The same on two lines, of its first result alone."""
+    gave = next((tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].elements), "")
+    return f"  {call.id}\n    {call.computes or call.came or '-'}  {gave}  {short_file(call.file)}:{call.line}"
 
 
 def tensor_text(tensor: TensorFacts) -> str:
@@ -328,5 +354,6 @@ def tensor_text(tensor: TensorFacts) -> str:
     return ", ".join(parts)
 
 
-def _short_file(file: str) -> str:
+def short_file(file: str) -> str:
+    """The last two parts of a path."""
     return "/".join(file.split("/")[-2:])

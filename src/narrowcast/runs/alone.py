@@ -16,15 +16,13 @@ from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.noise import Noise
 from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.runs.output_errors import difference
-from narrowcast.runs.reference import Kept, sample_like
+from narrowcast.runs.reference import Kept, reads_opaque, sample_like
 from narrowcast.runs.rerun import can_run_again, copies_of_written, in_dtypes, run_wide
 from narrowcast.runs.rounding import round_to
 from narrowcast.runs.statistics import checksum
-from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
+from narrowcast.torch_bridge import FORMATS, tensors_in
 
 SEEDS = (1, 2)
-_OPAQUE = ("workspace", "reserve", "reserveSpace")
-"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
 Samples = list[torch.Tensor]
 
 
@@ -66,11 +64,6 @@ class RunAlone(Observer):
         sums = tuple(checksum(t) for t in call.results if is_floating(t))
         low, exact, moved = call.notes.get("alone") or ([], None, [])
         self.found[call.id] = Alone(sums == kept.checksums, low, exact, moved)
-
-
-def reads_opaque(facts: OpFacts) -> bool:
-    """Whether an op reads what only a forward in the same formats can have left."""
-    return any(slot.name in _OPAQUE for slot in facts.slots)
 
 
 def _run_alone(

@@ -7,6 +7,7 @@ place of the formats that the policy gives it: that says how far round-off may g
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -30,19 +31,27 @@ from narrowcast.report.differences import (
     ROUND_OFF,
     Differences,
 )
-from narrowcast.runs.alone import Alone, RunAlone, reads_opaque
+from narrowcast.runs.alone import Alone, RunAlone
 from narrowcast.runs.capture import NOTHING, note_of_changed, observed_region
 from narrowcast.runs.environment import environment
 from narrowcast.runs.isolating import Place, isolate
-from narrowcast.runs.judging import OUTPUT_FACTOR, has_same_shapes, judge_call, judge_gradient, other_arguments
+from narrowcast.runs.judging import (
+    OUTPUT_FACTOR,
+    has_same_shapes,
+    judge_call,
+    judge_gradient,
+    other_arguments,
+    root_mean_square,
+)
 from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.output_errors import dense, has_nan, output_errors
-from narrowcast.runs.reference import Keep, Kept, Moved
+from narrowcast.runs.reference import Keep, Kept, Moved, reads_opaque
 from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Loss, Outcome, Trial, parameters_of, tensors_of
+from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
 from narrowcast.runs.watch import first_not_finite, watch
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_surface.state import autocast_off
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
 BY = ("op", "module")
@@ -124,11 +133,6 @@ def _check(reference: Any, by: str) -> None:
         raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
 
 
-def _has_scripts(model: Any) -> bool:
-    """Whether a model is a script or calls some, of which a policy's rules do not say what is low."""
-    return isinstance(model, torch.nn.Module) and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
-
-
 def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
     """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
     return {
@@ -140,6 +144,34 @@ def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
 def _rounded_to(kept: Kept) -> list[torch.dtype]:
     """The formats that a call rounds to: its results', and those that it reads if it cannot be run alone to see."""
     return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
+
+
+def _said(error: RuntimeError) -> str:
+    """The line of an error that says what was wrong; TorchScript at times names only the code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "TorchScript interpreter" not in lines[0]:
+        return lines[0]
+    code = next((before for before, line in itertools.pairwise(lines) if "<--- HERE" in line), "")
+    return lines[-1].removeprefix("RuntimeError:").strip() or f"a script raised at {code!r}"
+
+
+def _about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
+    """What a reader has to know of calls that one side alone made."""
+    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
+    if in_scripts:
+        return first + (
+            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
+            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
+            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
+        )
+    return first + "modules compute by other ops here than in the reference, and are judged by what they give."
+
+
+def _cast_units(under: Keep) -> dict[CallId, float]:
+    """Of each call that the policy casts arguments for: the largest unit of the formats that it casts to."""
+    plans = {identity: kept.call.plan for identity, kept in under.calls.items()}
+    formats = {identity: [f for f in plan.formats if f is not None] for identity, plan in plans.items() if plan}
+    return {identity: max(f.epsilon for f in found) for identity, found in formats.items() if found}
 
 
 class _Comparing:
@@ -154,6 +186,7 @@ class _Comparing:
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
         self._weights = Weights(parameters_of(trial.model), {} if is_own else parameters_of(other.model))
         self._policies = (region.policy,)
+        self._casts = region.policy is not NOTHING
         self._changed: set[str] = set()
         self._step: Step = lambda: None
 
@@ -169,16 +202,19 @@ class _Comparing:
         if not self._accepts_any:
             self._check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
+        under.casts_scripts = self._casts
         self._run(self._trial, self._region, self._observed(under))
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
-        actual = self._run(self._trial, self._region, None)
+        actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
         bands = self._moved(reference, under)
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found, bands)
             self._read_outputs(expected, actual, repeated, bands)
+            if found.unmatched:
+                found.notes.append(_about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
         self._find_not_finite(expected)
-        if self._is_own and isolate and not _has_scripts(self._trial.model):
+        if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
         if self._is_own and not found.unmatched and not any(row.is_low for row in found.rows):
             found.notes.append(
@@ -210,17 +246,16 @@ class _Comparing:
 
     def _run_reference(self, observer: Observer) -> Outcome:
         """A run of the reference. RunError if it is to be in fp64, and does not run there."""
-        observer.casts_scripts = not self._is_own
+        observer.casts_scripts = self._casts and not self._is_own
         try:
             return self._run(self._other, self._around_reference(), self._observed(observer), self._dtype)
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise
-            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RunError(
-                "compare(reference='fp64')", f"the model does not run in fp64: {said}",
-                advice="Use reference='fp32': functions that close over their weights, scripts, and code that names "
-                "dtypes keep the formats that they have.",
+                "compare(reference='fp64')", f"the model does not run in fp64: {_said(error)}",
+                advice="Use reference='fp32': functions that close over their weights, frozen scripts, and code that "
+                "names dtypes keep the formats that they have.",
             ) from error  # fmt: skip
 
     def _around_reference(self) -> AbstractContextManager[Any]:
@@ -228,7 +263,7 @@ class _Comparing:
         return autocast(self._region.device, policy=NOTHING) if self._is_own else self._region
 
     def _check_reference(self, outcome: Outcome) -> None:
-        tensors = [dense(t) for t in tensors_of(outcome.output) if t.is_floating_point() and t.numel()]
+        tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
         if not tensors and not outcome.gradients:
             raise RunError(
                 "compare", "the model gave no floating tensor to compare",
@@ -260,12 +295,15 @@ class _Comparing:
             for identity, kept in under.calls.items()
             if identity in reference.calls
         }
-        if self._is_own:  # the policy's run computes otherwise there, and rounds as often as not
-            low = FORMATS[self._region.fast_dtype].epsilon
-            units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
+        low = FORMATS[self._region.fast_dtype].epsilon
+        if not self._is_own:
+            others = [kept for identity, kept in under.calls.items() if identity not in reference.calls]
+            low = max((FORMATS[d].epsilon for kept in others for d in _rounded_to(kept)), default=0.0)
+        # what computes otherwise under the policy rounds there as often as not
+        units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
         found = []
         for seed in _SEEDS:
-            moved = Moved(self._policies, units, seed)
+            moved = Moved(self._policies, units, _cast_units(under), seed)
             moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
             outcome = self._run_reference(moved)
             found.append((moved, outcome))
@@ -292,11 +330,6 @@ class _Comparing:
             moved = [m.samples[identity] for m, _ in bands if identity in m.samples]
             found.rows.append(judge_call(identity, kept, expected, alone, moved))
         found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
-        if found.unmatched:
-            found.notes.append(
-                f"{len(found.unmatched)} calls have no partner, the first is {found.unmatched[0]}: modules compute by "
-                "other ops here than in the reference, and are judged by what they give."
-            )
         shaky = [row for row in found.rows if row.verdict == NONDETERMINISTIC]
         if shaky:
             first = shaky[0]
@@ -312,11 +345,12 @@ class _Comparing:
         found.outputs = output_errors(expected.output, actual.output)
         moved = [e.relative_error for _, outcome in bands for e in output_errors(expected.output, outcome.output)]
         found.band = max((e for e in moved if math.isfinite(e)), default=0.0)
+        largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
         for name, gradient in expected.gradients.items():
             theirs = actual.gradients.get(name)
             if theirs is not None:
                 moved_ones = [o.gradients[name] for _, o in bands if name in o.gradients]
-                found.gradients.append(judge_gradient(name, gradient, theirs, moved_ones))
+                found.gradients.append(judge_gradient(name, gradient, theirs, moved_ones, largest))
         found.verdict = self._verdict()
         worst = max((e.relative_error for e in found.outputs), default=0.0)
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.profiles.device import is_here, random_state_kept
+from narrowcast.scripts.state import ScriptState, scripts_in
 from narrowcast.torch_surface.dispatch import tree_map, without_modes
 from narrowcast.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
 
@@ -26,6 +27,7 @@ def isolated(
     fake: bool,
     through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
     stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    of_script: Callable[[Any], Any] | None = None,
 ) -> Iterator[Isolated]:
     """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
 
@@ -36,7 +38,8 @@ def isolated(
 
     through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
     be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
-    place of sharing weights.
+    place of sharing weights. of_script: likewise the script for each of the model's, which are shared otherwise, and
+    what they keep restored: TorchScript's copies of weights get no gradients.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
@@ -44,7 +47,10 @@ def isolated(
         stack.enter_context(random_state_kept())
         if through is None:
             stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
-        own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in)
+        if not fake and of_script is None and isinstance(model, torch.nn.Module):
+            stack.callback(ScriptState(model).put_back)
+            of_script = _itself
+        own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
         if mode is not None:
             stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
             stack.enter_context(mode)
@@ -129,13 +135,21 @@ class _ReplaceTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _itself(script: Any) -> Any:
+    return script
+
+
+def _copied(
+    everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor], of_script: Callable[[Any], Any] | None
+) -> Any:
     """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
     model, args, kwargs = everything
     memo: dict[int, Any] = {}
     if isinstance(model, torch.nn.Module):
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = stand_in(tensor)
+        if of_script is not None:
+            memo.update({id(script): of_script(script) for script in scripts_in(model)})
     try:
         with _ReplaceTensors(stand_in):
             return copy.deepcopy(everything, memo)
@@ -148,6 +162,7 @@ def _copied(everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor]) -
 def _restored_attributes() -> Iterator[None]:
     """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    scripts: list[ScriptState] = []
     before: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def keep(module: torch.nn.Module, args: Any) -> None:
@@ -157,6 +172,8 @@ def _restored_attributes() -> Iterator[None]:
             with without_modes():
                 own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
                 buffers.extend((b, b.detach().clone()) for b in own)
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripts.append(ScriptState(module))
 
     hook = register_module_forward_pre_hook(keep)
     try:
@@ -172,18 +189,23 @@ def _restored_attributes() -> Iterator[None]:
                     module.__dict__[name].update(value)
                 else:
                     module.__dict__[name] = value
+        for script in scripts:
+            script.put_back()
         _write_back(buffers)
 
 
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
-    """Buffers (batch norm statistics) and the random state are as they were afterwards."""
+    """Buffers (batch norm statistics), what scripts keep and the random state are as they were afterwards."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     kept = [(b, b.detach().clone()) for b in buffers]
+    scripts = ScriptState(model) if isinstance(model, torch.nn.Module) else None
     try:
         with random_state_kept():
             yield
     finally:
+        if scripts is not None:
+            scripts.put_back()
         _write_back(kept)
 
 

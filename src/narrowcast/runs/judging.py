@@ -19,9 +19,9 @@ from narrowcast.report.differences import (
     GradientError,
 )
 from narrowcast.runs.alone import Alone, Samples, bias, differences, relative, ulps
-from narrowcast.runs.output_errors import decibels
+from narrowcast.runs.output_errors import as_real, decibels
 from narrowcast.runs.reference import Kept, sample_like
-from narrowcast.torch_bridge import FORMATS, is_random
+from narrowcast.torch_bridge import FORMATS, is_random, short_type
 
 FACTOR = 2.5
 """A kernel is at fault from so many times the band on."""
@@ -141,19 +141,31 @@ def _lost(got: Samples, r: Samples) -> bool:
     return any(bool((~torch.isfinite(x) & torch.isfinite(want)).any()) for x, want in zip(got, r, strict=False))
 
 
-def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, moved: Samples) -> GradientError:
-    """The error of a parameter's gradient x against the reference's r. moved: r where every call's result moved."""
-    ref, got, *others = (
-        (t.detach() if t.layout is torch.strided else t.detach().to_dense()).double().flatten() for t in (r, x, *moved)
-    )
+def root_mean_square(gradient: torch.Tensor) -> float:
+    """Of a gradient, which may be sparse or empty."""
+    values = _flat(gradient)
+    return float(values.norm()) / math.sqrt(values.numel()) if values.numel() else 0.0
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+    return as_real(dense).double().flatten()
+
+
+def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, moved: Samples, largest: float) -> GradientError:
+    """The error of a parameter's gradient x against the reference's r. moved: r where every call's result moved.
+    largest: the root mean square of the model's largest gradient.
+    """
+    ref, got, *others = map(_flat, (r, x, *moved))
     error = relative(differences([got], [ref]), [ref])
     band = max((relative(differences([m], [ref]), [ref]) for m in others), default=0.0)
     size = float(ref.norm() * got.norm())
     cosine = float(ref @ got) / size if size else float(not ref.any() and not got.any())
     under = float(((got == 0) & (ref != 0)).double().mean()) if ref.numel() else 0.0
-    verdict = EXACT if not error else ROUND_OFF
+    share = root_mean_square(r) / largest if largest else 1.0
+    format = short_type(x.dtype)
+    row = GradientError(name, format, error, cosine, under, ROUND_OFF if error else EXACT, band, share)
     if _lost([got], [ref]) or math.isnan(error):
-        verdict = NOT_FINITE
-    elif band and error > OUTPUT_FACTOR * band and error > FORMATS[torch.float32].epsilon * 8:
-        verdict = FAULT
-    return GradientError(name, str(FORMATS.get(x.dtype, x.dtype)), error, cosine, under, verdict, band)
+        return replace(row, verdict=NOT_FINITE)
+    is_far = band and error > OUTPUT_FACTOR * band and error > FORMATS[torch.float32].epsilon * 8
+    return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row

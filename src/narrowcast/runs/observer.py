@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from narrowcast.torch_surface.dispatch import (
 )
 from narrowcast.torch_surface.dynamo import CompiledCode, never_begin_at
 from narrowcast.torch_surface.fx import FakeTensor
+from narrowcast.torch_surface.jit import script_calls_replaced
 from narrowcast.torch_surface.modules import find_recomputation
 from narrowcast.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
 
@@ -125,6 +126,8 @@ class Observer(DispatchMode):
     """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
     weights: Weights | None = None
     """Those that are to be put back after the run."""
+    saw_scripts = False
+    """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__()
@@ -153,8 +156,8 @@ class Observer(DispatchMode):
     def after(self, call: SeenCall) -> None:
         """It has run."""
 
-    def gives(self, seen: SeenCall, facts: OpFacts, result: Any) -> Any:
-        """What an op gives in place of its result; facts: of the call itself, or of one that runs inside it."""
+    def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """What an op gives in place of its result; facts, args, kwargs: of the call itself, or of one inside it."""
         return result
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -169,6 +172,8 @@ class Observer(DispatchMode):
                 stack.callback(remove_visiting, device_type)
             stack.enter_context(CompiledCode(on=False))
             stack.enter_context(told_of_script_sites())
+            around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
+            stack.enter_context(script_calls_replaced(around, around, "runs are observed"))
             add_watcher(self)
             stack.callback(remove_watcher, self)
             stack.enter_context(self)
@@ -182,12 +187,16 @@ class Observer(DispatchMode):
         turn = self._turns[module] = self._turns.get(module, 0) + 1
         modules.append(_Called(module, turn))
         try:
-            if not self.casts_scripts and isinstance(module, torch.jit.ScriptModule):
-                with autocast_off():
-                    return call(args, kwargs)
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
         finally:
             modules.pop()
+
+    def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of a script function or method of torch's own, in the thread that is observed."""
+        self.saw_scripts = True
+        uncast = autocast_off() if not self.casts_scripts and threading.get_ident() == thread else _AS_IT_IS
+        with uncast:
+            return call(script, *args, **kwargs)
 
     # -- told by our kernels, and by graphs that run step by step ------------------------------------------------------
 
@@ -245,11 +254,11 @@ class Observer(DispatchMode):
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             result = func(*args, **kwargs) if facts.is_view else self._execute(func, args, kwargs)
             around = state.decided[0] if state.decided else None
-            return result if around is None else self.gives(around, facts, result)
+            return result if around is None else self.gives(around, facts, args, kwargs, result)
         came = format_names([t.dtype for t in tensors_in(args, kwargs)])
         seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
         self._look(self.before, seen)
-        seen.result = self.gives(seen, facts, self._execute(func, args, kwargs))
+        seen.result = self.gives(seen, facts, args, kwargs, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
             # an op without a gradient makes no node: the last one is another's
             self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))

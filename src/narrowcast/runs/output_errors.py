@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.report import OutputError
-from narrowcast.torch_bridge import FORMATS, tensors_in
+from narrowcast.torch_bridge import short_type, tensors_in
 from narrowcast.torch_surface.dispatch import keystr, tree_flatten_with_path
 
 
@@ -48,25 +48,35 @@ def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
-    """One row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows)."""
+    """One row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows). Of complex
+    ones real and imaginary parts are compared.
+    """
     rows = []
     pairs = zip(_named_tensors(reference), _named_tensors(found), strict=False)
     for (name, ref), (_, x) in pairs:
-        if not ref.is_floating_point() or ref.shape != x.shape:
+        shape = ref.shape
+        is_real = ref.is_floating_point() and x.is_floating_point()
+        if not (is_real or (ref.is_complex() and x.is_complex())) or ref.shape != x.shape:
             continue
-        ref, x = dense(ref), dense(x)
+        names = short_type(ref.dtype), short_type(x.dtype)
+        ref, x = as_real(dense(ref)), as_real(dense(x))
         largest = difference(ref.detach().double(), x.detach().double()).abs()
         rows.append(
             OutputError(
                 name=name,
-                reference=f"{FORMATS[ref.dtype]} {list(ref.shape)}",
-                found=str(FORMATS.get(x.dtype, x.dtype)),
+                reference=f"{names[0]} {list(shape)}",
+                found=names[1],
                 sqnr_db=sqnr_db(ref, x),
                 relative_error=relative_error(ref, x),
                 largest_error=float(largest.max()) if largest.numel() else 0.0,
             )
         )
     return tuple(rows)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts, [..., 2]; another as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,20 +89,42 @@ def _emptied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return found
 
 
-class Moved(Observer):
-    """A run in which each result moves by up to one unit in the last place of the format that the policy gives it."""
+def reads_opaque(facts: OpFacts) -> bool:
+    """Whether an op reads what only a forward in the same formats can have left."""
+    return any(slot.name in _OPAQUE for slot in facts.slots)
 
-    def __init__(self, policies: tuple[Any, ...], units: dict[CallId, float], seed: int) -> None:
+
+_OPAQUE = ("workspace", "reserve", "reserveSpace")
+"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
+
+
+class Moved(Observer):
+    """A run in which each result moves by up to one unit in the last place of the format that the policy gives it, and
+    what the policy casts for a call by as much: where terms cancel, that moves a result by far more than its own unit.
+
+    units: of results. cast_units: of the arguments of calls that the policy casts.
+    """
+
+    def __init__(
+        self, policies: tuple[Any, ...], units: dict[CallId, float], cast_units: dict[CallId, float], seed: int
+    ) -> None:
         super().__init__(policies)
-        self._units, self._noise = units, Noise(seed)
+        self._units, self._cast_units, self._noise = units, cast_units, Noise(seed)
         self.samples: dict[CallId, list[torch.Tensor]] = {}
         self.kept: dict[CallId, list[torch.Tensor]] = {}
 
-    def gives(self, seen: SeenCall, facts: OpFacts, result: Any) -> Any:
+    def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """The result, moved."""
-        unit = self._units.get(seen.id, 0.0)
+        unit, cast_unit = self._units.get(seen.id, 0.0), self._cast_units.get(seen.id, 0.0)
         if not unit or not facts.computes or is_random(facts.op):
             return result
+        if cast_unit and not facts.writes and not reads_opaque(facts):
+            with suppress(RuntimeError):  # of a kernel that takes its arguments as they lie in memory
+                result = facts.op(*self._moved(args, cast_unit), **self._moved(kwargs, cast_unit))
+        return self._moved(result, unit)
+
+    def _moved(self, values: Any, unit: float) -> Any:
+        """The same values, each floating one moved."""
 
         def moved(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.dtype in FORMATS and value.layout is torch.strided):
@@ -111,7 +134,7 @@ class Moved(Observer):
             except RuntimeError:  # inside vmap, or a format of 8 bits
                 return value
 
-        return tree_map(moved, result)
+        return tree_map(moved, values)
 
     def after(self, call: SeenCall) -> None:
         """How far it is from the reference's."""

@@ -49,6 +49,7 @@ class Statistics:
         self._whole, self._checksums = whole, checksums
         self._folder, self._left = folder, limit_bytes
         self.not_written = 0
+        self._written: list[Path] = []
         self._rows: list[TensorFacts | _Pending] = []
         self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
         self._held_bytes = 0
@@ -124,11 +125,14 @@ class Statistics:
             with (self._folder / name).open("wb") as stream:
                 np.save(stream, raw, allow_pickle=False)
         except OSError as error:
-            (self._folder / name).unlink(missing_ok=True)
+            for file in (*self._written, self._folder / name):
+                file.unlink(missing_ok=True)  # without the run that names them they say nothing
             raise RunError(
                 f"writing tensors into {self._folder}", f"{type(error).__name__}: {error}",
-                (Origin(str(self._folder / name)),), "Give a folder with room, or a smaller tensor_limit_bytes.",
+                (Origin(str(self._folder / name)),),
+                "Give a folder with room, or a smaller tensor_limit_bytes; nothing was left.",
             ) from error  # fmt: skip
+        self._written.append(self._folder / name)
         self._left -= raw.nbytes
         return replace(facts, file=name)
 

@@ -18,6 +18,7 @@ from narrowcast.profiles.device import random_state_kept
 from narrowcast.runs.isolation import StandIns, isolated, restored
 from narrowcast.runs.observer import quietly
 from narrowcast.runs.subject import Subject
+from narrowcast.scripts.state import converted_script
 from narrowcast.torch_bridge import device_type_of, tensors_in
 from narrowcast.torch_surface.dispatch import tree_leaves, tree_map
 
@@ -125,7 +126,7 @@ class Trial:
             gradients.put_aside(leaves_of([loss]))
             _backward([loss if loss.dim() == 0 else loss.sum()])
             return
-        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
         if callable(self.backward) or not tensors:
             raise RunError(
                 "backward=True", "no output of the model has a gradient",
@@ -145,7 +146,8 @@ class Trial:
                 yield _Itself(self.model, args, kwargs)
             return
         stand_in = None if dtype is None else _converted(dtype)
-        with isolated(self.model, self.args, self.kwargs, fake=False, stand_in=stand_in) as run:
+        of_script = None if dtype is None else lambda script: converted_script(script, dtype)
+        with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
             yield run
 
 
@@ -160,8 +162,13 @@ class _Itself:
 
 
 def _converted(dtype: torch.dtype) -> StandIns:
-    """Each floating tensor in another format."""
-    return StandIns(lambda t: t.detach().to(dtype) if t.is_floating_point() else t.detach().clone())
+    """Each floating or complex tensor in another format."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        wide = dtype.to_complex() if tensor.is_complex() else dtype
+        return tensor.detach().to(wide) if has_numbers(tensor) else tensor.detach().clone()
+
+    return StandIns(convert)
 
 
 def _own(value: Any) -> Any:
@@ -248,6 +255,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating or complex numbers, of which errors are computed."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def detached(tree: Any) -> Any:
     """The same without autograd; dataclasses and other mappings as dicts."""
 
@@ -266,7 +278,7 @@ def _own_loss(output: Any) -> Any:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor) and named.requires_grad:
         return named
-    tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+    tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +77,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         self._is_entered = True
         if self._log is not None:
             try:
-                self._stream = self._stack.enter_context(self._log.open("a", encoding="utf-8"))
+                self._stream = self._stack.enter_context(self._log.open("ab", buffering=0))
             except OSError as error:
                 raise RunError(
                     f"watch(log={str(self._log)!r})", f"{type(error).__name__}: {error}", (Origin(str(self._log)),),
@@ -121,9 +121,20 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
             )  # fmt: skip
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._log is not None:
-            self._stream.write(json.dumps(row) + "\n")
-            self._stream.flush()
+        """Add a line to the log, whole or not at all; a disk that is full ends the log and not the training."""
+        if self._log is None:
+            return
+        line, end = (json.dumps(row) + "\n").encode(), self._stream.seek(0, 2)
+        try:
+            if self._stream.write(line) == len(line):
+                return
+            why = "there was no room for a whole line"
+        except OSError as error:
+            why = f"{type(error).__name__}: {error}"
+        with suppress(OSError):
+            self._stream.truncate(end)
+        self.found.notes.append(f"{self._log} ends at step {self.found.steps}: {why}")
+        self._log = None
 
 
 @dataclass(slots=True, eq=False)

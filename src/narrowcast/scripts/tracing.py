@@ -69,7 +69,8 @@ def _following(kept: list[Method]) -> Iterator[None]:
         kept.append(_method_of(self, self.owner))
         return kept[-1].run(self, args, kwargs)
 
-    with script_calls_replaced(lambda call: partial(call_function, call), lambda call: partial(call_method, call)):
+    why = "traces cast the scripts that they call"
+    with script_calls_replaced(lambda call: partial(call_function, call), lambda call: partial(call_method, call), why):
         yield
 
 

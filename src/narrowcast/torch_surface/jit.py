@@ -104,6 +104,11 @@ def compiled_method(module: Any, name: str) -> Any:
     return module._c._get_method(name)
 
 
+def compiled(module: Any) -> Any:
+    """The compiled module behind a script module: `getattr`, `hasattr` and `setattr` of its attributes."""
+    return module._c
+
+
 def module_type(module: Any) -> Any:
     """The compiled type of a script module."""
     return module._c._type()
@@ -134,9 +139,8 @@ def parser_replaced(parse_def: Wrap) -> Iterator[None]:
 
 
 @contextmanager
-def script_calls_replaced(of_function: Wrap, of_method: Wrap) -> Iterator[None]:
+def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Iterator[None]:
     """Around the calls of script functions and methods."""
-    why = "traces cast the scripts that they call"
     with held(ScriptFunction, why, __call__=of_function), held(ScriptMethod, why, __call__=of_method):
         yield
 
