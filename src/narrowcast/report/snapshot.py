@@ -166,10 +166,14 @@ def _arguments(kind: CallKind, casts: dict[_Site, list[Cast]]) -> tuple[str, ...
 
 
 def _rule_text(kind: CallKind, rules: tuple[Rule, ...], ledger: Ledger) -> str:
-    """The rule that decided, with its place; empty where none did."""
+    """The rule that decided, with its place; empty where none did.
+
+    A run that stands in for another device may tell of the same rule in the list of the device that it is on.
+    """
+    there = [label for label, modules in ledger.matches.items() if kind.module_path in modules]
     for rule in rules:
         said = str(rule.action) == kind.action and (rule.reason or str(rule)) == kind.reason
-        if said and rule.matches_op(kind.op) and kind.module_path in ledger.matches.get(rule.label, {}):
+        if said and rule.matches_op(kind.op) and any(f"{label} ".startswith(f"{rule} ") for label in there):
             return rule.label
     return ""
 

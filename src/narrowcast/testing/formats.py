@@ -13,8 +13,10 @@ from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
 from narrowcast.errors import CheckError, Origin, SnapshotError
 from narrowcast.explaining.explain import explain
+from narrowcast.formats import parse_format
 from narrowcast.output.files import is_there
 from narrowcast.policy import installed_torch
+from narrowcast.profiles.abilities import slow_note
 from narrowcast.report.snapshot import Snapshot, Snapshots, check_versions, minor_of, snapshot_of
 from narrowcast.report.snapshot_changes import SnapshotCheck, check_text, compare_snapshots, unmet, unmet_text
 from narrowcast.report.snapshot_text import load_snapshots, save_snapshots, snapshots_text
@@ -61,7 +63,9 @@ def take_snapshot(
             (Origin(refusal.file, refusal.line, refusal.module_path),), "Mend the model, or the policy.",
         )  # fmt: skip
     resolved = asked_region("take_snapshot", policy, dtype, device_type, region).policy.resolve(found.device_type)
-    return snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
+    made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
+    slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
+    return replace(made, notes=found.note.removeprefix(slow).strip())
 
 
 def assert_formats(
