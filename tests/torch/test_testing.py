@@ -114,6 +114,12 @@ def test_a_snapshot_has_a_line_for_each_call_and_holds(net, held):
     assert found.gradients and "gradients on" in held.read_text()
 
 
+def test_a_file_is_shown_by_its_path_from_the_current_folder(net, held, monkeypatch):
+    monkeypatch.chdir(held.parent.parent)
+    with pytest.raises(CheckError, match=r"as formats/net\.txt says: .*(?s:.)*    formats/net\.txt:12"):
+        assert_formats(net, (X,), snapshot=held, dtype="fp16")
+
+
 def test_a_snapshot_that_is_not_there_is_never_written_unasked(net, tmp_path, updating):
     """A continuous integration that begins without one must not pass."""
     file = tmp_path / "net.txt"
@@ -214,6 +220,8 @@ def test_what_cannot_be_held_is_said(net, held):
 
     with pytest.raises(CheckError, match="torch raises here under native, and not in fp32"):
         take_snapshot(Mixes(), (torch.ones(4, 4),))
+    with pytest.raises(CheckError, match="no call with floating tensors was seen"):
+        take_snapshot(lambda x: x.tolist(), (torch.ones(2, dtype=torch.long),))
     refusing = nc.Policy.native().with_rules(nc.Rule("aten.matmul", "refuse", reason="no products here"))
     with pytest.raises(CheckError, match="no products here"):
         take_snapshot(net, (X,), policy=refusing)
@@ -425,6 +433,7 @@ def pytest_on(tmp_path, monkeypatch, capsys):
 def test_a_user_s_tests_fail_are_updated_and_hold(pytest_on, tmp_path):
     code, out = pytest_on()
     assert code == 1 and "2 failed" in out and "Write it once with pytest --narrowcast-update" in out
+    assert "narrowcast/testing/formats.py" not in out, "no frames of ours in the traceback"
     code, out = pytest_on("--narrowcast-update")
     assert code == 0 and "snapshots of formats were not held but written anew" in out
     assert "NARROWCAST_UPDATE" not in os.environ

@@ -62,6 +62,8 @@ def take_snapshot(
             asked, f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}",
             (Origin(refusal.file, refusal.line, refusal.module_path),), "Mend the model, or the policy.",
         )  # fmt: skip
+    if not any(kind.came or kind.result for kind in found.ledger.calls):
+        raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
     resolved = asked_region("take_snapshot", policy, dtype, device_type, region).policy.resolve(found.device_type)
     made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
     slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
@@ -155,7 +157,7 @@ def check_formats(
     asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
     now = take_snapshot(model, args, kwargs, **asked)
     check_versions(torch_versions, installed_torch())
-    path = Path(snapshot)
+    path = _from_here(Path(snapshot))
     kept = load_snapshots(path) if not update or is_there(path) else Snapshots(file=str(path))
     if update:
         kept = kept.with_section(now, installed_torch(), torch_versions)
@@ -163,6 +165,11 @@ def check_formats(
             save_snapshots(kept, path)
         kept = load_snapshots(path)
     return compare_snapshots(kept.needed(now.device_type, installed_torch()), now)
+
+
+def _from_here(path: Path) -> Path:
+    """The path from the current folder, if it is in there: what a reader is shown."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def failure(check: SnapshotCheck) -> CheckError:
@@ -175,10 +182,15 @@ def _check(
     model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, snapshot: str | Path | None,
     expected: Snapshot | None, asked: Mapping[str, Any], torch_versions: str,
 ) -> SnapshotCheck:  # fmt: skip
+    __tracebackhide__ = True
     if snapshot is not None:
-        return check_formats(
-            model, args, kwargs, snapshot=snapshot, torch_versions=torch_versions, update=is_updating(), **asked
-        )
+        update = is_updating()
+        try:
+            return check_formats(
+                model, args, kwargs, snapshot=snapshot, torch_versions=torch_versions, update=update, **asked
+            )
+        except SnapshotError as error:  # a reader looks for the line of the test
+            raise error.with_traceback(None) from None
     assert expected is not None
     was = expected if expected.file else replace(expected, file=f"the snapshot of {expected.model}")
     return compare_snapshots(was, take_snapshot(model, args, kwargs, **asked))
