@@ -18,8 +18,8 @@ HEAD = """\
 
 <!-- Written by tools/generate_cli_page.py from the help texts; do not edit. -->
 
-Exit codes: 0 done, 1 findings (`policy check`), 2 bad input. An error says what was asked, what was found, where, and
-what to do; `narrowcast --traceback ...` shows Python's traceback as well.
+Exit codes: 0 done, 1 findings (`check`, `compare`, `watch`, `policy check`), 2 bad input. An error says what was asked,
+what was found, where, and what to do; `narrowcast --traceback ...` shows Python's traceback as well.
 
 ```bash
 narrowcast policy show native               # all rules, the one that wins first

@@ -131,6 +131,18 @@ class NotFiniteError(NarrowcastError, ArithmeticError):
     """A watched run made a NaN or an infinity, and was to stop there."""
 
 
+class SnapshotError(NarrowcastError, ValueError):
+    """A snapshot of formats cannot be read or compared: broken, cut off, or of another device or torch."""
+
+
+class CheckError(NarrowcastError, AssertionError):
+    """What a test holds does not hold: formats, casts, front ends or numbers are not as they were."""
+
+
+class CheckWarning(UserWarning):
+    """A test holds less than it might: a front end cannot be taken, and was not asked for by name."""
+
+
 class SurfaceError(NarrowcastError, RuntimeError):
     """This torch is not as Narrowcast takes it to be: which assumption does not hold, and for which version."""
 

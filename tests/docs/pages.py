@@ -7,7 +7,7 @@ What a block is for is said by its language:
     toml      is a policy that loads, or a part of one. A first line `# NAME.toml` saves it under that name.
     json      is JSON.
     console   is `$ narrowcast ...` with what it prints; `...` stands for anything.
-    bash      is commands: those of `narrowcast` run, those of `make` must have a target.
+    bash      is commands: those of `narrowcast` and `pytest` run, those of `make` must have a target.
     markdown  is text to copy, shown as it is.
     (none)    is a drawing.
 
@@ -25,6 +25,7 @@ import types
 from pathlib import Path
 from unittest import SkipTest
 
+import pytest
 from sybil import Document
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 from sybil.parsers.myst import CodeBlockParser, SkipParser
@@ -114,6 +115,8 @@ class Page:
             words = shlex.split(line, comments=True)
             if words and words[0] == "narrowcast":
                 narrowcast(line)
+            elif words and words[0] == "pytest":
+                users_pytest(words[1:], self.folder)
             elif words and words[0] == "make":
                 makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
                 assert re.search(rf"^{words[1]}:", makefile, re.M), f"no target of the Makefile: {line}"
@@ -132,6 +135,19 @@ def narrowcast(command):
         except SystemExit as stop:
             assert stop.code in (0, None), f"{command}: exit code {stop.code}\n{printed.getvalue()}{said.getvalue()}"
     return printed.getvalue()
+
+
+def users_pytest(arguments, folder):
+    """pytest on the tests that the page saved in its folder, with the plugin of Narrowcast; they must pass."""
+    options = ["-p", "narrowcast.testing.plugin", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # those that the page's own test runs with
+        patch.delenv("PYTEST_ADDOPTS", raising=False)
+        settings = folder / "pytest.ini"
+        settings.write_text("[pytest]\n", encoding="utf-8")
+        options += ["-c", str(settings), "--capture=no", "--import-mode=importlib", str(folder)]
+        code = pytest.main([*options, *arguments])
+    assert code == 0, printed.getvalue()
 
 
 def difference(wanted, printed):

@@ -1,5 +1,6 @@
 """Laws, on data that hypothesis invents."""
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -7,7 +8,11 @@ from hypothesis import strategies as st
 
 from narrowcast.decide import Argument, Call, Region, decide
 from narrowcast.formats import FORMATS, bf16, can_fold, fp16, fp32, fp64, is_exact, widest
+from narrowcast.ledger.identity import CallId
 from narrowcast.policy import Policy, Rule, Site
+from narrowcast.report.snapshot import CallFormats, Snapshot, Snapshots
+from narrowcast.report.snapshot_changes import CHANGED, GONE, NEW, compare_snapshots
+from narrowcast.report.snapshot_text import parse_snapshots, snapshots_text
 
 promotable = st.sampled_from([bf16, fp16, fp32, fp64])
 any_format = st.sampled_from([*FORMATS.values()])
@@ -143,3 +148,42 @@ def test_a_diff_is_empty_exactly_for_the_same_effective_rules(a, b):
     forth, back = a.diff(b), b.diff(a)
     assert {(c.conditions, c.before, c.after) for c in forth} == {(c.conditions, c.after, c.before) for c in back}
     assert a.diff(a) == ()
+
+
+format_names = st.lists(st.sampled_from(["fp32", "bf16", "fp16"]), max_size=2, unique=True).map(",".join)
+facts = st.tuples(
+    format_names, format_names, format_names, st.sampled_from(["lower", "full", "unlisted", "to(fp16)"]),
+    st.lists(st.sampled_from(["input", "weight", "tensors"]), max_size=2, unique=True).map(tuple), st.integers(1, 3),
+)  # fmt: skip
+places = st.tuples(paths, st.sampled_from(["aten.mm.default", "aten.gelu.default"]))
+
+
+def numbered(rows):
+    """Calls of these places, numbered in each in order."""
+    counts = Counter()
+    for place, said in rows:
+        counts[place] += 1
+        yield CallFormats(CallId(*place, counts[place]), *said)
+
+
+snapshots = st.lists(st.tuples(places, facts), max_size=8).map(
+    lambda rows: Snapshot("cpu", "a net", "native", "01234567", "bf16", "2.13", False, tuple(numbered(rows)))
+)
+
+
+@given(snapshots)
+def test_the_text_of_a_snapshot_gives_it_back(snapshot):
+    """Whatever the calls, and as a section beside another."""
+    both = Snapshots((snapshot, replace(snapshot, device_type="cuda", calls=())))
+    assert parse_snapshots(snapshots_text(both)).sections == both.sections
+
+
+@given(snapshots, snapshots)
+def test_no_call_is_lost_when_snapshots_are_compared(was, now):
+    """Each is as it was, changed, new, gone or moved; nothing is, where the calls are equal."""
+    found = compare_snapshots(was, now)
+    moved = sum(move.calls for move in found.moves)
+    gone, new, changed = (sum(c.kind == kind for c in found.changes) for kind in (GONE, NEW, CHANGED))
+    assert len(was.calls) - gone == len(now.calls) - new and changed + moved <= len(now.calls) - new
+    assert found.is_same == (sorted(was.calls, key=lambda c: c.id) == sorted(now.calls, key=lambda c: c.id))
+    assert compare_snapshots(was, was).is_same

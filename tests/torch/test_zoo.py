@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import narrowcast as nc
+from narrowcast.errors import CheckError, SnapshotError
+from narrowcast.report.snapshot_text import load_snapshots
+from narrowcast.testing import assert_formats
 
 ROOT = Path(__file__).parents[2]
 needs = {}
@@ -56,6 +59,19 @@ class TestMiniLM:
             if c.module_path.startswith("encoder.layer.0.attention.self.") and c.argument == "input"
         ]
         assert [c.repeated for c in q_k_v] == [False, True, True], "x is cast three times for q, k and v"
+
+    def test_its_formats_are_held_on_two_devices(self, minilm):
+        """As the example's file says, for the torch that it was seen on; of another one it says that it has nothing."""
+        file = ROOT / "examples/formats/minilm.txt"
+        for device_type in ("cpu", "cuda"):
+            if load_snapshots(file).of(device_type, torch.__version__) is None:
+                with pytest.raises(SnapshotError, match=r"with torch 2\.13"):
+                    assert_formats(minilm, snapshot=file, device_type=device_type)
+                continue
+            assert len(assert_formats(minilm, snapshot=file, device_type=device_type).calls) == 80
+            high = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="encoder.layer.5.*"))
+            with pytest.raises(CheckError, match=r"changed  encoder\.layer\.5\.attention\.self\.query aten\.linear"):
+                assert_formats(minilm, snapshot=file, device_type=device_type, policy=high)
 
     @pytest.mark.parametrize("real", [False, True])
     def test_a_policy_that_keeps_norms_low_and_gelu_high(self, minilm, real):

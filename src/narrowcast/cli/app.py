@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeGuard
 
 import typer
 
+from narrowcast.cli.check import check_command
 from narrowcast.cli.explain import explain_command
 from narrowcast.cli.policy import policy_app
 from narrowcast.cli.profile import profile_app
@@ -25,6 +26,7 @@ app.command("capture")(capture_command)
 app.command("compare")(compare_command)
 app.command("watch", context_settings={"ignore_unknown_options": True})(watch_command)
 app.command("fit")(fit_command)
+app.command("check")(check_command)
 app.command("report")(report_command)
 app.add_typer(policy_app, name="policy")
 app.add_typer(profile_app, name="profile")

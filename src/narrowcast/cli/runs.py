@@ -43,7 +43,7 @@ def capture_command(
     every_call: AllOption = False,
 ) -> None:
     """Run TARGET's model and save what each call computes: formats, ranges, statistics, places."""
-    _check_folder("--output", output)
+    check_folder("--output", output)
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         run = capture(
@@ -68,7 +68,7 @@ def compare_command(
     json_file: JsonOption = None,
 ) -> None:
     """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault."""
-    _check_folder("--json", json_file)
+    check_folder("--json", json_file)
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         found = compare(
@@ -92,7 +92,7 @@ def watch_command(
     json_file: JsonOption = None,
 ) -> None:
     """Run SCRIPT and say which call makes the first NaN or infinity; 1 if one does."""
-    _check_folder("--json", json_file)
+    check_folder("--json", json_file)
     if not script.is_file():
         raise TargetError(f"watch {script}", "no such file", (Origin(str(script)),), "Give a Python script.")
     before, path = sys.argv, list(sys.path)
@@ -126,8 +126,8 @@ def fit_command(
     json_file: JsonOption = None,
 ) -> None:
     """Would it fit? What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
-    _check_folder("--json", json_file)
-    _check_folder("--output", output)
+    check_folder("--json", json_file)
+    check_folder("--output", output)
     if target.endswith((".gz", ".json")):
         run = Run.load(target)
     else:
@@ -155,7 +155,8 @@ def report_command(
         typer.echo(str(found))
 
 
-def _check_folder(option: str, path: Path | None) -> None:
+def check_folder(option: str, path: Path | None) -> None:
+    """TargetError for an option that names a file in a folder that is not there."""
     if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
         raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
 

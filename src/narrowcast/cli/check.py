@@ -1,0 +1,50 @@
+"""`narrowcast check TARGET --snapshot FILE`: formats held against a file, for a CI without pytest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from narrowcast.cli.runs import DtypeOption, JsonOption, Target, check_folder
+from narrowcast.cli.target import load_subject
+from narrowcast.output.files import is_there, replace_text
+from narrowcast.report.snapshot_changes import check_text
+from narrowcast.report.snapshot_text import load_snapshots
+from narrowcast.testing.formats import check_formats
+
+
+def check_command(
+    target: Target,
+    snapshot: Annotated[Path, typer.Option(help="The file: a line for each call, reviewed and committed.")],
+    policy: Annotated[str | None, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")] = None,
+    dtype: DtypeOption = None,
+    device_type: Annotated[str | None, typer.Option(help="Whose lists hold; it need not be here.")] = None,
+    gradients: Annotated[bool | None, typer.Option(help="If not as the file says; off where it is new.")] = None,
+    torch_versions: Annotated[str, typer.Option(help="For which --update writes: '>=2.11,<2.16'.")] = "",
+    new_casts: Annotated[bool, typer.Option("--new-casts", help="Only casts that were not there are changes.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Write the file anew.")] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Hold the formats of TARGET's calls against a file; 1 if a call is not as it was, 2 if that cannot be said."""
+    check_folder("--json", json_file)
+    if gradients is None:
+        gradients = is_there(snapshot) and any(s.gradients for s in load_snapshots(snapshot).sections)
+    subject = load_subject(target)
+    with torch.set_grad_enabled(gradients):
+        found = check_formats(
+            subject, snapshot=snapshot, policy=policy, dtype=dtype, device_type=device_type,
+            torch_versions=torch_versions, update=update,
+        )  # fmt: skip
+    if new_casts:
+        found = found.new_casts()
+    if json_file is not None and str(json_file) == "-":
+        typer.echo(found.to_json(indent=1))
+    else:
+        if json_file is not None:
+            replace_text(json_file, found.to_json(indent=1) + "\n")
+        typer.echo(f"wrote {snapshot}: {len(found.now.calls)} calls" if update else check_text(found))
+    if not found.is_same:
+        raise typer.Exit(1)

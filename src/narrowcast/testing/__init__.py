@@ -1,0 +1,54 @@
+"""Formats and numbers held in users' own tests: `from narrowcast.testing import assert_formats`.
+
+`import narrowcast` does not import it, and what a name needs is imported when it is first asked for: the pytest plugin
+lives here, which every run of pytest loads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from narrowcast.report.agreement import Agreement
+    from narrowcast.report.snapshot import CallFormats, Snapshot
+    from narrowcast.report.snapshot_changes import SnapshotCheck
+    from narrowcast.testing.formats import assert_formats, assert_no_new_casts, check_formats, take_snapshot
+    from narrowcast.testing.front_ends import assert_front_ends_agree
+    from narrowcast.testing.numbers import assert_close_to, assert_finite
+
+_ROOMS = {
+    "report.agreement": ("Agreement",),
+    "report.snapshot": ("CallFormats", "Snapshot"),
+    "report.snapshot_changes": ("SnapshotCheck",),
+    "testing.formats": ("assert_formats", "assert_no_new_casts", "check_formats", "take_snapshot"),
+    "testing.front_ends": ("assert_front_ends_agree",),
+    "testing.numbers": ("assert_close_to", "assert_finite"),
+}
+
+__all__ = [
+    "Agreement",
+    "CallFormats",
+    "Snapshot",
+    "SnapshotCheck",
+    "assert_close_to",
+    "assert_finite",
+    "assert_formats",
+    "assert_front_ends_agree",
+    "assert_no_new_casts",
+    "check_formats",
+    "take_snapshot",
+]
+
+
+def __getattr__(name: str) -> object:
+    room = next((room for room, names in _ROOMS.items() if name in names), None)
+    if room is None:
+        raise AttributeError(f"module 'narrowcast.testing' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"narrowcast.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

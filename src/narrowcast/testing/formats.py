@@ -1,0 +1,213 @@
+"""The formats of a model's calls, held against a file that is reviewed, or against a table in the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.eager import autocast
+from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.errors import CheckError, Origin, SnapshotError
+from narrowcast.explaining.explain import explain
+from narrowcast.formats import parse_format
+from narrowcast.output.files import is_there
+from narrowcast.policy import installed_torch
+from narrowcast.profiles.abilities import slow_note
+from narrowcast.report.snapshot import Snapshot, Snapshots, check_versions, minor_of, snapshot_of
+from narrowcast.report.snapshot_changes import SnapshotCheck, check_text, compare_snapshots, unmet, unmet_text
+from narrowcast.report.snapshot_text import load_snapshots, save_snapshots, snapshots_text
+from narrowcast.runs.subject import Subject
+from narrowcast.runs.trial import Trial
+from narrowcast.testing.updating import is_updating
+
+Model = Callable[..., Any] | Subject
+ANEW = (
+    "If this is meant, write it anew and commit the difference: pytest --narrowcast-update, or narrowcast check "
+    "--update."
+)
+
+
+def take_snapshot(
+    model: Model,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+) -> Snapshot:
+    """The formats of each call of `model(*args, **kwargs)`, forward, on fake tensors where these carry it.
+
+    model:  a Module, a callable, or a Subject (then without args). It is left as it is; weights may be meta tensors.
+    policy, dtype, device_type, region: as for `explain`: a device that this machine lacks is stood in for. On a machine
+            that has it the formats are the same as long as the model itself is on the cpu.
+
+    CheckError for a model that raises under the policy and not in fp32, or of which the policy refuses a call.
+    """
+    trial = Trial.of("take_snapshot", model, args, kwargs, False)
+    subject = model if isinstance(model, Subject) else Subject(trial.model, trial.args, trial.kwargs)
+    found = explain(subject, policy=policy, dtype=dtype, device_type=device_type, region=region)
+    asked = f"the formats of {found.subject} on {found.device_type}"
+    if found.failure is not None:
+        where = (Origin(found.failure.file, found.failure.line),) if found.failure.file else ()
+        raise CheckError(asked, found.failure.text, where, "Mend the model, or name a policy that runs it.")
+    if found.ledger.refusals:
+        refusal = found.ledger.refusals[0]
+        raise CheckError(
+            asked, f"policy {refusal.policy} refuses {refusal.op}: {refusal.reason}",
+            (Origin(refusal.file, refusal.line, refusal.module_path),), "Mend the model, or the policy.",
+        )  # fmt: skip
+    if not any(kind.came or kind.result for kind in found.ledger.calls):
+        raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
+    resolved = asked_region("take_snapshot", policy, dtype, device_type, region).policy.resolve(found.device_type)
+    made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
+    slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
+    return replace(made, notes=found.note.removeprefix(slow).strip())
+
+
+def assert_formats(
+    model: Model,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    snapshot: str | Path | None = None,
+    expected: Mapping[str, Any] | Snapshot | None = None,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    torch_versions: str = "",
+) -> Snapshot:
+    """Assert that each call of `model(*args, **kwargs)` computes in the formats that were agreed on.
+
+    snapshot: a text file with a line for each call, which `pytest --narrowcast-update` (or NARROWCAST_UPDATE=1) writes.
+            A relative path is one from the current folder; the fixture `narrowcast_snapshot` gives one beside the test.
+    expected: or a table in the test, `{"aten.linear": "bf16", "head.* aten.softmax": "fp32"}`: what a rule could name,
+            with the formats in which these calls compute; or another model's snapshot (`take_snapshot`).
+    policy, dtype, device_type, region: as for `take_snapshot`.
+    torch_versions: for which what is written holds (`>=2.11,<2.16`); by default those on which it was seen.
+
+    Returns what was found. CheckError, an AssertionError, if it is not so: with each call, what it was and is, the rule
+    and its place, the line of the model. SnapshotError for a file that is missing, broken, or has nothing for this
+    device or this torch.
+    """
+    __tracebackhide__ = True
+    _check_one("assert_formats", snapshot, expected)
+    asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
+    if isinstance(expected, Mapping):
+        found = take_snapshot(model, args, kwargs, **asked)
+        _check_expected(found, expected)
+        return found
+    check = _check(model, args, kwargs, snapshot, expected, asked, torch_versions)
+    if not check.is_same:
+        raise failure(check)
+    return check.now
+
+
+def assert_no_new_casts(
+    model: Model,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    snapshot: str | Path | None = None,
+    expected: Snapshot | None = None,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    torch_versions: str = "",
+) -> Snapshot:
+    """Assert that no call of `model(*args, **kwargs)` casts an argument that it did not cast before.
+
+    The arguments are those of `assert_formats`, and so are the errors and the file. Other changes of formats, and fewer
+    casts, are no failure. A conversion that the model's own code makes is a cast, too.
+    """
+    __tracebackhide__ = True
+    _check_one("assert_no_new_casts", snapshot, expected)
+    asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
+    check = _check(model, args, kwargs, snapshot, expected, asked, torch_versions).new_casts()
+    if not check.is_same:
+        raise failure(check)
+    return check.now
+
+
+def check_formats(
+    model: Model,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    snapshot: str | Path,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    torch_versions: str = "",
+    update: bool = False,
+) -> SnapshotCheck:
+    """What changed since the snapshot was written, as data; nothing is raised because of it.
+
+    The arguments are those of `assert_formats`. update: write the file first, as a run of pytest with
+    --narrowcast-update does. Raises SnapshotError as that does, and CheckError where no formats can be had.
+    """
+    asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
+    now = take_snapshot(model, args, kwargs, **asked)
+    check_versions(torch_versions, installed_torch())
+    path = _from_here(Path(snapshot))
+    kept = load_snapshots(path) if not update or is_there(path) else Snapshots(file=str(path))
+    if update:
+        kept = kept.with_section(now, installed_torch(), torch_versions)
+        if not is_there(path) or snapshots_text(kept) != path.read_text(encoding="utf-8"):
+            save_snapshots(kept, path)
+        kept = load_snapshots(path)
+    return compare_snapshots(kept.needed(now.device_type, installed_torch()), now)
+
+
+def _from_here(path: Path) -> Path:
+    """The path from the current folder, if it is in there: what a reader is shown."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def failure(check: SnapshotCheck) -> CheckError:
+    """The error that says what changed."""
+    notes = f"\n\n{check.now.notes}" if check.now.notes else ""
+    return CheckError(f"formats: {check_text(check)}{notes}\n", advice=ANEW if check.was.line else "")
+
+
+def _check(
+    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, snapshot: str | Path | None,
+    expected: Snapshot | None, asked: Mapping[str, Any], torch_versions: str,
+) -> SnapshotCheck:  # fmt: skip
+    __tracebackhide__ = True
+    if snapshot is not None:
+        update = is_updating()
+        try:
+            return check_formats(
+                model, args, kwargs, snapshot=snapshot, torch_versions=torch_versions, update=update, **asked
+            )
+        except SnapshotError as error:  # a reader looks for the line of the test
+            raise error.with_traceback(None) from None
+    assert expected is not None
+    was = expected if expected.file else replace(expected, file=f"the snapshot of {expected.model}")
+    return compare_snapshots(was, take_snapshot(model, args, kwargs, **asked))
+
+
+def _check_one(verb: str, snapshot: object, expected: object) -> None:
+    if (snapshot is None) == (expected is None):
+        found = "neither is given" if snapshot is None else "both are given"
+        raise SnapshotError(f"{verb} with a snapshot or with what is expected", found, advice="Give one of them.")
+
+
+def _check_expected(found: Snapshot, expected: Mapping[str, Any]) -> None:
+    __tracebackhide__ = True
+    wrong = unmet(found, expected)
+    if wrong:
+        raise CheckError(
+            f"formats: {len(wrong)} of {len(expected)} expected entries do not hold for {found.model} on "
+            f"{found.device_type}, policy {found.policy}, low {found.low}\n\n{unmet_text(wrong)}\n",
+            advice="A pattern is written as in a rule: [MODULE] OP, with globs; or a call's identity with its #NUMBER.",
+        )  # fmt: skip

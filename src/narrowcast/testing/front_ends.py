@@ -1,0 +1,149 @@
+"""That eager, compiled, exported and scripted code compute in the same formats, call by call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from narrowcast.api.compile import compile
+from narrowcast.api.export import export
+from narrowcast.api.script import script
+from narrowcast.eager import autocast
+from narrowcast.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.eager.words import format_names
+from narrowcast.errors import CheckError, CheckWarning, NarrowcastError
+from narrowcast.explaining.failed_run import first_line
+from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.policy import Policy
+from narrowcast.report.agreement import Agreement, Compared, RanCall, compare_calls, disagreement_lines
+from narrowcast.runs.capture import observed_region
+from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.subject import Subject
+from narrowcast.runs.trial import Trial
+from narrowcast.torch_surface.dynamo import forget_compiled_code
+
+FRONT_ENDS = ("compile", "export", "script")
+
+
+def assert_front_ends_agree(
+    model: Callable[..., Any] | Subject,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    front_ends: Sequence[str] | None = None,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+) -> Agreement:
+    """Assert that `model(*args, **kwargs)` computes in the formats of eager code in the other front ends, too.
+
+    The model runs for real in each: as eager code in the region, through `nc.compile` (graphs run call by call, so that
+    nothing is fused and no code is generated), `nc.export` and `nc.script`. Calls are held together by their identity.
+
+    front_ends: which of `compile`, `export`, `script`. One that is named and cannot be taken fails; left out, all are
+            tried, and for one that cannot be taken there is a CheckWarning with the reason, which `not_taken` has, too.
+    policy, dtype, device_type, region: as for `nc.compare`; the policy native if none is given.
+
+    Returns what was compared. CheckError, an AssertionError, names the calls that differ, with formats, rule and line.
+    """
+    __tracebackhide__ = True
+    asked = tuple(FRONT_ENDS if front_ends is None else front_ends)
+    unknown = [name for name in asked if name not in FRONT_ENDS]
+    if unknown:
+        raise NarrowcastError(
+            f"assert_front_ends_agree(front_ends={list(asked)!r})", f"there is no front end {unknown[0]!r}",
+            advice=f"Give some of: {', '.join(FRONT_ENDS)}; eager code is what they are held against.",
+        )  # fmt: skip
+    trial = Trial.of("assert_front_ends_agree", model, args, kwargs, False)
+    if policy is None and dtype is None and device_type is None and region is None:
+        policy = "native"
+    opened = observed_region("assert_front_ends_agree", trial, policy, dtype, device_type, region)
+    eager = _calls(trial, opened, opened.policy)
+    found: dict[str, Compared] = {}
+    not_taken: dict[str, str] = {}
+    for name in asked:
+        try:
+            found[name] = compare_calls(name, eager, _calls_through(name, trial, opened))
+        except Exception as error:
+            not_taken[name] = first_line(error).rstrip(":. ")
+    agreement = Agreement(
+        {name: each.calls for name, each in found.items()}, not_taken,
+        {name: each.as_a_whole for name, each in found.items() if each.as_a_whole},
+        tuple(d for each in found.values() for d in each.disagreements),
+    )  # fmt: skip
+    _tell(agreement, trial, len(eager), front_ends is not None)
+    return agreement
+
+
+def _calls_through(front_end: str, trial: Trial, region: autocast) -> list[RanCall]:
+    """The calls of the model in another front end. What it raises says why it cannot be taken."""
+    if front_end == "compile":
+        forget_compiled_code()
+        try:
+            with watch_graphs() as graphs:
+                made = Trial(compile(trial.model, region=region, backend="aot_eager"), trial.args, trial.kwargs)
+                calls = _calls(made, None, region.policy)
+        finally:
+            forget_compiled_code()
+        if not any(graph.after is not None for graph in graphs):
+            why = next((graph.fallback for graph in graphs if graph.fallback), "Dynamo captured no graph")
+            raise CheckError("compile", f"the model ran as eager code: {why}")
+        return _seen(calls, front_end)
+    if front_end == "export":
+        program = export(trial.model, trial.args, trial.kwargs, region=region)  # type: ignore[arg-type]  # it refuses
+        return _seen(_calls(Trial(program.module(), trial.args, trial.kwargs), None, region.policy), front_end)
+    scripted = script(trial.model, region=region)
+    return _seen(_calls(Trial(scripted, trial.args, trial.kwargs), None, region.policy), front_end)
+
+
+def _seen(calls: list[RanCall], front_end: str) -> list[RanCall]:
+    if not calls:
+        raise CheckError(front_end, "none of its calls was seen")
+    return calls
+
+
+def _calls(trial: Trial, region: AbstractContextManager[Any] | None, policy: Policy) -> list[RanCall]:
+    """The calls of one run that compute with floating tensors; conversions between formats left out."""
+    observer = _Formats((policy,))
+    trial.run(region, observer.observing())
+    return observer.calls
+
+
+class _Formats(Observer):
+    """Lists the formats of each call."""
+
+    def __init__(self, policies: tuple[Policy, ...]) -> None:
+        super().__init__(policies)
+        self.calls: list[RanCall] = []
+
+    def after(self, call: SeenCall) -> None:
+        """A line of it."""
+        result = format_names([t.dtype for t in call.results])
+        if not call.is_cast and (call.computes or result):
+            rule = call.rule.label if call.rule is not None else ""
+            self.calls.append(RanCall(call.id, call.computes, result, rule, call.site.file, call.site.line))
+
+
+def _tell(agreement: Agreement, trial: Trial, count: int, by_name: bool) -> None:
+    """Fail, or warn, as it is to be."""
+    __tracebackhide__ = True
+    name = getattr(trial.model, "__name__", type(trial.model).__name__)
+    missing = "; ".join(f"{front_end}: {why}" for front_end, why in agreement.not_taken.items())
+    if agreement.disagreements:
+        front_ends = ", ".join(dict.fromkeys(d.front_end for d in agreement.disagreements))
+        raise CheckError(
+            f"formats of {name}: {len(agreement.disagreements)} of {count} calls compute otherwise in {front_ends} "
+            "than in eager code\n\n" + "\n".join(disagreement_lines(agreement.disagreements)),
+            advice=f"\nNot taken: {missing}" if missing else "",
+        )  # fmt: skip
+    if not agreement.not_taken:
+        return
+    if by_name or not agreement.calls:
+        raise CheckError(
+            f"front ends of {name}: {', '.join(agreement.not_taken)} cannot be taken", missing,
+            advice="Leave it out of front_ends, or mend what stands in its way.",
+        )  # fmt: skip
+    warnings.warn(f"narrowcast: front ends of {name} that were not compared: {missing}", CheckWarning, stacklevel=3)

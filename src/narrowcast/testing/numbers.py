@@ -1,0 +1,154 @@
+"""That a model under a policy stays finite, and close to a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from narrowcast.eager import autocast
+from narrowcast.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.errors import CheckError, NarrowcastError
+from narrowcast.numerics import output_errors
+from narrowcast.report.differences import CallError
+from narrowcast.report.explanation import OutputError
+from narrowcast.runs.capture import NOTHING, observed_region
+from narrowcast.runs.compare import REFERENCES, compare
+from narrowcast.runs.subject import Subject
+from narrowcast.runs.trial import Loss, Trial, tensors_of
+from narrowcast.runs.watch import watch
+
+_NAMED = 3
+
+
+def assert_finite(
+    model: Callable[..., Any] | Subject,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    backward: bool | Loss = False,
+) -> None:
+    """Assert that no call of `model(*args, **kwargs)` makes a NaN or an infinity.
+
+    What is meant is none: masks, fills with -inf, and what the policy allows (`allow_nonfinite = true`).
+    policy, dtype, device_type, region: as for `nc.compare`; the policy native if none is given.
+    backward: differentiate, too, as for `nc.capture`. The model runs once, for real, and is left as it is.
+
+    CheckError, an AssertionError, names the first such call, its line, and whether the cast, the format or the op made
+    it.
+    """
+    __tracebackhide__ = True
+    trial, opened = _asked("assert_finite", model, args, kwargs, policy, dtype, device_type, region, backward)
+    watching = watch(at="op")
+    trial.run(opened, watching)
+    first = watching.found.first
+    if first is not None:
+        more = len(watching.found.findings) - 1
+        raise CheckError(
+            f"finite values of {_name(trial)}, policy {opened.policy.name}", str(first),
+            advice=f"{more} more calls make one: nc.watch lists them." if more else "",
+        )  # fmt: skip
+
+
+def assert_close_to(
+    model: Callable[..., Any] | Subject,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: float,
+    reference: str | Callable[..., Any] = "fp32",
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+) -> tuple[OutputError, ...]:
+    """Assert that each output of `model(*args, **kwargs)` is within a budget of a reference's.
+
+    budget: the largest relative error, ||x - reference|| / ||reference||, of any floating output: 0 and more.
+    reference: `fp32`, the same model in a region that casts nothing; `fp64`, a copy of it in fp64; or another model
+            that takes the same arguments and runs in the same region.
+    policy, dtype, device_type, region: as for `nc.compare`; the policy native if none is given.
+
+    Both run once, for real, with the same random state. Only if it fails `nc.compare` runs the model again and names
+    the calls to blame. Returns the errors. CheckError, an AssertionError, if an output is too far off, is not finite
+    where the reference is, or has another shape.
+    """
+    __tracebackhide__ = True
+    _check_budget(budget, reference)
+    trial, opened = _asked("assert_close_to", model, args, kwargs, policy, dtype, device_type, region, False)
+    is_own = isinstance(reference, str)
+    other = trial if is_own else Trial.of("assert_close_to", reference, trial.args, trial.kwargs, False)
+    around = autocast(opened.device, policy=NOTHING) if is_own else opened
+    expected = other.run(around, None, REFERENCES.get(str(reference)))
+    errors = output_errors(expected.output, trial.run(opened).output)
+    asked = f"outputs of {_name(trial)} within {budget:g} of {reference if is_own else _name(other)}"
+    wanted = sum(t.is_floating_point() for t in tensors_of(expected.output))
+    if not errors or len(errors) < wanted:
+        raise CheckError(
+            asked, f"{len(errors)} of {wanted} floating outputs have a partner of their shape",
+            advice="Give a model that returns tensors, and a reference that returns as many, of the same shapes.",
+        )  # fmt: skip
+    too_far = [error for error in errors if not error.relative_error <= budget]
+    if too_far:
+        found = compare(trial.model, trial.args, trial.kwargs, region=opened, reference=reference)
+        raise CheckError(
+            asked, _too_far_text(too_far, len(errors), opened) + _blame_text(found.worst[:_NAMED]),
+            advice="Run nc.compare (narrowcast compare) for all of them; a rule keeps a call in fp32.",
+        )  # fmt: skip
+    return errors
+
+
+def _asked(
+    verb: str, model: Any, args: Any, kwargs: Mapping[str, Any] | None, policy: AnyPolicy, dtype: AnyDtype,
+    device_type: str | None, region: autocast | None, backward: bool | Loss,
+) -> tuple[Trial, autocast]:  # fmt: skip
+    """The model with its input, and the region: native's where none is named."""
+    trial = Trial.of(verb, model, args, kwargs, backward)
+    if policy is None and dtype is None and device_type is None and region is None:
+        policy = "native"
+    return trial, observed_region(verb, trial, policy, dtype, device_type, region)
+
+
+def _check_budget(budget: float, reference: Any) -> None:
+    if not budget >= 0 or math.isinf(budget):
+        raise NarrowcastError(
+            f"assert_close_to(budget={budget!r})", "that is no relative error", advice="Give 1e-2, for example."
+        )
+    if isinstance(reference, str) and reference not in REFERENCES:
+        raise NarrowcastError(
+            f"assert_close_to(reference={reference!r})", "no such reference",
+            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
+        )  # fmt: skip
+
+
+def _name(trial: Trial) -> str:
+    return str(getattr(trial.model, "__name__", type(trial.model).__name__))
+
+
+def _too_far_text(errors: list[OutputError], count: int, region: autocast) -> str:
+    lines = [f"{len(errors)} of {count} outputs are further off under policy {region.policy.name}"]
+    for error in errors[:_NAMED]:
+        lines.append(
+            f"  {error.name} ({error.found}): relative error {error.relative_error:.3g}, largest difference "
+            f"{error.largest_error:.3g}"
+        )
+    return "\n".join(lines)
+
+
+def _blame_text(worst: list[CallError]) -> str:
+    """The calls that add most of it."""
+    if not worst:
+        return ""
+    lines = ["\n\nwhat adds most of it:"]
+    for call in worst:
+        alone = "" if math.isnan(call.alone) else f", the output's with this one alone low {call.alone:.3g}"
+        lines += [
+            f"  {call.id}  {call.computes}",
+            f"    own error {call.own:.3g}{alone}; {call.verdict}",
+            f"    at {call.file}:{call.line}",
+        ]
+    return "\n".join(lines)

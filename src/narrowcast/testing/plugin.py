@@ -1,0 +1,56 @@
+"""The pytest plugin: `--narrowcast-update`, and a fixture that names a test's snapshot. It imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowcast.testing.updating import VARIABLE
+
+_BEFORE = pytest.StashKey[str | None]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option."""
+    parser.getgroup("narrowcast").addoption(
+        "--narrowcast-update", action="store_true",
+        help="write snapshots of formats (narrowcast.testing) anew instead of holding runs against them",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The environment says it to whatever runs in this process: the assertions know no pytest."""
+    if config.getoption("--narrowcast-update"):
+        config.stash[_BEFORE] = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = "1"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """As it was."""
+    if _BEFORE not in config.stash:
+        return
+    before = config.stash[_BEFORE]
+    if before is None:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = before
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """A run that wrote must not pass for one that held."""
+    if config.getoption("--narrowcast-update"):
+        terminalreporter.write_line(
+            "narrowcast: snapshots of formats were not held but written anew where they differ; git diff shows it"
+        )
+
+
+@pytest.fixture
+def narrowcast_snapshot(request: pytest.FixtureRequest) -> Path:
+    """The file of this test's snapshot, beside the test's own: `formats/test_model/test_name.txt`."""
+    name = re.sub(r"[^\w.-]+", "-", request.node.name).strip("-")
+    owner = request.node.getparent(pytest.Class)
+    return request.path.parent / "formats" / request.path.stem / f"{f'{owner.name}.' if owner else ''}{name}.txt"

@@ -1,0 +1,13 @@
+"""Whether snapshots are to be written anew: said once for a whole run, in the environment."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "NARROWCAST_UPDATE"
+"""`1` where pytest was given --narrowcast-update; other test runners set it themselves."""
+
+
+def is_updating() -> bool:
+    """Whether snapshots are to be written anew."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
