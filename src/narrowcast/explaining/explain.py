@@ -14,7 +14,7 @@ import torch
 from narrowcast.eager import autocast, record
 from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
-from narrowcast.explaining.failed_run import failure_of, first_line
+from narrowcast.explaining.failed_run import failure_of
 from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
@@ -38,6 +38,7 @@ from narrowcast.report import (
 )
 from narrowcast.report.findings import Finding
 from narrowcast.runs.isolation import isolated, restored
+from narrowcast.runs.raising import first_line
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.watch import watch
 from narrowcast.scripts.cast_already import cast_for_all

@@ -49,17 +49,24 @@ class Keep(Observer):
         if not results:
             return
         samples = [self._sample(t) for t in results]
-        read = tensors_by_name(call.facts, *planned_arguments(_light(call)))
         sums = tuple(checksum(t) for t in results) if self._checksums else ()
-        given = others_as_text(call.facts, call.args, call.kwargs)
-        light = _light(call)
-        self.calls[call.id] = Kept(light, [t.dtype for _, t in read], given, samples, sums, [t.dtype for t in results])
+        self.calls[call.id] = kept_of(call, results, samples, sums)
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         wanted = WHOLE if self._left > self._allowed // 2 else SMALL
         sample = sample_of(tensor.detach(), wanted).clone()
         self._left -= sample.nbytes
         return sample
+
+
+def kept_of(
+    call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
+) -> Kept:
+    """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
+    light = _light(call)
+    read = tensors_by_name(call.facts, *planned_arguments(light))
+    given = others_as_text(call.facts, call.args, call.kwargs)
+    return Kept(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
 
 
 def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
