@@ -10,6 +10,7 @@ import typer
 from narrowcast.cli.explain import explain_command
 from narrowcast.cli.policy import policy_app
 from narrowcast.cli.profile import profile_app
+from narrowcast.cli.repair import repair_command
 from narrowcast.cli.runs import capture_command, compare_command, fit_command, report_command, watch_command
 from narrowcast.errors import NarrowcastError
 
@@ -25,6 +26,7 @@ app.command("capture")(capture_command)
 app.command("compare")(compare_command)
 app.command("watch", context_settings={"ignore_unknown_options": True})(watch_command)
 app.command("fit")(fit_command)
+app.command("repair")(repair_command)
 app.command("report")(report_command)
 app.add_typer(policy_app, name="policy")
 app.add_typer(profile_app, name="profile")

@@ -15,6 +15,8 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import replace_text
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
+from narrowcast.report.repair import Repair
+from narrowcast.report.repair_text import repair_text
 from narrowcast.report.run import Run, run_text
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
@@ -43,7 +45,7 @@ def capture_command(
     every_call: AllOption = False,
 ) -> None:
     """Run TARGET's model and save what each call computes: formats, ranges, statistics, places."""
-    _check_folder("--output", output)
+    check_folder("--output", output)
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         run = capture(
@@ -68,7 +70,7 @@ def compare_command(
     json_file: JsonOption = None,
 ) -> None:
     """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault."""
-    _check_folder("--json", json_file)
+    check_folder("--json", json_file)
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         found = compare(
@@ -76,7 +78,7 @@ def compare_command(
             backward=backward, isolate=isolate,
         )  # fmt: skip
     found.subject = subject.name
-    _show(found, differences_text(found, every_call), json_file)
+    show(found, differences_text(found, every_call), json_file)
     if found.verdict in (FAULT, NOT_FINITE):
         raise typer.Exit(1)
 
@@ -92,7 +94,7 @@ def watch_command(
     json_file: JsonOption = None,
 ) -> None:
     """Run SCRIPT and say which call makes the first NaN or infinity; 1 if one does."""
-    _check_folder("--json", json_file)
+    check_folder("--json", json_file)
     if not script.is_file():
         raise TargetError(f"watch {script}", "no such file", (Origin(str(script)),), "Give a Python script.")
     before, path = sys.argv, list(sys.path)
@@ -109,7 +111,7 @@ def watch_command(
             typer.echo(f"the script left with {error.code}", err=True)
     finally:
         sys.argv, sys.path[:] = before, path
-        _show(watching.found, str(watching.found), json_file)
+        show(watching.found, str(watching.found), json_file)
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
@@ -126,15 +128,15 @@ def fit_command(
     json_file: JsonOption = None,
 ) -> None:
     """Would it fit? What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
-    _check_folder("--json", json_file)
-    _check_folder("--output", output)
+    check_folder("--json", json_file)
+    check_folder("--output", output)
     if target.endswith((".gz", ".json")):
         run = Run.load(target)
     else:
         with torch.set_grad_enabled(backward):
             run = capture(load_subject(target), backward=backward, statistics="whole")
     found = fit(run, tolerance)
-    _show(found, str(found), json_file)
+    show(found, str(found), json_file)
     if output is not None:
         policy = found.policy(format, output.stem)
         policy.save(output)
@@ -142,7 +144,7 @@ def fit_command(
 
 
 def report_command(
-    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit or a ledger's save wrote.")],
+    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit, repair or a ledger's save wrote.")],
     every_call: AllOption = False,
 ) -> None:
     """Show a saved result again."""
@@ -151,16 +153,19 @@ def report_command(
         typer.echo(run_text(found, every_call))
     elif isinstance(found, Differences):
         typer.echo(differences_text(found, every_call))
+    elif isinstance(found, Repair):
+        typer.echo(repair_text(found, every_call))
     else:
         typer.echo(str(found))
 
 
-def _check_folder(option: str, path: Path | None) -> None:
+def check_folder(option: str, path: Path | None) -> None:
+    """TargetError for a file in a folder that there is not."""
     if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
         raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
 
 
-def _show(found: Any, text: str, json_file: Path | None) -> None:
+def show(found: Any, text: str, json_file: Path | None) -> None:
     """The text, or its JSON in place of it or beside it."""
     if json_file is not None and str(json_file) == "-":
         typer.echo(found.to_json(indent=1))

@@ -1,0 +1,159 @@
+"""What `nc.repair` found: the rules that mend a policy for a model, what each is worth, and the runs that it took."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.output.files import replace_text
+from narrowcast.policy import Action, Policy, Rule, parse_action
+from narrowcast.report.differences import without_specials
+
+SCHEMA = "narrowcast.repair/1"
+
+CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of ideas", "not the policy's fault"
+"""Verdicts: the policy was right as it is; it is with these rules; not all could be mended; fp32 itself fails."""
+
+RAISED, NOT_FINITE, ERROR, METRIC = "raised", "not finite", "error", "metric"
+"""What is wrong with a run: it raises; it makes NaN or infinity; its output is too far off; the metric is worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairRule:
+    """A rule that a repair ends with.
+
+    cause: what it mends, RAISED, NOT_FINITE, ERROR or METRIC. share: its part of that repair, from 0 to 1: of the
+    square of the output's error, or one of so many places that raised or overflowed. calls: how many calls of a run it
+    takes out of the low format. cost_ns: what that costs a run, without casts; NaN where no profile of the device says
+    so. needed: what is wrong without it, if that was tried.
+    """
+
+    rule: Rule
+    cause: str
+    share: float
+    calls: int = 0
+    cost_ns: float = math.nan
+    needed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairStep:
+    """One run of the model under a policy, or in fp32: what was found, and the rules that were added or left out.
+
+    error: relative, of the output that is furthest off; NaN where it was not asked for. metric: by name.
+    """
+
+    what: str
+    found: str
+    added: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    error: float = math.nan
+    metric: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How many products (matrix products, convolutions, attention) of a run compute in a low format, of how many."""
+
+    low: int = 0
+    all: int = 0
+
+
+@dataclass(slots=True)
+class Repair:
+    """What `nc.repair` found. `policy` is the repaired one, or what came of it.
+
+    asked: what had to hold, for a reader. before, after: the first run, and the last that counts. reference: the metric
+    in fp32. runs: how often the model ran, its metric included. untried: rules that were not tried without, since the
+    model may run only so often. dropped: rules that were found, and turned out not to be needed.
+    """
+
+    subject: str
+    device_type: str
+    low: str
+    base: str
+    policy: Policy
+    asked: str = ""
+    verdict: str = CLEAN
+    rules: list[RepairRule] = field(default_factory=list)
+    steps: list[RepairStep] = field(default_factory=list)
+    before: RepairStep = field(default_factory=lambda: RepairStep("", ""))
+    after: RepairStep = field(default_factory=lambda: RepairStep("", ""))
+    reference: dict[str, float] = field(default_factory=dict)
+    products_before: Products = Products()
+    products_after: Products = Products()
+    runs: int = 0
+    dropped: list[str] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong under the policy that it ends with."""
+        return self.verdict in (CLEAN, REPAIRED)
+
+    def __repr__(self) -> str:
+        return f"<Repair of {self.subject}: {self.verdict}, {len(self.rules)} rules, {self.runs} runs; print shows it>"
+
+    def __str__(self) -> str:
+        from narrowcast.report.repair_text import repair_text
+
+        return repair_text(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.repair/1` (docs/reference/run.md)."""
+        said = {
+            key: getattr(self, key)
+            for key in (
+                "subject", "device_type", "low", "base", "asked", "verdict", "runs", "reference", "dropped", "untried",
+                "notes", "environment",
+            )
+        }  # fmt: skip
+        data = {
+            **said, "policy": self.policy.to_toml(), "rules": [_row(rule) for rule in self.rules],
+            "steps": [asdict(step) for step in self.steps], "before": asdict(self.before), "after": asdict(self.after),
+            "products_before": asdict(self.products_before), "products_after": asdict(self.products_after),
+        }  # fmt: skip
+        return json.dumps({"schema": SCHEMA, **without_specials(data)}, indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. `result.policy.save(path)` writes the policy."""
+        replace_text(Path(path), self.to_json(indent=1) + "\n")
+
+
+def _row(found: RepairRule) -> dict[str, Any]:
+    rule = found.rule
+    said = {"op": rule.op, "action": str(rule.action), "module": rule.module, "argument": rule.argument,
+            "reason": rule.reason, "source": rule.source}  # fmt: skip
+    return {**said, "cause": found.cause, "share": found.share, "calls": found.calls, "cost_ns": found.cost_ns,
+            "needed": found.needed}  # fmt: skip
+
+
+def repair_of(data: dict[str, Any]) -> Repair:
+    """The repair that such JSON data say. KeyError, TypeError or ValueError for others."""
+    rules = []
+    for row in data["rules"]:
+        action: Action = parse_action(row["action"])
+        rule = Rule(row["op"], action, module=row["module"], argument=row["argument"], reason=row["reason"],
+                    source=row["source"])  # fmt: skip
+        rules.append(
+            RepairRule(rule, row["cause"], float(row["share"]), row["calls"], float(row["cost_ns"]), row["needed"])
+        )
+    return Repair(
+        data["subject"], data["device_type"], data["low"], data["base"], Policy.parse(data["policy"]), data["asked"],
+        data["verdict"], rules, [_step(row) for row in data["steps"]], _step(data["before"]), _step(data["after"]),
+        {name: float(value) for name, value in data["reference"].items()}, Products(**data["products_before"]),
+        Products(**data["products_after"]), data["runs"], list(data["dropped"]), list(data["untried"]),
+        list(data["notes"]), dict(data["environment"]),
+    )  # fmt: skip
+
+
+def _step(row: dict[str, Any]) -> RepairStep:
+    metric = {name: float(value) for name, value in row["metric"].items()}
+    return RepairStep(
+        row["what"], row["found"], tuple(row["added"]), tuple(row["left_out"]), float(row["error"]), metric
+    )
