@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import math
 
-from narrowcast.report.differences import number_text, wrapped
+from narrowcast.report.differences import WIDTH, number_text, wrapped
 from narrowcast.report.repair import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED, Repair, RepairRule, RepairStep
 
-SHOWN, SHOWN_NOTES = 4, 3
+MOST_LINES = 25
+SHOWN, SHOWN_NOTES = 4, 2
+INDENT = 9
 
 
 def repair_text(found: Repair, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every rule, step and note."""
-    runs = counted(found.runs, "run")
-    lines = wrapped(f"{found.subject}: {found.base} in {found.low} on {found.device_type}, {runs}")
-    lines += wrapped(f"asked: {found.asked}")
-    lines += wrapped(f"{found.verdict.upper()}: {_said(found)}")
-    if found.rules:
-        lines += wrapped(_kept_low(found))
-        lines += ["", f"{'share':>6} {'calls':>5} {'time':>8}  rule"]
-        shown = found.rules if every_row else found.rules[:SHOWN]
-        for rule in shown:
-            lines += _rule(rule, every_row)
-        if len(shown) < len(found.rules):
-            lines.append(f"{'':22} ... {len(found.rules) - len(shown)} more")
-        lines.append("")
     if every_row:
-        lines += [*(line for n, step in enumerate(found.steps, 1) for line in wrapped(f"{n}. {_step(step)}"))]
+        return "\n".join(_lines(found, len(found.rules), True))
+    texts = (_lines(found, shown, False) for shown in range(SHOWN, 0, -1))
+    return "\n".join(next((lines for lines in texts if len(lines) <= MOST_LINES), _lines(found, 0, False)))
+
+
+def _lines(found: Repair, shown: int, whole: bool) -> list[str]:
+    head = f"{found.subject}: {found.base} in {found.low} on {found.device_type}, {counted(found.runs, 'run')}"
+    lines = [*wrapped(head), *_cut(wrapped(f"asked: {found.asked}"), 2, whole)]
+    lines += _cut(wrapped(f"{found.verdict.upper()}: {_said(found)}"), 4, whole)
+    if found.rules:
+        lines += [*wrapped(_kept_low(found)), "", f"{'share':>6} {'calls':>5} {'time':>8}  rule"]
+        lines += [line for rule in found.rules[:shown] for line in _rule(rule, whole)]
+        if shown < len(found.rules):
+            lines.append(f"{'':{INDENT}}... {len(found.rules) - shown} more: result.rules, --all")
+        lines.append("")
+    if whole:
+        lines += [line for n, step in enumerate(found.steps, 1) for line in wrapped(f"{n}. {_step(step)}")]
     if found.dropped:
         lines.append(_count(found.dropped, "was tried, and is not needed"))
     if found.untried:
         lines.append(_count(found.untried, "may not be needed: the model ran as often as it may"))
-    notes = found.notes if every_row else found.notes[:SHOWN_NOTES]
-    lines += [line for note in notes for line in wrapped(f"note: {note}")]
-    return "\n".join([*lines, *_advice(found)])
+    for note in found.notes if whole else found.notes[:SHOWN_NOTES]:
+        lines += _cut(wrapped(f"note: {note}"), 2, whole)
+    return [*lines, *_advice(found)]
+
+
+def _cut(lines: list[str], most: int, whole: bool) -> list[str]:
+    """So many lines; an ellipsis where there were more."""
+    if whole or len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"{lines[most - 1][: WIDTH - 4]} ..."]
 
 
 def _said(found: Repair) -> str:
@@ -73,10 +85,11 @@ def _kept_low(found: Repair) -> str:
 
 def _rule(found: RepairRule, whole: bool) -> list[str]:
     figures = f"{share_text(found.share):>6} {found.calls or '-':>5} {_signed(found.cost_ns):>8}  "
-    lines = wrapped(figures + str(found.rule), f"{'':22} ")
-    reason = wrapped(f"{'':22} {found.rule.reason}", f"{'':22} ") if found.rule.reason else []
-    needed = wrapped(f"{'':22} without it: {found.needed}", f"{'':22} ") if found.needed and whole else []
-    return lines + (reason if whole else reason[:2]) + needed
+    lines = wrapped(figures + str(found.rule), " " * INDENT)
+    said = [found.rule.reason, f"without it: {found.needed}" if found.needed and whole else ""]
+    for each in filter(None, said):
+        lines += _cut(wrapped(" " * INDENT + each, " " * INDENT), 2, whole)
+    return lines
 
 
 def _step(step: RepairStep) -> str:

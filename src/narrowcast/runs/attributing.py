@@ -115,7 +115,10 @@ def _signs(tensor: torch.Tensor, draw: int) -> torch.Tensor:
 @contextmanager
 def gradients_recorded(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """All floating weights record gradients, frozen ones too, so that the calls that read them do."""
-    frozen = [p for p in parameters.values() if p.is_floating_point() and p.is_leaf and not p.requires_grad]
+    frozen = [
+        p for p in parameters.values()
+        if p.is_floating_point() and p.is_leaf and not (p.requires_grad or p.is_inference())
+    ]  # fmt: skip
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)

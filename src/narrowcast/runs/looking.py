@@ -62,7 +62,7 @@ class Looking(WatchCalls):
     """Watches a run for what is not finite, and keeps what a repair asks about its calls.
 
     low, forward: the forward's calls in low formats, and all. largest: on request, the largest magnitude that a call
-    reads or gives. raising: the call that raised, if one did.
+    reads or gives. converted: of conversions, the model's own too, who made what they read. raising: what raised.
     """
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
@@ -71,6 +71,7 @@ class Looking(WatchCalls):
         self.low: dict[CallId, LowCall] = {}
         self.forward: dict[CallId, ForwardCall] = {}
         self.largest: dict[CallId, float] = {}
+        self.converted: dict[CallId, CallId] = {}
         self.raising = Raising()
         self._ranges = ranges
         self._makers: ByStorage[CallId] = ByStorage()
@@ -84,7 +85,7 @@ class Looking(WatchCalls):
         results = [t for t in call.results if is_floating(t)]
         read = [t for t in call.notes["came"] if is_floating(t)]
         if call.is_cast:
-            self._pass_on_makers(read, results)
+            self._pass_on_makers(call.id, read, results)
             return
         if call.id.direction == FORWARD:
             shapes = tuple(tuple(t.shape) for t in read)
@@ -96,13 +97,14 @@ class Looking(WatchCalls):
         for tensor in results:
             self._makers.put(tensor, call.id)
 
-    def _pass_on_makers(self, read: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _pass_on_makers(self, identity: CallId, read: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """What a conversion gives comes from where its source does."""
         for tensor in results:
             for source in read:
                 maker, path = self.maker_of(source)
                 if maker is not None:
                     self._makers.put(tensor, maker)
+                    self.converted[identity] = maker
                 if path is not None:
                     self._returned.put(tensor, path)
 

@@ -123,7 +123,7 @@ def rules_for_not_finite(
             continue
         format = parse_format(low.format)
         if largest > format.max:
-            said = f"overflows {format}, which ends at {format.max:.6g}: in fp32 its largest magnitude is {largest:.4g}"
+            said = f"in fp32 its largest magnitude is {largest:.4g}, {format} ends at {format.max:.6g}"
             rule = rule_about(identity.op, identity.module_path, reason=said)
             rules.setdefault(rule, rule)
     return _new(rules, tried)
@@ -131,16 +131,18 @@ def rules_for_not_finite(
 
 def _rules_for(finding: Finding, look: Looking, tried: Collection[Rule]) -> list[Rule]:
     of = finding.forward or finding.id
-    if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it
-        return []
+    if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
+        maker = look.converted.get(of)
+        sources = () if maker not in look.low else (maker,) if look.low[maker].is_decided else look.sources_of(maker)
+        return [rule_about(s.op, s.module_path, reason=_reason(finding)) for s in sources]
     own = rule_about(of.op, of.module_path, reason=_reason(finding))
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
         return [own]
     # The op itself makes it of what low calls before it gave: they may be the ones.
-    sources = look.sources_of(of) or _before(of, look)
+    makers = look.sources_of(of) or _before(of, look)
     said = f"{of} makes {finding.what} of what it gives"
-    return [rule_about(s.op, s.module_path, reason=said) for s in sources]
+    return [rule_about(s.op, s.module_path, reason=said) for s in makers]
 
 
 def _before(identity: CallId, look: Looking) -> tuple[CallId, ...]:

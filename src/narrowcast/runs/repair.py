@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.api.compiled_model import asked_before
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
 from narrowcast.errors import RunError
@@ -66,6 +67,11 @@ def repair(
     wanted = _wanted(budget, metric, subject, better, tolerance)
     asked = asked_region("repair", policy, dtype, device_type, region)
     device = asked.device_type or trial.device_type
+    if device != trial.device_type:
+        raise RunError(
+            f"repair on {device}", f"the model is on {trial.device_type}, and runs there",
+            advice=f"Omit device_type, or move the model: model.to({device!r}).",
+        )  # fmt: skip
     fast = default_dtype(asked.policy, device) if asked.dtype is None else to_dtype(asked.dtype)
     opened = replace(asked, dtype=fast).on(device, asked.policy)
     name = subject.name if subject is not None else getattr(trial.model, "__name__", type(trial.model).__name__)
@@ -85,8 +91,8 @@ def repair(
 
 
 def _check_model(model: Any) -> None:
-    has_policy = hasattr(model, "__narrowcast_compiled__") or isinstance(model, torch.fx.GraphModule)
-    if has_policy or isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+    brings = isinstance(model, torch.fx.GraphModule | torch.jit.ScriptModule | torch.jit.ScriptFunction)
+    if brings or asked_before(model) is not None:
         raise RunError(
             f"repair({type(model).__name__})", "its casts are in it: rules of a region do not reach them",
             advice="Repair the model that it was made of, and compile, export or script that with result.policy.",

@@ -109,9 +109,9 @@ class Repairing:
         else:
             expected = checks.run(region, Looking(ranges=True))
             if attributes:
-                self._attribute(region, first.look)
-        if checks.wanted.error is not None and expected.error is None:
-            self._check_outputs(expected)
+                self._attribute_besides(first.look)
+        if expected.error is None:
+            self._check_reference(expected)
         checks.expected = expected
         found.reference = dict(expected.metric)
         if expected.outcome is not None and first.outcome is not None:
@@ -121,12 +121,19 @@ class Repairing:
             said = f"{expected.findings[0].what} made by {expected.findings[0].id}"
         found.steps.append(RepairStep("in fp32", said, metric=expected.metric))
 
-    def _check_outputs(self, expected: Ran) -> None:
-        """RunError where a budget is about outputs that there are not."""
-        if math.isnan(self._checks.relative(expected, expected)):
+    def _check_reference(self, expected: Ran) -> None:
+        """RunError where what was asked for cannot be told by what fp32 gives."""
+        wanted = self._checks.wanted
+        if wanted.error is not None and math.isnan(self._checks.relative(expected, expected)):
             raise RunError(
                 "repair(budget=...)", "the model gave no floating tensor whose error could be compared",
                 advice="Give a model that returns one, or metric=, a function of what it returns.",
+            )  # fmt: skip
+        zero = next((name for name, value in expected.metric.items() if value == 0), None)
+        if zero is not None and wanted.tolerance is None:
+            raise RunError(
+                f"repair with the metric {zero}", "it is 0 in fp32, and 1 % of that allows nothing",
+                advice="Give tolerance=: how much worse it may be, in the metric's own unit.",
             )  # fmt: skip
 
     def _attribute(self, region: autocast, look: Looking) -> Ran:
@@ -136,6 +143,12 @@ class Repairing:
             ran = self._checks.run(region, observer, backward=observer.probe)
         self._worth = worth_of(observer.effects, look)
         return ran
+
+    def _attribute_besides(self, look: Looking) -> None:
+        """The same where the reference has run already, or is a metric."""
+        ran = self._attribute(autocast(self._found.device_type, policy=NOTHING), look)
+        said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
+        self._found.steps.append(RepairStep("in fp32, to see what each call does", said))
 
     def _restate(self, ran: Ran, problem: Problem | None) -> None:
         """What is said of the first run, now that it is known what fp32 gives."""
@@ -195,7 +208,7 @@ class Repairing:
 
     def _propose_for_error(self, ran: Ran, problem: Problem) -> list[Rule]:
         if self._worth is None and may_run(self._checks.count, len(self._rules) + 1):
-            self._attribute(autocast(self._found.device_type, policy=NOTHING), ran.look)
+            self._attribute_besides(ran.look)
         worth = self._worth or Worth({})
         left = {rule: part for rule, part in worth.parts.items() if rule not in self._tried}
         chosen = choose(left, 1 / problem.excess)
@@ -274,8 +287,8 @@ def _reason(worth: Worth, part: float, modules: int) -> str:
         return f"the own error in the low format is {number_text(math.sqrt(part))}"
     whole = sum(worth.parts.values())
     where = f" ({modules} modules)" if modules > 1 else ""
-    share = f"{share_text(part / whole)} of the squared error" if whole else "all that is known of the error"
-    return f"low alone moves the output by {number_text(math.sqrt(part))}, to first order: {share}{where}"
+    share = share_text(part / whole if whole else 1.0)
+    return f"{share} of the squared error: low alone moves the output by {number_text(math.sqrt(part))}{where}"
 
 
 def _figures(ran: Ran) -> str:
