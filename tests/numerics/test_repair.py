@@ -104,6 +104,11 @@ class TestRaises:
         found = nc.repair(lambda x: strict(torch.nn.functional.linear(x, torch.ones(16, 16))), (x,), dtype="bf16")
         assert found.verdict == "out of ideas" and "fp32 only" in str(found) and rules_of(found) == []
 
+    def test_what_the_policy_refuses_stays_refused(self, x):
+        policy = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "refuse", reason="not here"))
+        found = nc.repair(Layer(nn.GELU()), (x,), dtype="bf16", policy=policy)
+        assert found.verdict == "out of ideas" and rules_of(found) == [] and found.policy == policy
+
 
 class TestNotFinite:
     """What overflows, or makes NaN of what underflowed."""
@@ -299,6 +304,7 @@ class TestRefused:
             ({"tolerance": 1.0}, "without a metric"),
             ({"tolerance": -1.0, "metric": lambda y: 1.0}, "not worse"),
             ({"metric": lambda y: 0.0}, "1 % of that allows nothing"),
+            ({"backward": lambda y: y.detach()}, "no output of the model has a gradient"),
             ({"device_type": "cuda"}, "the model is on cpu"),
         ],
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from narrowcast.eager import autocast
+from narrowcast.errors import NarrowcastError, RefusedError
 from narrowcast.numerics import output_errors
 from narrowcast.output.progress import Step
 from narrowcast.report.differences import number_text
@@ -174,7 +175,7 @@ class Checks:
             try:
                 ran.outcome = trial.run(region, _seen(ran.look, functions))
             except Exception as error:
-                ran.error = error
+                ran.error = _of_the_model(error)
                 return
         if self.wanted.metric is not None and self.wanted.own is None:
             try:
@@ -191,7 +192,7 @@ class Checks:
                 with _seen(ran.look, functions), region:
                     ran.metric = self.wanted.own.measure()
             except Exception as error:
-                ran.error = error
+                ran.error = _of_the_model(error)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -202,6 +203,13 @@ class Checks:
         finally:
             self._weights.put_back(self._weights.changed())
             self.step()
+
+
+def _of_the_model(error: Exception) -> Exception:
+    """The error; what is said of how the repair was asked for is raised."""
+    if isinstance(error, NarrowcastError) and not isinstance(error, RefusedError):
+        raise error
+    return error
 
 
 @contextmanager

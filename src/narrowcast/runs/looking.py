@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ class Looking(WatchCalls):
         self._ranges = ranges
         self._makers: ByStorage[CallId] = ByStorage()
         self._returned: ByStorage[str] = ByStorage()
+        self._paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -124,8 +126,11 @@ class Looking(WatchCalls):
         return result
 
     def _path_of(self, module: Any) -> str | None:
-        named = ((name, m) for root in self.roots for name, m in root.named_modules())
-        return next((name for name, m in named if m is module), None)
+        if module not in self._paths:
+            for root in self.roots:
+                for name, each in root.named_modules():
+                    self._paths.setdefault(each, name)
+        return self._paths.get(module)
 
     # -- what raises ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.eager import autocast
+from narrowcast.errors import RefusedError
 from narrowcast.formats import parse_format
 from narrowcast.ledger.identity import CallId
 from narrowcast.policy import MODULE_CALL, Kind, Rule
@@ -32,6 +33,8 @@ RegionWith = Callable[[Iterable[Rule]], autocast]
 
 def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule]) -> list[Rule]:
     """The rules that let the call which raised run: about the op, about who made what it reads, or about its module."""
+    if isinstance(ran.error, RefusedError):  # a rule asks for it
+        return []
     reason = first_line(ran.error)
     if ran.in_metric:
         outputs = tensors_of(ran.outcome.output) if ran.outcome is not None else []
