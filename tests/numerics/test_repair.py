@@ -56,6 +56,10 @@ class TestRaises:
         assert "without overflow" in found.before.found and "without overflow" in found.rules[0].rule.reason
         assert found.products_after.low == 1 and "raises" in found.rules[0].needed
 
+    def test_an_op_without_a_kernel_for_the_format(self, x):
+        found = nc.repair(Layer(lambda y: torch.complex(y, y).abs()), (x,), dtype="bf16")
+        assert rules_of(found) == ["aten.complex.default: inside"] and found.is_clean
+
     def test_several_formats_in_one_call(self, x):
         def put(y):
             into = torch.zeros(8, 16)
@@ -67,13 +71,17 @@ class TestRaises:
         assert rules_of(found) == ["aten.index_put_.default: align"]
         assert outputs(model, x, found.policy, torch.bfloat16).shape == (8, 16)
 
-    def test_numpy_without_bf16_where_a_module_returns_and_where_an_op_gives(self, x):
-        """Each such place is looked for once more, since no op raises."""
-        found = nc.repair(Layer(lambda y: float(y.detach().numpy().sum()) + y.add(1).detach().numpy()), (x,),
-                          dtype="bf16")  # fmt: skip
-        assert rules_of(found)[0] == "module.call argument result in first: to(fp32)"
-        assert found.verdict == "repaired" and found.products_after == found.products_before
-        assert math.isnan(found.after.error)
+    def test_numpy_without_bf16_is_mended_where_a_module_returns(self, x):
+        """Also where more was computed of that outside of modules: a rule about that op would hold everywhere."""
+        for then in (lambda y: y.detach().numpy(), lambda y: y.add(1).mul(2).detach().numpy()):
+            found = nc.repair(Layer(then), (x,), dtype="bf16")
+            assert rules_of(found) == ["module.call argument result in first: to(fp32)"] and found.runs == 4
+            assert found.verdict == "repaired" and found.products_after.low == 1 and math.isnan(found.after.error)
+
+    def test_numpy_of_what_no_module_returned_is_mended_at_the_op(self, x):
+        weight = torch.ones(16, 16)
+        found = nc.repair(lambda x: (x @ weight).numpy(), (x,), dtype="bf16")
+        assert rules_of(found) == ["aten.matmul.default argument result: to(fp32)"] and found.products_after.low == 1
 
     def test_a_metric_that_takes_no_bf16(self, x):
         found = nc.repair(nn.Linear(16, 4), (x,), dtype="bf16", metric=lambda y: float(y.detach().numpy().mean()))
@@ -204,6 +212,13 @@ class TestErrors:
 
         found = nc.repair(Detached(), (x,), dtype="bf16", budget=1.5e-3)
         assert found.is_clean and rules_of(found) and any("gradients" in note for note in found.notes)
+
+    def test_what_gradients_do_not_show_is_kept_high_at_last(self, x):
+        """The fused layer is another path than the one that records gradients."""
+        model = Layer(nn.TransformerEncoderLayer(16, 2, batch_first=True)).eval()
+        with torch.no_grad():
+            found = nc.repair(model, (x,), dtype="bf16", budget=1e-3)
+        assert "aten._transformer_encoder_layer_fwd.default in then: full" in rules_of(found) and found.is_clean
 
     def test_a_metric_of_the_output(self, x):
         model, best = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,14 @@ class ForwardCall:
 class LowCall:
     """A call of the forward that reads or gives tensors in a low format.
 
-    is_decided: a rule put them there; else it follows what came, from `sources`. kept: its formats and plan.
+    is_decided: a rule put them there; else it follows what came, from `sources`, and from what modules returned, by
+    path. kept: its formats and plan.
     """
 
     kept: Kept
     is_decided: bool
     sources: tuple[CallId, ...]
+    returned: tuple[str, ...]
 
     @property
     def format(self) -> str:
@@ -114,7 +116,8 @@ class Looking(WatchCalls):
         if not self.forward[call.id].is_low:
             return
         sources = dict.fromkeys(maker for t in read if (maker := self._makers.get(t)) is not None)
-        self.low[call.id] = LowCall(kept_of(call, results), _lowers(call), tuple(sources))
+        returned = dict.fromkeys(path for t in read if (path := self._returned.get(t)) is not None)
+        self.low[call.id] = LowCall(kept_of(call, results), _lowers(call), tuple(sources), tuple(returned))
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call; what it returned is remembered as its own, and then as that of the module around it."""
@@ -155,19 +158,26 @@ class Looking(WatchCalls):
 
     def sources_of(self, identity: CallId) -> tuple[CallId, ...]:
         """The nearest calls that a rule put into a low format, and that a call which only follows comes from."""
-        found: dict[CallId, None] = {}
+        reached = [source for low in self._followed(identity) for source in low.sources]
+        return tuple(dict.fromkeys(s for s in reached if s in self.low and self.low[s].is_decided))
+
+    def modules_behind(self, identity: CallId) -> tuple[str, ...]:
+        """The paths of the nearest modules whose results a call that only follows comes from."""
+        behind = self._followed(identity, past_modules=False)
+        return tuple(dict.fromkeys(path for low in behind for path in low.returned))
+
+    def _followed(self, identity: CallId, past_modules: bool = True) -> Iterator[LowCall]:
+        """A low call, and those before it that only follow, up to what rules put into a low format."""
         waiting, seen = [identity], {identity}
         while waiting:
             low = self.low.get(waiting.pop(0))
-            for source in low.sources if low is not None else ():
-                if source in seen or source not in self.low:
-                    continue
-                seen.add(source)
-                if self.low[source].is_decided:
-                    found[source] = None
-                else:
+            if low is None:
+                continue
+            yield low
+            for source in () if low.returned and not past_modules else low.sources:
+                if source not in seen and source in self.low and not self.low[source].is_decided:
+                    seen.add(source)
                     waiting.append(source)
-        return tuple(found)
 
     def maker_of(self, tensor: torch.Tensor) -> tuple[CallId | None, str | None]:
         """The call that made a tensor, and the path of the outermost module that returned it, if one did."""

@@ -12,6 +12,7 @@ from narrowcast.eager import autocast
 from narrowcast.errors import RefusedError
 from narrowcast.formats import parse_format
 from narrowcast.ledger.identity import CallId
+from narrowcast.ops import named
 from narrowcast.policy import MODULE_CALL, Kind, Rule
 from narrowcast.repairs.rules import rule_about, rule_about_module, rule_about_result
 from narrowcast.report.findings import CAST, FORMAT, Finding
@@ -38,14 +39,14 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
     reason = first_line(ran.error)
     if ran.in_metric:
         outputs = tensors_of(ran.outcome.output) if ran.outcome is not None else []
-        return _new(_rules_about_makers(ran.look, outputs, f"the metric: {reason}"), tried)
+        return _rules_about_makers(ran.look, outputs, f"the metric: {reason}", tried)
     raising = ran.look.raising
     if raising.called is not None and not _runs(raising, region_with([])):
         found = _rule_about_op(raising, region_with, reason, tried)
         if found is not None:
             return [found]
         if _runs(raising, region_with([]), widened=True):
-            found_makers = _new(_rules_about_makers(ran.look, _tensors(raising), reason), tried)
+            found_makers = _rules_about_makers(ran.look, _tensors(raising), reason, tried)
             if found_makers:
                 return found_makers
     assert ran.error is not None
@@ -93,17 +94,20 @@ def _tensors(raising: Raising) -> list[torch.Tensor]:
     return tensors_in(raising.args, raising.kwargs)
 
 
-def _rules_about_makers(look: Looking, tensors: list[torch.Tensor], reason: str) -> list[Rule]:
-    """For each low tensor, the rule that gives it in fp32: what a module returns, or what an op gives."""
+def _rules_about_makers(look: Looking, tensors: list[torch.Tensor], reason: str, tried: Collection[Rule]) -> list[Rule]:
+    """For each low tensor, the rule that gives it in fp32: about what a module returns, or about what an op gives."""
     rules: dict[Rule, None] = {}
     for tensor in tensors:
         if str(FORMATS.get(tensor.dtype, "")) not in LOW:
             continue
         maker, path = look.maker_of(tensor)
-        if path is not None:
-            rules[rule_about_result(MODULE_CALL, path, reason)] = None
-        elif maker is not None:
-            rules[rule_about_result(maker.op, maker.module_path, reason)] = None
+        paths = [] if path is None else [path]
+        if path is None and maker is not None and not maker.module_path:
+            paths += look.modules_behind(maker)  # a rule about an op outside of modules would hold everywhere
+        found = _new([rule_about_result(MODULE_CALL, each, reason) for each in paths], tried)
+        if not found and maker is not None:
+            found = _new([rule_about_result(maker.op, maker.module_path, reason)], tried)
+        rules.update(dict.fromkeys(found))
     return list(rules)
 
 
@@ -162,6 +166,19 @@ def _before(identity: CallId, look: Looking) -> tuple[CallId, ...]:
 
 def _reason(finding: Finding) -> str:
     return f"{finding.what} in {finding.formats}: {finding.sentence}"
+
+
+# -- what is off -------------------------------------------------------------------------------------------------------
+
+
+def rules_about_low(look: Looking) -> list[Rule]:
+    """The rules that keep high all that computes low: what rules lower, and kernels that call what lists lower."""
+    closed = named("inside.closed")
+    found = [
+        rule_about(identity.op, identity.module_path) for identity in look.forward
+        if (identity in look.low and look.low[identity].is_decided) or identity.op.split(".")[1] in closed
+    ]  # fmt: skip
+    return list(dict.fromkeys(found))
 
 
 def _new(rules: Iterable[Rule], tried: Collection[Rule]) -> list[Rule]:

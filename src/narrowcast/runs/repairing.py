@@ -32,7 +32,7 @@ from narrowcast.runs.attributing import Attribution, Worth, gradients_recorded, 
 from narrowcast.runs.capture import NOTHING
 from narrowcast.runs.checking import Checks, Problem, Ran
 from narrowcast.runs.looking import Looking
-from narrowcast.runs.mending import rules_for_not_finite, rules_for_raised
+from narrowcast.runs.mending import rules_about_low, rules_for_not_finite, rules_for_raised
 from narrowcast.runs.pricing import UNPRICED, by_rule, cost_of, saved_profile
 from narrowcast.runs.raising import first_line
 from narrowcast.runs.trial import parameters_of
@@ -218,6 +218,18 @@ class Repairing:
             part = sum(worth.parts[each] for each in covered)
             self._causes[rule] = (problem.cause, part)
             rules.append(replace(rule, reason=_reason(worth, part, len(covered))))
+        return rules or self._propose_the_rest(ran, problem)
+
+    def _propose_the_rest(self, ran: Ran, problem: Problem) -> list[Rule]:
+        """All else that is low, where nobody knows what it does: fp32 with gradients may take another path."""
+        rest = [rule for rule in rules_about_low(ran.look) if rule not in self._tried]
+        self._tried.update(rest)
+        part = ran.relative**2 / len(rest) if rest and math.isfinite(ran.relative) else 1.0
+        rules = [
+            replace(rule, reason="low, and what it does to the output is not known") for rule in folded(rest, rest)
+        ]
+        for rule in rules:
+            self._causes[rule] = (problem.cause, part)
         return rules
 
     # -- what is not needed --------------------------------------------------------------------------------------------
