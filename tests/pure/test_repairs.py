@@ -20,8 +20,8 @@ from narrowcast.report.repair import (
     RepairRule,
     RepairStep,
     repair_of,
+    repair_text,
 )
-from narrowcast.report.repair_text import repair_text
 
 LINEAR = "aten.linear.default"
 

@@ -22,8 +22,7 @@ from narrowcast.cli.runs import (
 from narrowcast.cli.target import load_subject
 from narrowcast.errors import Origin, TargetError
 from narrowcast.policy import Policy
-from narrowcast.report.repair import Repair
-from narrowcast.report.repair_text import repair_text
+from narrowcast.report.repair import Repair, repair_text
 from narrowcast.runs.repair import repair
 
 

@@ -15,8 +15,7 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import replace_text
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
-from narrowcast.report.repair import Repair
-from narrowcast.report.repair_text import repair_text
+from narrowcast.report.repair import Repair, repair_text
 from narrowcast.report.run import Run, run_text
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture

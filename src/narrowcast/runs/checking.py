@@ -16,8 +16,7 @@ from narrowcast.numerics import output_errors
 from narrowcast.output.progress import Step
 from narrowcast.report.differences import number_text
 from narrowcast.report.findings import TREND, Finding
-from narrowcast.report.repair import ERROR, METRIC, NOT_FINITE, RAISED
-from narrowcast.report.repair_text import counted
+from narrowcast.report.repair import ERROR, METRIC, NOT_FINITE, RAISED, counted
 from narrowcast.runs.isolation import restored
 from narrowcast.runs.looking import Looking
 from narrowcast.runs.raising import SeeFunctions, first_line

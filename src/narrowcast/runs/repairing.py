@@ -26,8 +26,9 @@ from narrowcast.report.repair import (
     Repair,
     RepairRule,
     RepairStep,
+    counted,
+    share_text,
 )
-from narrowcast.report.repair_text import counted, share_text
 from narrowcast.runs.attributing import Attribution, Worth, gradients_recorded, worth_of
 from narrowcast.runs.capture import NOTHING
 from narrowcast.runs.checking import Checks, Problem, Ran
