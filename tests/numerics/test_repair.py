@@ -213,6 +213,14 @@ class TestErrors:
         found = nc.repair(Detached(), (x,), dtype="bf16", budget=1.5e-3)
         assert found.is_clean and rules_of(found) and any("gradients" in note for note in found.notes)
 
+    @torch.no_grad()
+    def test_code_that_takes_no_gradients_is_run_without(self, x):
+        """`.numpy()` raises on what requires grad."""
+        model = Layer(lambda y: torch.from_numpy(y.float().numpy() * 2))
+        found = nc.repair(model, (x,), dtype="bf16", budget=1e-4)
+        assert rules_of(found) == [f"{LINEAR} in first: full"] and found.is_clean
+        assert any("requires grad" in step.found for step in found.steps) and "gradients" in found.notes[0]
+
     def test_what_gradients_do_not_show_is_kept_high_at_last(self, x):
         """The fused layer is another path than the one that records gradients."""
         model = Layer(nn.TransformerEncoderLayer(16, 2, batch_first=True)).eval()

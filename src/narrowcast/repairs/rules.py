@@ -15,7 +15,10 @@ SOURCE = "narrowcast repair"
 
 
 def rule_about(op: str, module_path: str, kind: Kind = Kind.FULL, reason: str = "") -> Rule:
-    """The rule about the calls of an op inside a module; at the root, wherever the op is called."""
+    """The rule about the calls of an op inside a module; at the root, wherever the op is called.
+
+    All rules about ops are made here: one call of several is named here, once rules can.
+    """
     return Rule(op, Action(kind), module=module_path or None, reason=reason, source=SOURCE)
 
 

@@ -138,10 +138,14 @@ class Repairing:
             )  # fmt: skip
 
     def _attribute(self, region: autocast, look: Looking) -> Ran:
-        """A run in fp32 that finds the effects of low calls."""
+        """A run in fp32 that finds the effects of low calls. Code that takes no gradients has own errors alone."""
         observer = Attribution(look.low)
         with gradients_recorded(parameters_of(self._checks.trial.model)):
             ran = self._checks.run(region, observer, backward=observer.probe)
+        if ran.error is not None:  # .numpy() of what requires grad, for one
+            self._found.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
+            observer = Attribution(look.low)
+            ran = self._checks.run(region, observer)
         self._worth = worth_of(observer.effects, look)
         return ran
 
