@@ -64,8 +64,9 @@ class LowCall:
 class Looking(WatchCalls):
     """Watches a run for what is not finite, and keeps what a repair asks about its calls.
 
-    low, forward: the forward's calls in low formats, and all. largest: on request, the largest magnitude that a call
-    reads or gives. converted: of conversions, the model's own too, who made what they read. raising: what raised.
+    low, forward: the forward's calls in low formats, and all. calls: all in order, also those of several models that
+    have one identity. largest: on request, the largest magnitude that a call reads or gives. converted: of conversions,
+    the model's own too, who made what they read. raising: what raised.
     """
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
@@ -73,6 +74,7 @@ class Looking(WatchCalls):
         super().__init__(self.watching, "op", self.watching.findings.append, policies)
         self.low: dict[CallId, LowCall] = {}
         self.forward: dict[CallId, ForwardCall] = {}
+        self.calls: list[tuple[CallId, ForwardCall]] = []
         self.largest: dict[CallId, float] = {}
         self.converted: dict[CallId, CallId] = {}
         self.raising = Raising()
@@ -95,6 +97,7 @@ class Looking(WatchCalls):
             shapes = tuple(tuple(t.shape) for t in read)
             result = tuple(results[0].shape) if results else ()
             self.forward[call.id] = ForwardCall(call.computes, call.rule, shapes, result)
+            self.calls.append((call.id, self.forward[call.id]))
             self._note_low(call, read, results)
             if self._ranges:
                 self.largest[call.id] = max((_largest(t) for t in (*read, *results)), default=0.0)

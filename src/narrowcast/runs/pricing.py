@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from narrowcast.formats import Format, fp32
 from narrowcast.ledger.identity import CallId
+from narrowcast.policy import Rule
 from narrowcast.profiles.device import device_now
 from narrowcast.profiles.model import CostModel
 from narrowcast.profiles.profile import Profile, load_profile
@@ -35,10 +36,10 @@ def cost_of(calls: Iterable[tuple[CallId, ForwardCall]], low: Format, profile: P
     return total
 
 
-def by_rule(calls: Mapping[CallId, ForwardCall]) -> dict[object, list[tuple[CallId, ForwardCall]]]:
+def by_rule(calls: Iterable[tuple[CallId, ForwardCall]]) -> dict[Rule, list[tuple[CallId, ForwardCall]]]:
     """The calls that each rule decided."""
-    found: dict[object, list[tuple[CallId, ForwardCall]]] = {}
-    for identity, call in calls.items():
+    found: dict[Rule, list[tuple[CallId, ForwardCall]]] = {}
+    for identity, call in calls:
         if call.rule is not None:
             found.setdefault(call.rule, []).append((identity, call))
     return found

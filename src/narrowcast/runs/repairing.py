@@ -267,7 +267,7 @@ class Repairing:
         said = problem.said if problem is not None else "clean"
         found.after = RepairStep(f"under {policy.name}", said, error=ran.relative, metric=ran.metric)
         found.products_after = _products(ran.look)
-        calls, profile = by_rule(ran.look.forward), saved_profile(found.device_type)
+        calls, profile = by_rule(ran.look.calls), saved_profile(found.device_type)
         low = FORMATS[to_dtype(found.low)]
         sums: dict[str, float] = {}
         for rule in self._rules:
@@ -317,7 +317,7 @@ def _products(look: Looking) -> Products:
     """The products of a run, and how many of them read a low format."""
     recurrent = named("computation.recurrent") | named("inside.of_recurrent")
     calls = [
-        call for identity, call in look.forward.items()
+        call for identity, call in look.calls
         if op_kind(identity.op).family in (GEMM, CONV, ATTENTION) or identity.op.split(".")[1] in recurrent
     ]  # fmt: skip
     return Products(sum(call.is_low for call in calls), len(calls))
