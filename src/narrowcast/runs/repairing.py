@@ -43,8 +43,8 @@ from narrowcast.torch_bridge import FORMATS, to_dtype
 class Repairing:
     """One repair on its way.
 
-    causes: of each rule in force what it mends, and how much it is worth. wrong: sets of rules that did not suffice,
-    and what was wrong with them. clean: runs in which nothing was.
+    causes: of each rule in force what it mends, and how much it is worth. ranked: those whose worth is known. wrong:
+    sets of rules that did not suffice, and what was wrong with them. clean: runs in which nothing was.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Repairing:
         self._rules: tuple[Rule, ...] = ()
         self._causes: dict[Rule, tuple[str, float]] = {}
         self._tried: set[Rule] = set()
+        self._ranked: set[Rule] = set()
         self._wrong: list[tuple[frozenset[Rule], str]] = []
         self._clean: dict[frozenset[Rule], Ran] = {}
         self._worth: Worth | None = None
@@ -222,6 +223,7 @@ class Repairing:
         for rule, covered in folded(chosen, worth.parts).items():
             part = sum(worth.parts[each] for each in covered)
             self._causes[rule] = (problem.cause, part)
+            self._ranked.add(rule)
             rules.append(replace(rule, reason=_reason(worth, part, len(covered))))
         return rules or self._propose_the_rest(ran, problem)
 
@@ -249,9 +251,10 @@ class Repairing:
             problem = self._judge(ran, rules)
             return problem is None, self._found.steps[-1].found + _figures(ran)
 
-        ranked = frozenset(rule for rule, (cause, _) in self._causes.items() if cause in (ERROR, METRIC))
-        dropping = Dropping(clean, lambda: self._checks.count, list(self._wrong), ranked)
-        worth = {rule: part if rule in ranked else math.inf for rule, (_, part) in self._causes.items()}
+        ranked = self._ranked if self._worth is not None and self._worth.by_gradient else set()
+        dropping = Dropping(clean, lambda: self._checks.count, list(self._wrong), frozenset(ranked))
+        is_off = (ERROR, METRIC)
+        worth = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
         self._rules = dropping.run(self._rules, worth)
         self._found.dropped = [str(rule) for rule in dropping.dropped]
         self._found.untried = [str(rule) for rule in dropping.untried]
