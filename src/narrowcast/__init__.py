@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.compare import compare
+    from narrowcast.runs.repair import repair
     from narrowcast.runs.rounding import round_to
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
@@ -45,6 +46,7 @@ _TORCH_HALF = {
     "runs.rounding": ("round_to",),
     "runs.capture": ("capture",),
     "runs.compare": ("compare",),
+    "runs.repair": ("repair",),
     "runs.subject": ("Subject",),
     "runs.watch": ("watch",),
 }
@@ -89,6 +91,7 @@ __all__ = [
     "memory",
     "pin",
     "record",
+    "repair",
     "round_to",
     "script",
     "target_of",

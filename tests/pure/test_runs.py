@@ -9,8 +9,7 @@ import pytest
 
 from narrowcast.errors import LedgerError, RunError
 from narrowcast.ledger.identity import CallId
-from narrowcast.report.differences import CallError, Differences, GradientError, NotFinite
-from narrowcast.report.explanation import OutputError
+from narrowcast.report.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts

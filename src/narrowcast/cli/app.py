@@ -11,6 +11,7 @@ from narrowcast.cli.check import check_command
 from narrowcast.cli.explain import explain_command
 from narrowcast.cli.policy import policy_app
 from narrowcast.cli.profile import profile_app
+from narrowcast.cli.repair import repair_command
 from narrowcast.cli.runs import capture_command, compare_command, fit_command, report_command, watch_command
 from narrowcast.errors import NarrowcastError
 
@@ -27,6 +28,7 @@ app.command("compare")(compare_command)
 app.command("watch", context_settings={"ignore_unknown_options": True})(watch_command)
 app.command("fit")(fit_command)
 app.command("check")(check_command)
+app.command("repair")(repair_command)
 app.command("report")(report_command)
 app.add_typer(policy_app, name="policy")
 app.add_typer(profile_app, name="profile")

@@ -15,6 +15,7 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import save_result
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
+from narrowcast.report.repair import Repair, repair_text
 from narrowcast.report.run import Run, run_text
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
@@ -76,7 +77,7 @@ def compare_command(
             backward=backward, isolate=isolate,
         )  # fmt: skip
     found.subject = subject.name
-    _show(found, differences_text(found, every_call), json_file)
+    show(found, differences_text(found, every_call), json_file)
     if found.verdict in (FAULT, NOT_FINITE):
         raise typer.Exit(1)
 
@@ -109,7 +110,7 @@ def watch_command(
             typer.echo(f"the script left with {error.code}", err=True)
     finally:
         sys.argv, sys.path[:] = before, path
-        _show(watching.found, str(watching.found), json_file)
+        show(watching.found, str(watching.found), json_file)
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
@@ -134,7 +135,7 @@ def fit_command(
         with torch.set_grad_enabled(backward):
             run = capture(load_subject(target), backward=backward, statistics="whole")
     found = fit(run, tolerance)
-    _show(found, str(found), json_file)
+    show(found, str(found), json_file)
     if output is not None:
         policy = found.policy(format, output.stem)
         save_result(output, "a policy", policy.to_toml())
@@ -142,7 +143,7 @@ def fit_command(
 
 
 def report_command(
-    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit or a ledger's save wrote.")],
+    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit, repair or a ledger's save wrote.")],
     every_call: AllOption = False,
 ) -> None:
     """Show a saved result again."""
@@ -151,6 +152,8 @@ def report_command(
         typer.echo(run_text(found, every_call))
     elif isinstance(found, Differences):
         typer.echo(differences_text(found, every_call))
+    elif isinstance(found, Repair):
+        typer.echo(repair_text(found, every_call))
     else:
         typer.echo(str(found))
 
@@ -161,7 +164,7 @@ def check_folder(option: str, path: Path | None) -> None:
         raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
 
 
-def _show(found: Any, text: str, json_file: Path | None) -> None:
+def show(found: Any, text: str, json_file: Path | None) -> None:
     """The text, or its JSON in place of it or beside it."""
     if json_file is not None and str(json_file) == "-":
         typer.echo(found.to_json(indent=1))

@@ -14,7 +14,7 @@ import torch
 from narrowcast.eager import autocast, record
 from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
-from narrowcast.explaining.failed_run import failure_of, first_line
+from narrowcast.explaining.failed_run import failure_of
 from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
@@ -37,6 +37,7 @@ from narrowcast.report import (
 from narrowcast.runs.compare import compare_with_fp32
 from narrowcast.runs.cost import with_cost
 from narrowcast.runs.isolation import isolated, restored
+from narrowcast.runs.raising import first_line
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import detached
 from narrowcast.scripts.cast_already import cast_for_all

@@ -11,20 +11,13 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from narrowcast.eager import autocast
-from narrowcast.eager.watch import present_device_types
-from narrowcast.eager.words import format_names
-from narrowcast.policy import Policy, Site
+from narrowcast.policy import Policy
 from narrowcast.policy.lacks import FULL
 from narrowcast.report import Attempt, Failure
 from narrowcast.runs.isolation import isolated
+from narrowcast.runs.raising import Raising, SeeFunctions, SeeOps, first_line
 from narrowcast.sites.python_stack import find_site, innermost_frame
-from narrowcast.torch_bridge import find_op, op_id, tensors_in
-from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
-from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 Run = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -44,13 +37,13 @@ def failure_of(run: Run, region: autocast, error: Exception, fake: bool) -> Fail
     return Failure(seen.op, seen.formats, *site.at, first_line(error), region.policy.name, attempts)
 
 
-def _watched(run: Run, region: autocast, said: str, fake: bool) -> _Seen:
+def _watched(run: Run, region: autocast, said: str, fake: bool) -> Raising:
     """The call that raises, seen in another run; nothing if that does not raise the same.
 
     A model may take another path while functions are seen (fused layers do): then ops alone are looked at.
     """
-    for modes in ((_Functions, _Ops), (_Ops,)):
-        seen = _Seen()
+    for modes in ((SeeFunctions, SeeOps), (SeeOps,)):
+        seen = Raising()
         try:
             with ExitStack() as stack:
                 again = stack.enter_context(isolated(*run, fake=fake))
@@ -61,13 +54,7 @@ def _watched(run: Run, region: autocast, said: str, fake: bool) -> _Seen:
         except Exception as error:
             if first_line(error) == said:
                 return seen
-    return _Seen()
-
-
-def first_line(error: BaseException | None) -> str:
-    """`RuntimeError: both inputs should have same dtype`, short."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:160]}"
+    return Raising()
 
 
 def _raised(run: Run, region: autocast | None, fake: bool) -> str:
@@ -89,55 +76,3 @@ def _others(region: autocast) -> Iterable[tuple[Policy, autocast]]:
     for policy in policies:
         if policy.digest != own.digest and policy.name != own.name:
             yield policy, autocast(region.device, region.fast_dtype, policy=policy)
-
-
-class _Seen:
-    """The innermost call that raised: its op, or function, the formats that it got, and where it was made."""
-
-    def __init__(self) -> None:
-        self.op, self.formats = "", ""
-        self.site: Site | None = None
-
-    def note(self, op: str, arguments: list[torch.Tensor]) -> None:
-        """A call raised; calls around it raise after it."""
-        if self.site is None:
-            self.op, self.formats, self.site = op, format_names([t.dtype for t in arguments]), find_site()
-
-
-class _Functions(TorchFunctionMode):
-    """Sees calls of torch's functions: those that raise before any op runs are seen by nobody else."""
-
-    def __init__(self, seen: _Seen) -> None:
-        super().__init__()
-        self._seen = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        try:
-            return func(*args, **kwargs)
-        except Exception:
-            name = getattr(func, "__name__", str(func))
-            op = find_op(f"aten.{name}.default")
-            self._seen.note(op_id(op) if op is not None else f"torch's {name}", tensors_in(args, kwargs))
-            raise
-
-
-class _Ops(DispatchMode):
-    """Sees ops, which run with autocast on if it is: kernels that call other ops must find it so."""
-
-    def __init__(self, seen: _Seen) -> None:
-        super().__init__()
-        self._seen = seen
-        self._keys = tuple(autocast_key(device_type) for device_type in present_device_types())
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        on = autocast_was_on(self._keys)
-        try:
-            with switched_on(on) if on else nullcontext():
-                return func(*args, **kwargs)
-        except Exception:
-            self._seen.note(op_id(func), tensors_in(args, kwargs))
-            raise

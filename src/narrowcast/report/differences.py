@@ -255,23 +255,23 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
     shown = found.rows if every_row else found.worst[: SHOWN_WITH_GRADIENTS if found.gradients else SHOWN]
     head = [
-        *_wrapped(
+        *wrapped(
             f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
         ),
-        *(line for said in [*_verdict(found), *_begins(found)] for line in _wrapped(said)),
+        *(line for said in [*_verdict(found), *_begins(found)] for line in wrapped(said)),
     ]
     table: list[list[str]] = []
     if found.by == "module" and not every_row:
         table = [["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]]
         table += [
-            [f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {_number(m.own):>8} {_number(m.total):>8}"]
+            [f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {number_text(m.own):>8} {number_text(m.total):>8}"]
             for m in found.modules()[: 2 * SHOWN]
         ]
     elif shown:
         table = [["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]]
         table += [_row(row) for row in shown]
     gradients = _gradients(found.gradients) if found.gradients and not every_row else []
-    notes = [_wrapped(f"note: {note}") for note in found.notes]
+    notes = [wrapped(f"note: {note}") for note in found.notes]
     advice = ["", *lines] if (lines := _advice(found)) else []
     if not every_row:
         _fit_into(SCREEN - len(head) - len(gradients) - len(advice), table, notes)
@@ -295,7 +295,8 @@ def _under(found: Differences) -> str:
     return f"{found.policy} in {found.low}" if found.policy else "with its own casts"
 
 
-def _wrapped(line: str, indent: str = "  ") -> list[str]:
+def wrapped(line: str, indent: str = "  ") -> list[str]:
+    """The line at the width of first screens."""
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -304,9 +305,9 @@ def _verdict(found: Differences) -> list[str]:
     differing = len(found.differing)
     outputs = [_finite(o.relative_error) for o in found.outputs]
     largest = max((o.largest_error for o in found.outputs), default=0.0)
-    error = f"output error {_number(max(outputs))}" if outputs else "no floating output"
-    error += f" (largest {_number(largest)})" if largest else ""
-    band = f"; round-off may make {_number(found.band)}" if found.band else ""
+    error = f"output error {number_text(max(outputs))}" if outputs else "no floating output"
+    error += f" (largest {number_text(largest)})" if largest else ""
+    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
     said = {0: "no fault"}.get(faults, f"{faults} faults")
     return [
         f"{found.verdict.upper()}: {error}{band}",
@@ -323,31 +324,31 @@ def _begins(found: Differences) -> list[str]:
 
 
 def _row(row: CallError) -> list[str]:
-    alone = "" if math.isnan(row.alone) else _number(row.alone)
-    figures = (row.own, row.inherited, row.total, row.band)
-    numbers = f"{_number(figures[0]):>8} {_number(figures[1]):>9} {_number(figures[2]):>8} {_number(figures[3]):>8}"
+    alone = "" if math.isnan(row.alone) else number_text(row.alone)
+    figures = [number_text(figure) for figure in (row.own, row.inherited, row.total, row.band)]
+    numbers = f"{figures[0]:>8} {figures[1]:>9} {figures[2]:>8} {figures[3]:>8}"
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
     place = _cut(f"{file}:{row.line}", WIDTH - len(figures_first))
-    lines = [figures_first + place, *_wrapped(f"    {row.id}", f"{'':6}")]
-    return [*lines, *_wrapped(why, "    ")] if why else lines
+    lines = [figures_first + place, *wrapped(f"    {row.id}", f"{'':6}")]
+    return [*lines, *wrapped(why, "    ")] if why else lines
 
 
 def _gradients(rows: list[GradientError]) -> list[str]:
     zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
     others = [row for row in rows if row not in zero]
     worst = sorted(others, key=lambda row: -_finite(row.relative_error))[:3]
-    lines = ["", "gradients furthest off:", *(line for row in worst for line in _wrapped(_gradient(row), f"{'':10}"))]
+    lines = ["", "gradients furthest off:", *(line for row in worst for line in wrapped(_gradient(row), f"{'':10}"))]
     if zero:
         said = f"as good as zero, {len(zero)} more: what they hold is round-off alone ({zero[0].parameter}"
-        lines += _wrapped(f"{said}{', ...' if len(zero) > 1 else ''})")
+        lines += wrapped(f"{said}{', ...' if len(zero) > 1 else ''})")
     return lines
 
 
 def _gradient(row: GradientError) -> str:
     under = f", {row.underflow:.0%} underflow" if row.underflow >= 0.005 else ""
-    return f"{_number(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
+    return f"{number_text(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
 
 
 def _advice(found: Differences) -> list[str]:
@@ -360,7 +361,7 @@ def _advice(found: Differences) -> list[str]:
     module = f'\nmodule = "{of.module_path}"' if of.module_path else ""
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in (FAULT, NOT_FINITE) else _spread(found, row) or why
-    return [*_wrapped(f"To keep the worst in fp32 ({why}):"), "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
+    return [*wrapped(f"To keep the worst in fp32 ({why}):"), "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
 
 
 def _spread(found: Differences, worst: CallError) -> str:
@@ -371,12 +372,13 @@ def _spread(found: Differences, worst: CallError) -> str:
     low = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
     left = math.sqrt(total**2 - worst.alone**2)
     return (
-        f"alone it makes {_number(worst.alone)} of {_number(total)}: the error is spread over {len(low)} ops, and "
-        f"without this one it stays near {_number(left)}"
+        f"alone it makes {number_text(worst.alone)} of {number_text(total)}: the error is spread over {len(low)} ops, "
+        f"and without this one it stays near {number_text(left)}"
     )
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """Two digits, as first screens have them."""
     return "0" if value == 0 else f"{value:.1e}"
 
 

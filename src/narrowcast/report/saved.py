@@ -13,14 +13,14 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger import Ledger
 from narrowcast.ledger.identity import CallId
-from narrowcast.report import differences, findings, fit, run
+from narrowcast.report import differences, findings, fit, repair, run
 from narrowcast.report.run import Histogram, TensorFacts
 
-Saved = run.Run | differences.Differences | findings.Watching | fit.Fit | Ledger
+Saved = run.Run | differences.Differences | findings.Watching | fit.Fit | repair.Repair | Ledger
 
 
 def load_saved(path: str | Path) -> Saved:
-    """What a command or `save` wrote: a run, a comparison, a watch, a fit or a ledger. RunError for anything else."""
+    """What a command or `save` wrote: a run, a comparison, a watch, a fit, a repair, a ledger. RunError for others."""
     where = (Origin(str(path)),)
     try:
         raw = Path(path).read_bytes()
@@ -29,7 +29,7 @@ def load_saved(path: str | Path) -> Saved:
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise RunError(
             f"a saved result, {path}", f"{type(error).__name__}: {error}", where,
-            "Give a file that narrowcast capture, compare, watch or fit wrote.",
+            "Give a file that narrowcast capture, compare, watch, fit or repair wrote.",
         ) from None  # fmt: skip
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == run.SCHEMA:
@@ -105,4 +105,5 @@ def _fit(data: dict[str, Any]) -> fit.Fit:
 
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     differences.SCHEMA: _differences, findings.SCHEMA: _watching, fit.SCHEMA: _fit,
+    repair.SCHEMA: repair.repair_of,
 }  # fmt: skip

@@ -66,11 +66,25 @@ class RunAlone(Observer):
         self.found[call.id] = Alone(sums == kept.checksums, low, exact, moved)
 
 
+def run_low(call: SeenCall, wanted: Kept) -> Samples | None:
+    """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
+    if not can_run_again(call) or reads_opaque(call.facts):
+        return None
+    try:
+        return _run(call, wanted, *_in_formats(call, wanted))
+    except (RuntimeError, NotImplementedError, ValueError):  # also random numbers inside vmap
+        return None
+
+
+def _in_formats(call: SeenCall, wanted: Kept) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return in_dtypes(call.facts, call.args, call.kwargs, _floating(wanted.dtypes))
+
+
 def _run_alone(
     call: SeenCall, wanted: Kept, kept: Kept, noises: tuple[Noise, ...]
 ) -> tuple[Samples, Samples | None, list[Samples]] | None:
     try:
-        args, kwargs = in_dtypes(call.facts, call.args, call.kwargs, _floating(wanted.dtypes))
+        args, kwargs = _in_formats(call, wanted)
         low = _run(call, wanted, args, kwargs)
         dtypes = [t.dtype for t in low]
         samples = _samples(low, kept)

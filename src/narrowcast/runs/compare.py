@@ -45,7 +45,7 @@ from narrowcast.runs.judging import (
 )
 from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.output_errors import dense, has_nan, output_errors
-from narrowcast.runs.reference import Keep, Kept, Moved, reads_opaque
+from narrowcast.runs.reference import Keep, Kept, Moved, cast_units, rounded_to
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
 from narrowcast.runs.watch import first_not_finite, watch
@@ -141,11 +141,6 @@ def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
     }  # fmt: skip
 
 
-def _rounded_to(kept: Kept) -> list[torch.dtype]:
-    """The formats that a call rounds to: its results', and those that it reads if it cannot be run alone to see."""
-    return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
-
-
 def _said(error: RuntimeError) -> str:
     """The line of an error that says what was wrong; TorchScript at times names only the code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -165,13 +160,6 @@ def _about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
             "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
         )
     return first + "modules compute by other ops here than in the reference, and are judged by what they give."
-
-
-def _cast_units(under: Keep) -> dict[CallId, float]:
-    """Of each call that the policy casts arguments for: the largest unit of the formats that it casts to."""
-    plans = {identity: kept.call.plan for identity, kept in under.calls.items()}
-    formats = {identity: [f for f in plan.formats if f is not None] for identity, plan in plans.items() if plan}
-    return {identity: max(f.epsilon for f in found) for identity, found in formats.items() if found}
 
 
 class _Comparing:
@@ -291,19 +279,19 @@ class _Comparing:
     def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome]]:
         """The reference with each call's results moved by one unit in the last place."""
         units = {
-            identity: max((FORMATS[d].epsilon for d in _rounded_to(kept)), default=0.0)
+            identity: max((FORMATS[d].epsilon for d in rounded_to(kept)), default=0.0)
             for identity, kept in under.calls.items()
             if identity in reference.calls
         }
         low = FORMATS[self._region.fast_dtype].epsilon
         if not self._is_own:
             others = [kept for identity, kept in under.calls.items() if identity not in reference.calls]
-            low = max((FORMATS[d].epsilon for kept in others for d in _rounded_to(kept)), default=0.0)
+            low = max((FORMATS[d].epsilon for kept in others for d in rounded_to(kept)), default=0.0)
         # what computes otherwise under the policy rounds there as often as not
         units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
         found = []
         for seed in _SEEDS:
-            moved = Moved(self._policies, units, _cast_units(under), seed)
+            moved = Moved(self._policies, units, cast_units(under), seed)
             moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
             outcome = self._run_reference(moved)
             found.append((moved, outcome))

@@ -51,17 +51,24 @@ class Keep(Observer):
         if not results:
             return
         samples = [self._sample(t) for t in results]
-        read = tensors_by_name(call.facts, *planned_arguments(_light(call)))
         sums = tuple(checksum(t) for t in results) if self._checksums else ()
-        given = others_as_text(call.facts, call.args, call.kwargs)
-        light = _light(call)
-        self.calls[call.id] = Kept(light, [t.dtype for _, t in read], given, samples, sums, [t.dtype for t in results])
+        self.calls[call.id] = kept_of(call, results, samples, sums)
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         wanted = WHOLE if self._left > self._allowed // 2 else SMALL
         sample = sample_of(tensor.detach(), wanted).clone()
         self._left -= sample.nbytes
         return sample
+
+
+def kept_of(
+    call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
+) -> Kept:
+    """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
+    light = _light(call)
+    read = tensors_by_name(call.facts, *planned_arguments(light))
+    given = others_as_text(call.facts, call.args, call.kwargs)
+    return Kept(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
 
 
 def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
@@ -96,6 +103,18 @@ def reads_opaque(facts: OpFacts) -> bool:
 
 _OPAQUE = ("workspace", "reserve", "reserveSpace")
 """What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""
+
+
+def rounded_to(kept: Kept) -> list[torch.dtype]:
+    """The formats that a call rounds to: its results', and those that it reads if it cannot be run alone to see."""
+    return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
+
+
+def cast_units(under: Keep) -> dict[CallId, float]:
+    """Of each call that the policy casts arguments for: the largest unit of the formats that it casts to."""
+    plans = {identity: kept.call.plan for identity, kept in under.calls.items()}
+    formats = {identity: [f for f in plan.formats if f is not None] for identity, plan in plans.items() if plan}
+    return {identity: max(f.epsilon for f in found) for identity, found in formats.items() if found}
 
 
 class Moved(Observer):

@@ -51,8 +51,13 @@ class Subject:
             takes_model = len(inspect.signature(self.metric).parameters) > 0
         except (TypeError, ValueError):
             takes_model = False
-        value = self.metric(self.model) if takes_model else self.metric()
-        if not isinstance(value, Mapping):
-            return {getattr(self.metric, "__name__", "metric"): float(value)}
-        numbers = {str(k): v for k, v in value.items() if isinstance(v, (int, float)) or torch.is_tensor(v)}
-        return {k: float(v) for k, v in numbers.items()}
+        return figures_of(self.metric, self.metric(self.model) if takes_model else self.metric())
+
+
+def figures_of(metric: Metric, value: Any) -> dict[str, float]:
+    """The figures that a metric returned, by name."""
+    if not isinstance(value, Mapping):
+        name = getattr(metric, "__name__", "metric")
+        return {"metric" if name == "<lambda>" else name: float(value)}
+    numbers = {str(k): v for k, v in value.items() if isinstance(v, (int, float)) or torch.is_tensor(v)}
+    return {k: float(v) for k, v in numbers.items()}

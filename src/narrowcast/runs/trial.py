@@ -36,13 +36,15 @@ class Outcome:
 @dataclass(slots=True)
 class Trial:
     """A model with its input. backward: False, True (a scalar output, or an output's `loss`, is the loss; otherwise a
-    fixed random sum of the outputs), or a function that makes the loss of the output.
+    fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the output as
+    the model gave it, once nobody looks on.
     """
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     backward: bool | Loss = False
+    reads: Callable[[Any], None] | None = None
 
     @staticmethod
     def of(verb: str, model: Any, args: Any, kwargs: Mapping[str, Any] | None, backward: bool | Loss) -> Trial:
@@ -95,6 +97,8 @@ class Trial:
                     if self.backward:
                         output = self._differentiate(output, gradients)
                 stack.close()
+                if self.reads is not None:
+                    self.reads(output)
                 found = gradients.found()
             finally:
                 gradients.put_back()

@@ -20,6 +20,7 @@ import torch
 
 from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
+from narrowcast.policy import Policy
 from narrowcast.report import NotFinite
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
 from narrowcast.runs.arguments import Named, tensors_by_name
@@ -83,7 +84,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                     f"watch(log={str(self._log)!r})", f"{type(error).__name__}: {error}", (Origin(str(self._log)),),
                     "Name a file in a folder that exists.",
                 ) from error  # fmt: skip
-        self._observer = _Watch(self.found, self._at, self._tell)
+        self._observer = WatchCalls(self.found, self._at, self._tell)
         self._stack.enter_context(told_of_optimizer_steps(self._step, before=True))
         self._stack.enter_context(self._observer.observing())
         return self.found
@@ -145,11 +146,13 @@ class _Limit:
     finding: Finding
 
 
-class _Watch(Observer):
-    """Looks at what each call gives."""
+class WatchCalls(Observer):
+    """Looks at what each call gives, and tells of findings."""
 
-    def __init__(self, found: Watching, at: str, tell: Callable[[Finding], None]) -> None:
-        super().__init__()
+    def __init__(
+        self, found: Watching, at: str, tell: Callable[[Finding], None], policies: tuple[Policy, ...] = ()
+    ) -> None:
+        super().__init__(policies)
         self._found, self._at, self._tell = found, at, tell
         self._flags = Flags()
         self._meant: ByStorage[str] = ByStorage()

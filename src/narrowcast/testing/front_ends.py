@@ -14,12 +14,12 @@ from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy
 from narrowcast.eager.words import format_names
 from narrowcast.errors import CheckError, CheckWarning, NarrowcastError
-from narrowcast.explaining.failed_run import first_line
 from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.policy import Policy
 from narrowcast.report.agreement import Agreement, Compared, RanCall, compare_calls, disagreement_lines
 from narrowcast.runs.capture import observed_region
 from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.raising import first_line
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Trial
 from narrowcast.torch_surface.dynamo import forget_compiled_code

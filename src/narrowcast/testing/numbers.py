@@ -9,11 +9,10 @@ from typing import Any
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy
 from narrowcast.errors import CheckError, NarrowcastError
-from narrowcast.numerics import output_errors
-from narrowcast.report.differences import CallError
-from narrowcast.report.explanation import OutputError
+from narrowcast.report.differences import CallError, OutputError
 from narrowcast.runs.capture import NOTHING, observed_region
 from narrowcast.runs.compare import REFERENCES, compare
+from narrowcast.runs.output_errors import output_errors
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Trial, tensors_of
 from narrowcast.runs.watch import watch

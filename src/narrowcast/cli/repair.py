@@ -1,0 +1,79 @@
+"""`narrowcast repair TARGET`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from narrowcast.cli.runs import (
+    AllOption,
+    BackwardOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    Target,
+    check_folder,
+    show,
+)
+from narrowcast.cli.target import load_subject
+from narrowcast.errors import Origin, TargetError
+from narrowcast.policy import Policy
+from narrowcast.report.repair import Repair, repair_text
+from narrowcast.runs.repair import repair
+
+
+def repair_command(
+    target: Target,
+    policy: Annotated[str, typer.Option(help="What to repair: native, safe, ipex, or a policy file.")] = "native",
+    dtype: DtypeOption = None,
+    device_type: DeviceOption = None,
+    backward: BackwardOption = False,
+    budget: Annotated[str | None, typer.Option(help="Allowed output error: 0.01, or least SQNR: '40 dB'.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="How much worse the subject's metric may be.")] = None,
+    lower: Annotated[bool, typer.Option("--lower-is-better", help="Of the subject's metric.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy there (.toml).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also over a file that holds the policy.")] = False,
+    every_row: AllOption = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Find the fewest rules under which TARGET's model runs, is finite and precise; 1 if there are none."""
+    check_folder("--json", json_file)
+    check_folder("--output", output)
+    asked = Policy.load(policy)
+    if output is not None and not force:
+        _check_output(output, asked)
+    subject = load_subject(target)
+    with torch.set_grad_enabled(backward):
+        found = repair(
+            subject, policy=asked, dtype=dtype, device_type=device_type, backward=backward, budget=budget,
+            better="lower" if lower else "higher", tolerance=tolerance,
+        )  # fmt: skip
+    show(found, repair_text(found, every_row), json_file)
+    if output is not None:
+        typer.echo(_write(found, output), err=str(json_file) == "-")
+    if not found.is_clean:
+        raise typer.Exit(1)
+
+
+def _check_output(output: Path, policy: Policy) -> None:
+    """TargetError for a file that rules of the policy come from: they are the user's own."""
+    files = {rule.origin.file for rule in (*policy.rules, *policy.allowances) if rule.origin is not None}
+    if output.exists() and any(Path(file).exists() and output.samefile(file) for file in files):
+        raise TargetError(
+            f"--output {output}", "it holds the policy that is to be repaired", (Origin(str(output)),),
+            "Name another file, or write --force, too.",
+        )  # fmt: skip
+
+
+def _write(found: Repair, output: Path) -> str:
+    """Write the policy, if it repairs; what was done."""
+    if not found.is_clean:
+        return f"{output} is not written: nothing was repaired"
+    if not found.rules:
+        return f"{output} is not written: the policy is right as it is"
+    replace(found.policy, name=output.stem).save(output)
+    return f"wrote {output}: {found.base} and {len(found.rules)} more; nc.autocast(..., policy={str(output)!r})"

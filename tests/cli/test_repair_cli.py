@@ -1,0 +1,97 @@
+"""`narrowcast repair`, as a user runs it."""
+
+import json
+
+import pytest
+
+import narrowcast as nc
+
+SUBJECT = """
+import torch
+import narrowcast as nc
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x).masked_fill(x > 1, -1e9).tanh())
+
+def subject():
+    torch.manual_seed(0)
+    return nc.Subject(Masked().eval(), (torch.randn(4, 8),), name="masked")
+
+def measured():
+    made = subject()
+    with torch.no_grad():
+        best = made.run()
+    def off(model):
+        return float((model(*made.args) - best).abs().max())
+    return nc.Subject(made.model, made.args, metric=off, name="measured")
+
+def broken():
+    made = subject()
+    return nc.Subject(lambda x: made.model(x) @ torch.ones(3, 3), made.args, name="broken")
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    file = tmp_path / "masked.py"
+    file.write_text(SUBJECT)
+    return file
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('# mine\nname = "mine"\n\n[[rule]]\nop = "aten.gelu"\naction = "full"\n')
+    return file
+
+
+def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
+    before = mine.read_text()
+    code, out, err = cli("repair", target, "--policy", mine, "--dtype", "fp16", "-o", tmp_path / "fixed.toml",
+                         "--json", tmp_path / "repair.json")  # fmt: skip
+    assert (code, err) == (0, "") and "REPAIRED: raises RuntimeError" in out and "wrote" in out
+    assert mine.read_text() == before
+    fixed = nc.Policy.load(tmp_path / "fixed.toml")
+    assert (fixed.name, str(fixed.rules[-1])) == ("fixed", "aten.masked_fill.Scalar: full")
+    assert "# mine" in (tmp_path / "fixed.toml").read_text() and fixed.rules[-1].reason
+    code, again, _ = cli("report", tmp_path / "repair.json")
+    assert code == 0 and again.strip() in out and len(again.splitlines()) <= 25
+    assert "1. under mine" in cli("report", tmp_path / "repair.json", "--all")[1]
+    code, out, _ = cli("repair", target, "--policy", tmp_path / "fixed.toml", "--dtype", "fp16")
+    assert code == 0 and "NOTHING TO REPAIR" in out
+
+
+def test_the_user_s_own_file_is_written_to_only_by_force(cli, target, mine, tmp_path):
+    before = mine.read_text()
+    command = ("repair", target, "--policy", mine, "--dtype", "fp16", "-o", tmp_path / "." / "mine.toml")
+    code, out, err = cli(*command)
+    assert (code, out) == (2, "") and "holds the policy that is to be repaired" in err and mine.read_text() == before
+    code, _, _ = cli(*command, "--force")
+    assert code == 0 and "masked_fill" in mine.read_text()
+
+
+def test_a_budget_and_the_subject_s_metric_are_asked(cli, target):
+    code, out, _ = cli("repair", target, "--dtype", "bf16", "--budget", "60 dB", "--json", "-")
+    found = json.loads(out)
+    assert code == 0 and found["schema"] == "narrowcast.repair/1"
+    assert found["before"]["error"] > 1e-3 >= found["after"]["error"]
+    code, out, _ = cli("repair", f"{target}:measured", "--dtype", "bf16", "--lower-is-better", "--tolerance", "0")
+    assert code == 0 and "metric at most 0 above fp32's" in out
+
+
+def test_what_is_not_repaired_is_not_written_and_exits_with_1(cli, target, tmp_path):
+    code, out, _ = cli("repair", f"{target}:broken", "-o", tmp_path / "fixed.toml")
+    assert code == 1 and "fp32 itself raises" in out and "is not written" in out
+    assert not (tmp_path / "fixed.toml").exists()
+
+
+def test_bad_input_is_said_before_anything_runs(cli, target, tmp_path):
+    code, _, err = cli("repair", target, "-o", tmp_path / "nowhere" / "fixed.toml")
+    assert code == 2 and "its folder does not exist" in err
+    assert cli("repair", target, "--policy", "nowhere.toml")[0] == 2
+    assert cli("repair", target, "--budget", "loud")[0] == 2
