@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from packaging.specifiers import InvalidSpecifier
 
 from narrowcast.errors import Origin, SnapshotError
-from narrowcast.ledger import CallKind, Cast, Ledger, Tally
+from narrowcast.ledger import CallKind, Cast, Ledger
 from narrowcast.ledger.identity import CallId
 from narrowcast.policy import Rule, in_range
 from narrowcast.report.explanation import Explained
 
 OR = " or "
 """Between the torch versions of a section."""
+SEPARATE = 8
+"""So many calls of one line that are decided alike have a row each."""
 CONVERSION = "aten._to_copy.default"
 """The op by which a program's own code converts between formats."""
 
@@ -116,10 +117,10 @@ def snapshot_of(explanation: Explained, rules: Iterable[Rule], torch: str, gradi
     known = tuple(rules)
     calls = [
         CallFormats(
-            identity, kind.came, kind.computes, kind.result, kind.action, _arguments(kind, casts), tally.calls,
+            identity, kind.came, kind.computes, kind.result, kind.action, _arguments(kind, identity, casts), times,
             Found(kind.file, kind.line, _rule_text(kind, known, ledger), kind.reason),
         )
-        for identity, kind, tally in numbered(ledger)
+        for identity, kind, times in numbered(ledger)
         if kind.came or kind.computes or kind.result
     ]  # fmt: skip
     return Snapshot(
@@ -128,17 +129,21 @@ def snapshot_of(explanation: Explained, rules: Iterable[Rule], torch: str, gradi
     )  # fmt: skip
 
 
-def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, Tally]]:
-    """Each kind of call under an identity.
+def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, int]]:
+    """Each call of a kind under its identity, and how often it ran.
 
-    A ledger counts calls that are alike together and keeps no number of each: kinds are numbered in the order in which
-    they first ran, so two calls that differ in nothing, their line included, are one row, twice.
+    Of more than SEPARATE calls in one call of a module that differ in nothing, their line included, as a loop makes
+    them, the first stands for all. What nobody counted is numbered in the order in which it first ran.
     """
-    numbers = Counter[tuple[str, str, str]]()
+    last: dict[tuple[str, str, str], int] = {}
     for kind, tally in ledger.calls.items():
         key = (kind.module_path, kind.op, kind.direction)
-        numbers[key] += 1
-        yield CallId(kind.module_path, kind.op, numbers[key], direction=kind.direction), kind, tally
+        numbers = sorted(tally.numbers) or [last.get(key, 0) + 1]
+        last[key] = max(last.get(key, 0), *numbers)
+        is_even = len(numbers) <= SEPARATE and tally.calls % len(numbers) == 0
+        for number in numbers if is_even else numbers[:1]:
+            times = tally.calls // len(numbers) if is_even else tally.calls
+            yield CallId(kind.module_path, kind.op, number, direction=kind.direction), kind, times
 
 
 _Site = tuple[str, str, str, int, str]
@@ -151,11 +156,12 @@ def _casts_by_site(ledger: Ledger) -> dict[_Site, list[Cast]]:
     return found
 
 
-def _arguments(kind: CallKind, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
-    """Which arguments of these calls are cast, in order; `self` of what converts by itself."""
+def _arguments(kind: CallKind, identity: CallId, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
+    """Which arguments of this call are cast, in order; `self` of what converts by itself."""
     if kind.op == CONVERSION and kind.action == "unlisted":
         return ("self",) if kind.came != kind.result else ()
     there = casts.get((kind.op, kind.module_path, kind.file, kind.line, kind.direction), [])
+    there = [cast for cast in there if cast.number in (0, identity.number)]
     came, computes, gave = (set(names.split(",")) for names in (kind.came, kind.computes, kind.result))
     return tuple(
         dict.fromkeys(
