@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import replace_text
 from narrowcast.report.explanation import OutputError
+from narrowcast.report.lines import WIDTH, cut, number_text, without_specials, wrapped
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -165,43 +164,31 @@ class Differences:
         for row, source in zip(data["rows"], self.rows, strict=True):
             row["id"], row["forward"] = str(source.id), str(source.forward or "")
         data["modules"] = [{**asdict(m), "worst": str(m.worst)} for m in self.modules()]
-        return json.dumps({"schema": SCHEMA, **_without_specials(data)}, indent=indent)
+        return json.dumps({"schema": SCHEMA, **without_specials(data)}, indent=indent)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once."""
         replace_text(Path(path), self.to_json(indent=1) + "\n")
 
 
-def _without_specials(value: Any) -> Any:
-    """NaN and infinities are no JSON: they become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(k): _without_specials(v) for k, v in value.items()}
-    return (
-        [_without_specials(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
-    )
-
-
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 SHOWN, SHOWN_WITH_GRADIENTS = 5, 3
-WIDTH = 80
 
 
 def differences_text(found: Differences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
     shown = found.rows if every_row else found.worst[: SHOWN_WITH_GRADIENTS if found.gradients else SHOWN]
     lines = [
-        *_wrapped(
+        *wrapped(
             f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
         ),
-        *(line for said in _verdict(found) for line in _wrapped(said)),
+        *(line for said in _verdict(found) for line in wrapped(said)),
     ]
     if found.by == "module" and not every_row:
         lines += ["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]
         lines += [
-            f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {_number(m.own):>8} {_number(m.total):>8}"
+            f"{cut(m.module_path or '(root)', 40):40} {m.calls:5} {number_text(m.own):>8} {number_text(m.total):>8}"
             for m in found.modules()[: 2 * SHOWN]
         ]
     elif shown:
@@ -210,8 +197,8 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
             lines += _row(row)
     if found.gradients and not every_row:
         worst = sorted(found.gradients, key=lambda g: -_finite(g.relative_error))[:3]
-        lines += ["", "gradients furthest off:", *(line for g in worst for line in _wrapped(_gradient(g), f"{'':10}"))]
-    lines += [line for note in found.notes for line in _wrapped(f"note: {note}")]
+        lines += ["", "gradients furthest off:", *(line for g in worst for line in wrapped(_gradient(g), f"{'':10}"))]
+    lines += [line for note in found.notes for line in wrapped(f"note: {note}")]
     advice = _advice(found)
     return "\n".join([*lines, *(["", *advice] if advice else [])])
 
@@ -220,18 +207,14 @@ def _under(found: Differences) -> str:
     return f"{found.policy} in {found.low}" if found.policy else "with its own casts"
 
 
-def _wrapped(line: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 def _verdict(found: Differences) -> list[str]:
     faults = len(found.faults)
     differing = len(found.differing)
     outputs = [_finite(o.relative_error) for o in found.outputs]
     largest = max((o.largest_error for o in found.outputs), default=0.0)
-    error = f"output error {_number(max(outputs))}" if outputs else "no floating output"
-    error += f" (largest {_number(largest)})" if largest else ""
-    band = f"; round-off may make {_number(found.band)}" if found.band else ""
+    error = f"output error {number_text(max(outputs))}" if outputs else "no floating output"
+    error += f" (largest {number_text(largest)})" if largest else ""
+    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
     said = {0: "no fault"}.get(faults, f"{faults} faults")
     return [
         f"{found.verdict.upper()}: {error}{band}",
@@ -241,20 +224,20 @@ def _verdict(found: Differences) -> list[str]:
 
 
 def _row(row: CallError) -> list[str]:
-    alone = "" if math.isnan(row.alone) else _number(row.alone)
-    figures = (row.own, row.inherited, row.total, row.band)
-    numbers = f"{_number(figures[0]):>8} {_number(figures[1]):>9} {_number(figures[2]):>8} {_number(figures[3]):>8}"
+    alone = "" if math.isnan(row.alone) else number_text(row.alone)
+    own, inherited, total, band = map(number_text, (row.own, row.inherited, row.total, row.band))
+    numbers = f"{own:>8} {inherited:>9} {total:>8} {band:>8}"
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
-    place = _cut(f"{file}:{row.line}", WIDTH - len(figures_first))
-    lines = [figures_first + place, *_wrapped(f"    {row.id}", f"{'':6}")]
-    return [*lines, *_wrapped(why, "    ")] if why else lines
+    place = cut(f"{file}:{row.line}", WIDTH - len(figures_first))
+    lines = [figures_first + place, *wrapped(f"    {row.id}", f"{'':6}")]
+    return [*lines, *wrapped(why, "    ")] if why else lines
 
 
 def _gradient(row: GradientError) -> str:
     under = f", {row.underflow:.0%} underflow" if row.underflow else ""
-    return f"{_number(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
+    return f"{number_text(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
 
 
 def _advice(found: Differences) -> list[str]:
@@ -270,13 +253,5 @@ def _advice(found: Differences) -> list[str]:
     return [f"To keep the worst in fp32 ({why}):", "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
 
 
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
-
-
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[3 - width :]

@@ -21,6 +21,7 @@ from narrowcast.runs.environment import environment
 from narrowcast.runs.observer import Observer, SeenCall, quietly
 from narrowcast.runs.statistics import Statistics, folder_for
 from narrowcast.runs.subject import Subject
+from narrowcast.runs.token_probabilities import log_probabilities_of
 from narrowcast.runs.trial import Loss, Trial
 from narrowcast.torch_bridge import FORMATS, OpFacts, default_dtype, device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import storage_key
@@ -39,7 +40,7 @@ def capture(
     model: Callable[..., Any] | Subject, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
     policy: AnyPolicy = ..., dtype: AnyDtype = ..., device_type: str | None = ..., region: autocast | None = ...,
     backward: bool | Loss = ..., statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
-    tensor_limit_bytes: int = ...,
+    tensor_limit_bytes: int = ..., tokens: torch.Tensor | None = ...,
 ) -> Run: ...  # fmt: skip
 def capture(
     model: Callable[..., Any] | Subject | None = None,
@@ -55,6 +56,7 @@ def capture(
     checksums: bool = False,
     tensors: str | Path | None = None,
     tensor_limit_bytes: int = 1 << 30,
+    tokens: torch.Tensor | None = None,
 ) -> Run | Capturing:
     """Capture what `model(*args, **kwargs)` computes; or, without a model, what runs in `with capture() as run:`.
 
@@ -72,6 +74,8 @@ def capture(
     statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
     checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
             tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
+    tokens: ids [..., T] of a language model whose logits are [..., T, V]: the run keeps the log-probability of each
+            given those before it, for `compare_runs`. In a block, or where an engine samples: `run.keep_tokens`.
 
     Nothing waits for an accelerator before the block ends, unless checksums or tensors are asked for. Raises RunError.
     """
@@ -83,7 +87,7 @@ def capture(
     table = Statistics(statistics == "whole", checksums, folder, tensor_limit_bytes)
     if model is None:
         given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
-                 "device_type": device_type, "backward": backward or None}  # fmt: skip
+                 "device_type": device_type, "backward": backward or None, "tokens": tokens}  # fmt: skip
         wrong = [name for name, value in given.items() if value is not None]
         if wrong:
             raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
@@ -93,11 +97,14 @@ def capture(
     opened = observed_region("capture", trial, policy, dtype, device_type, region)
     made = Capturing(table, (opened.policy,), _weights_of(trial.model), opened.policy is not NOTHING)
     try:
-        trial.run(opened, made)
+        outcome = trial.run(opened, made)
     finally:
         made.put_back()
+    if tokens is not None:
+        made.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
     policy_asked = None if opened.policy is NOTHING else opened.policy
     made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
+    made.note_folder()
     return made.run
 
 
@@ -153,10 +160,16 @@ class Capturing:
             self._note_parameters(self._observer)
             self.run.tensors = self._table.table()
         self.run.environment = environment(self._observer.device_type or "cpu")
+        self.note_folder()
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
             self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def note_folder(self) -> None:
+        """Where the tensors themselves are, if they were asked for."""
+        if self._table.folder is not None:
+            self.run.environment["tensors"] = str(self._table.folder.resolve())
 
     def put_back(self) -> None:
         """Give weights that the run wrote to their values back."""
