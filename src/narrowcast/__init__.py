@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from narrowcast.explaining.explain import explain
     from narrowcast.numerics import round_to
     from narrowcast.report import Explanation
+    from narrowcast.report.compare_runs import compare_runs
     from narrowcast.report.fit import fit
+    from narrowcast.report.mapping import RunMapping
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.compare import compare
@@ -34,7 +36,10 @@ __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"report": ("Explanation",), "report.fit": ("fit",), "report.run": ("Run",)}
+_REPORTS = {
+    "report": ("Explanation",), "report.compare_runs": ("compare_runs",), "report.mapping": ("RunMapping",),
+    "report.fit": ("fit",), "report.run": ("Run",),
+}  # fmt: skip
 _TORCH_HALF = {
     "api.compile": ("compile",),
     "api.export": ("export",),
@@ -64,6 +69,7 @@ __all__ = [
     "Region",
     "Rule",
     "Run",
+    "RunMapping",
     "Site",
     "Subject",
     "__version__",
@@ -72,6 +78,7 @@ __all__ = [
     "capture",
     "carry",
     "compare",
+    "compare_runs",
     "compile",
     "convert",
     "custom_bwd",

@@ -25,6 +25,11 @@ def cut(text: str, width: int) -> str:
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
+def cut_end(text: str, width: int) -> str:
+    """The text's beginning, where the whole of it is too long."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
 def without_specials(value: Any) -> Any:
     """NaN and infinities are no JSON: they become text."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -29,5 +29,5 @@ def log_probabilities_of(output: Any, tokens: torch.Tensor) -> tuple[torch.Tenso
         if not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
             raise RunError(asked, f"ids outside of a vocabulary of {logits.shape[-1]}", advice="Give the model's ids.")
         rows = logits[..., :-1, :].reshape(-1, logits.shape[-1])
-        found = [row.double().log_softmax(-1).gather(0, ids[number, None]) for number, row in enumerate(rows)]
-        return ids.cpu(), torch.cat(found).cpu()
+        values = [row.double().log_softmax(-1).gather(0, ids[number, None]) for number, row in enumerate(rows)]
+        return ids.cpu(), torch.cat(values).cpu()
