@@ -23,6 +23,8 @@ LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 _SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp"])
 _EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
+_OF_BACKWARD = 8.0
+"""Gradients of weights, biases and norms are sums in which much cancels; by how much cannot be told from sizes."""
 
 Pick = Callable[[Placed], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -174,6 +176,8 @@ class Values:
 
     def _gain(self, n: int, bundles: Sequence[Bundle]) -> float:
         kind = op_kind(bundles[0].id.op)
+        if "backward" in kind.name:
+            return _OF_BACKWARD
         if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
             return max(1.0, self._sizes(n, bundles[0])[1])
         return self._cancels(n, bundles)
@@ -211,8 +215,10 @@ def _worst(found: Iterable[Distance]) -> Distance:
 
 
 def _is_number(a: str, b: str) -> bool:
-    """Whether both say a float or a flag; whole numbers are sizes and dimensions, which layouts change."""
+    """Whether both say a float, a flag or a word; whole numbers are sizes and dimensions, which layouts change."""
     for text in (a, b):
+        if text.startswith("'"):
+            return True
         try:
             float(text)
         except ValueError:

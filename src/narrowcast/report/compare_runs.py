@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import BACKWARD, CallId
-from narrowcast.report.aligned_values import Compared, Values
+from narrowcast.report.aligned_values import BAND, Compared, Values
 from narrowcast.report.alignment import Aligned, align, mapping_of
 from narrowcast.report.kept_tensors import KeptTensors
 from narrowcast.report.mapping import RunMapping, generalised
@@ -32,6 +32,9 @@ GAIN = 16.0
 """How many times larger a relative difference may come out of a sound call than it went in: what exceeds that, beside
 the call's own rounding, it made itself.
 """
+APPEARS = 4.0
+"""Inputs that differ by so many times more than anything before got that from what was not compared."""
+_BAND_OF_LOW = 1e-3
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
@@ -80,7 +83,6 @@ class _Judging:
     def __init__(self, values: Values) -> None:
         self.values = values
         self._largest = 0.0
-        self._is_found = False
 
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
@@ -89,12 +91,13 @@ class _Judging:
         given = self.values.given(pair)
         band = self.values.band(pair)
         came = self._largest if math.isnan(inputs) else inputs
-        verdict, why = self._verdict(gave, band, came, math.isnan(inputs), bool(given))
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0)
-        self._is_found = self._is_found or verdict == DIFFERS
         (format_a, format_b), (place_a, place_b) = (
             [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
         )
+        if format_a == format_b and 0.0 in (came, self._largest) and band > _BAND_OF_LOW:
+            band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
+        verdict, why = self._verdict(gave, band, came, math.isnan(inputs), bool(given))
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, came)
         return RunRow(
             _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, inputs,
             band, gave.by, gave.is_part, given, why,
@@ -105,15 +108,14 @@ class _Judging:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
         if gave.relative == 0:
             return EQUAL, ""
+        if is_given and gave.relative > came:
+            return DIFFERS, "it was given something else"
+        if came > max(band, APPEARS * self._largest) and not is_unknown:
+            return DIFFERS, "its inputs differ already: look before it, at casts and calls without a partner"
         if gave.relative <= band:
             return ROUND_OFF, ""
-        if is_given and gave.relative > band + came:
-            return DIFFERS, "it was given something else"
         if gave.relative > band + GAIN * gave.gain * came:
             return DIFFERS, "its inputs do not explain that"
-        if came > band and not self._is_found and not is_unknown:
-            self._is_found = True
-            return DIFFERS, "its inputs differ already: look at what comes before it and has no partner"
         return INHERITED, ""
 
 
@@ -132,8 +134,17 @@ def _place(bundles: Sequence[Bundle]) -> str:
 def _environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
     """What differs, by name; versions first."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
-    names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (not n.startswith("packages"), n))
+    names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
     return [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
+
+
+_FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
+
+
+def _rank(name: str) -> int:
+    """What is told first: that of which one expects most."""
+    return next((n for n, start in enumerate(_FIRST) if name == start or (start[-1] == "." and name.startswith(start))),
+                len(_FIRST))  # fmt: skip
 
 
 def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -202,6 +213,9 @@ def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
     lengths = [max(len(x.turns) for x in side.bundles) for side in sides]
     if lengths[0] != lengths[1]:
         notes.append(f"a calls its modules up to {lengths[0]} times, b up to {lengths[1]} times")
+    parts = sum(row.is_part for row in found.rows)
+    if parts:
+        notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")
     missing = sum(row.verdict == NOT_COMPARED for row in found.rows)
     if missing:
         notes.append(f"{missing} pairs give what cannot be compared (other shapes, or no floats)")
