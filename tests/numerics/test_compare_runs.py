@@ -1,6 +1,12 @@
 """Two runs that are not alike: who computes in other formats, who makes a difference, and what only carries it on."""
 
+import copy
+import importlib.util
+import math
 import string
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 import narrowcast as nc
+
+_spec = importlib.util.spec_from_file_location("models", Path(__file__).parents[1] / "conformance/models.py")
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
 
 WIDTH, HEADS, LAYERS, LENGTH = 32, 4, 2, 24
 
@@ -176,17 +186,192 @@ class TestTrainerAndEngine:
         assert found.tokens.count == LENGTH - 1 and found.tokens.largest < 1e-4
         listed = {name for row in found.rows for name in row.a} | {one.id for one in found.unaligned if one.run == "a"}
         assert listed == {call.id for call in a.calls}
-        fused = {" + ".join(str(n) for n in row.a): str(row.b[0]) for row in found.rows if len(row.a) > 1}
-        print(fused)
-        print(str(nc.report.run_differences.run_differences_text(found, True)))
-        print(found.mapping)
+        pairs = {" + ".join(name.module_path for name in row.a): row.b[0].module_path for row in found.rows}
+        assert pairs["blocks.1.attention.q + blocks.1.attention.k + blocks.1.attention.v"].endswith(
+            "1.self_attn.qkv_proj"
+        )
+        assert pairs["blocks.0.gate + blocks.0.up"] == "layers.0.gate_up"
+        attention = next(row for row in found.rows if row.a[0].op.startswith("aten.scaled_dot_product"))
+        assert attention.b[0].op == "aten.bmm.default" and attention.measured_by == "sketches"
 
     def test_a_wrong_epsilon_and_a_bf16_head_are_named_and_nothing_else(self, trainer, ids):
         engine = served(trainer)
         engine.layers[1].input_norm.eps = 1e-2
         engine.lm_head.bfloat16()
-        found = nc.compare_runs(trained(trainer, ids), generated(engine, ids))
-        print(found)
+        a, b = trained(trainer, ids), generated(engine, ids)
+        found = nc.compare_runs(a, b)
+        assert len(str(found).splitlines()) <= 25 and max(map(len, str(found).splitlines())) <= 80
         assert [str(row.b[0]) for row in found.formats] == ["lm_head aten.mm.default #1"]
         assert [str(row.b[0]) for row in found.producers] == ["layers.1.input_norm aten.native_layer_norm.default #1"]
-        assert found.first_value.given == (("eps", "1e-05", "0.01"),)
+        assert found.first_value.given == (("eps", "1e-05", "0.01"),) and found.tokens.rms > 1e-3
+        again = nc.compare_runs(b, a)
+        assert [str(row.a[0]) for row in again.producers] == [str(row.b[0]) for row in found.producers]
+
+    def test_a_batch_in_another_layout_is_compared_row_by_row(self, trainer, text):
+        ids = text[0][: 4 * LENGTH].reshape(4, LENGTH)
+        engine = served(trainer)
+        engine.layers[0].down_proj.weight.data *= 1.01
+        with torch.no_grad(), nc.capture() as run:
+            for part in (ids[:2], ids[2:]):
+                engine(part, [{} for _ in range(LAYERS)])
+        found = nc.compare_runs(trained(trainer, ids), run)
+        assert [str(row.b[0]) for row in found.producers] == ["layers.0.down_proj aten.addmm.default #1"], str(found)
+        assert found.first_value.given[0][0] == "weight"
+
+    def test_the_mapping_is_written_mended_and_read_back(self, trainer, ids, tmp_path):
+        a, b = trained(trainer, ids), generated(served(trainer), ids)
+        found = nc.compare_runs(a, b)
+        found.mapping.save(tmp_path / "pairs.txt")
+        again = nc.compare_runs(a, b, mapping=tmp_path / "pairs.txt")
+        assert [(row.a, row.b) for row in again.rows] == [(row.a, row.b) for row in found.rows]
+        assert {row.aligned_by for row in again.rows} == {"mapping"}
+        mended = (
+            (tmp_path / "pairs.txt").read_text().replace("blocks.*.norm2 = layers.*.post_norm", "blocks.*.norm2 = -")
+        )
+        (tmp_path / "pairs.txt").write_text(mended)
+        without = nc.compare_runs(a, b, mapping=tmp_path / "pairs.txt")
+        left = {str(one.id): one.why for one in without.unaligned if one.run == "a"}
+        assert list(left) == [f"blocks.{n}.norm2 aten.native_layer_norm.default #1" for n in range(LAYERS)]
+        assert all(f"{tmp_path / 'pairs.txt'}:" in why for why in left.values())
+        (tmp_path / "pairs.txt").write_text("head = lm_head\nblocks.7.norm1 = layers.0.input_norm\n")
+        with pytest.raises(nc.errors.RunError, match=r"run a has no calls in blocks.7.norm1") as refused:
+            nc.compare_runs(a, b, mapping=tmp_path / "pairs.txt")
+        assert f"{tmp_path / 'pairs.txt'}:2" in str(refused.value)
+
+    def test_whole_tensors_are_compared_where_both_runs_kept_them(self, trainer, ids, tmp_path):
+        runs = []
+        for name, factor in (("a", 1.0), ("b", 1.001)):
+            with torch.no_grad(), nc.capture(tensors=tmp_path / name) as run:
+                functional.linear(ids.float(), factor * torch.ones(3, LENGTH))
+            run.save(tmp_path / f"{name}.json")
+            runs.append(tmp_path / f"{name}.json")
+        found = nc.compare_runs(*runs)
+        assert found.rows[-1].measured_by == "tensors" and found.rows[-1].difference == pytest.approx(1e-3, rel=1e-2)
+        for file in (tmp_path / "b").iterdir():
+            file.write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
+        again = nc.compare_runs(*runs)
+        assert again.rows[-1].measured_by == "sketches" and "are not those of the run" in again.notes[-1]
+
+
+class TestTokens:
+    """Log-probabilities that runs keep."""
+
+    def test_are_those_of_the_logits(self, trainer, ids):
+        run = trained(trainer, ids)
+        with torch.no_grad():
+            wanted = -functional.cross_entropy(trainer(ids)[0, :-1].double(), ids[0, 1:], reduction="none")
+        assert run.tokens == ids[0, 1:].tolist()
+        torch.testing.assert_close(torch.tensor(run.log_probabilities, dtype=torch.double), wanted)
+
+    def test_of_other_shapes_are_refused(self, trainer, ids):
+        with pytest.raises(nc.errors.RunError, match="no logits of each token"):
+            nc.capture(trainer, (ids,), tokens=ids[:, 1:])
+        with pytest.raises(nc.errors.RunError, match="outside of a vocabulary"):
+            nc.capture(trainer, (ids,), tokens=ids + 1000)
+        with pytest.raises(nc.errors.RunError, match="without a model"):
+            nc.capture(tokens=ids)
+
+
+class TestOneModel:
+    """Two ways to run it."""
+
+    def test_eager_and_compiled_are_equal_and_policies_differ_in_format_alone(self):
+        model, args, kwargs = models.minilm()
+        kwargs = {name: tensor[:2, :16] for name, tensor in kwargs.items()}
+        with torch.no_grad():
+            policies = nc.compare_runs(*(nc.capture(model, args, kwargs, dtype=dtype) for dtype in (None, "bf16")))
+            del model.encoder.layer[1:]
+            native = nc.capture(model, args, kwargs, dtype="bf16")
+            compiled = nc.capture(nc.compile(model, dtype="bf16", backend="aot_eager"), args, kwargs)
+        torch._dynamo.reset()
+        equal = nc.compare_runs(native, compiled)
+        assert equal.verdict == "alike" and len(equal.rows) > 15, str(equal)
+        assert policies.verdict == "formats differ" and not policies.producers, str(policies)
+        assert policies.first_format.a[0].module_path == "encoder.layer.0.attention.self.query"
+        assert ("policy.name", "-", "native") in policies.environment
+
+    def test_a_backward_on_one_side_is_listed(self, trainer, ids):
+        a, b = nc.capture(trainer, (ids,), backward=True), nc.capture(trainer, (ids,))
+        found = nc.compare_runs(a, b)
+        assert found.verdict == "alike" and {one.why for one in found.unaligned} == {"the other run has no backward"}
+        assert {one.id.direction for one in found.unaligned} == {"backward"}
+        both = nc.compare_runs(a, nc.capture(trainer, (ids,), backward=True))
+        assert len(both.gradients) == len(list(trainer.parameters())) and not both.unaligned
+        assert max(row.difference for row in both.gradients) == 0
+
+    def test_a_fault_inside_the_band_of_bf16_is_found_where_nothing_differs_before(self, trainer, ids):
+        other = copy.deepcopy(trainer)
+        other.blocks[1].down.register_forward_hook(lambda module, args, output: output * 1.05)
+        found = nc.compare_runs(*(nc.capture(model, (ids,), dtype="bf16") for model in (trainer, other)))
+        assert [str(row.a[0]) for row in found.producers] == ["blocks.1 aten.add.Tensor #2"], str(found)
+        assert "mul" in next(one.id.op for one in found.unaligned if one.run == "b")
+
+    def test_a_nan_on_one_side_is_a_difference(self, trainer, ids):
+        other = copy.deepcopy(trainer)
+        other.blocks[0].up.weight.data[3, 3] = torch.nan
+        found = nc.compare_runs(nc.capture(trainer, (ids,)), nc.capture(other, (ids,)))
+        assert found.first_value.a[0].module_path == "blocks.0.up" and found.first_value.difference == math.inf
+
+
+RANK = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as distributed
+from torch import nn
+import narrowcast as nc
+
+LIMIT = timedelta(seconds=120)
+
+
+def run_rank(rank, folder):
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
+    try:
+        for which, epsilon in (("right", 1e-5), ("wrong", 1e-2 if rank else 1e-5)):
+            model, x = made()
+            model[2].eps = epsilon
+            with nc.capture() as run:
+                model(x[4 * rank : 4 * rank + 4]).square().mean().backward()
+                for parameter in model.parameters():
+                    distributed.all_reduce(parameter.grad)
+                    parameter.grad /= 2
+            run.save(f"{folder}/{which}-{rank}.json")
+    finally:
+        distributed.destroy_process_group()
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)), torch.randn(8, 5, 32)
+
+
+if __name__ == "__main__":
+    run_rank(1, sys.argv[1])
+"""
+
+
+def test_one_process_against_two(tmp_path, monkeypatch):
+    """The batch is divided: results are put together, gradients are averaged; a wrong epsilon on one rank is named."""
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    other = subprocess.Popen(
+        [sys.executable, str(tmp_path / "rank.py"), str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
+    here = {"__name__": "here"}
+    exec(RANK, here)
+    model, x = here["made"]()
+    with nc.capture() as alone:
+        model(x).square().mean().backward()
+    try:
+        here["run_rank"](0, tmp_path)
+        said = other.communicate(timeout=120)[1]
+    finally:
+        other.kill()
+    assert other.returncode == 0, said
+    right, wrong = (nc.compare_runs(alone, [tmp_path / f"{which}-{rank}.json" for rank in range(2)])
+                    for which in ("right", "wrong"))  # fmt: skip
+    compared = {row.b[0].module_path for row in right.rows if row.verdict in ("equal", "round-off")}
+    assert compared >= {"0", "1", "2", "3"} and right.verdict == "round-off", str(right)
+    assert len(right.gradients) == 6 and max(row.difference for row in right.gradients) < 1e-5
+    assert [row.a[0].module_path for row in wrong.producers] == ["2"], str(wrong)
+    assert any("ranks in other numbers" in note for note in right.notes)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from narrowcast.formats import FORMATS, Format, tf32
+from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import op_kind
 from narrowcast.ops.facts import CONV, GEMM, REDUCTION, SOFTMAX
-from narrowcast.report.alignment import TOLD_APART, Aligned
+from narrowcast.report.alignment import TOLD_APART, Aligned, ranges_apart
 from narrowcast.report.kept_tensors import KeptTensors
 from narrowcast.report.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_turn, over_ranks
 from narrowcast.report.run import CallRecord, Run
@@ -54,6 +55,8 @@ class Values:
 
     def results(self, pair: Aligned) -> Compared:
         """Of what the calls gave: all results of one op, the first of two."""
+        if self._is_of_its_rank(pair):
+            return Compared(math.nan, NOTHING, False)
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
         count = min(len(call.outputs) for call in first) if is_same else 1
@@ -77,7 +80,7 @@ class Values:
         """Numbers and weights that differ: name, in a, in b."""
         a, b = pair.a[0].call, pair.b[0].call
         if a.id.op != b.id.op:
-            return ()
+            return self._other_weight(pair.a, pair.b)
         numbers_a, numbers_b = dict(a.given), dict(b.given)
         found = [(n, x, y) for n, x in numbers_a.items()
                  if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
@@ -87,13 +90,21 @@ class Values:
                 formats = [side.runs[0].tensors[dict(call.inputs)[name]].format
                            for side, call in zip(self.sides, (a, b), strict=True)]  # fmt: skip
                 if apart.is_known and apart.relative > _band(formats):
-                    found.append((name, formats[0], f"{formats[1]}, {apart.relative:.1e} apart"))
+                    found.append(_apart(name, formats[0], formats[1], apart.relative))
         return tuple(found)
+
+    def _other_weight(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> tuple[tuple[str, str, str], ...]:
+        """The weights of two ops, by whatever names they take them; one may be turned, so ranges are compared."""
+        one, other = (_joined([bundle.weight for bundle in bundles]) for bundles in (a, b))
+        if one is None or other is None or one.elements != other.elements:
+            return ()
+        apart = ranges_apart(one, other)
+        return (_apart("weight", one.format, other.format, apart),) if apart > _band([one.format, other.format]) else ()
 
     def band(self, pair: Aligned) -> float:
         """What rounding explains of the results' difference."""
         formats: list[str] = []
-        for side, bundles in zip(self.sides, (pair.a, pair.b), strict=True):
+        for side, bundles in self._both(pair):
             coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
             formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
         return _band(formats) * max(self._cancels(0, pair.a), self._cancels(1, pair.b))
@@ -109,6 +120,22 @@ class Values:
         join = beside if pieces[0][0].dimensions < 2 else in_turn
         return distance(join(pieces[0]), join(pieces[1]), self._whole)
 
+    def _is_of_its_rank(self, pair: Aligned) -> bool:
+        """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the
+        loss that each has of its own.
+        """
+        if len(self.sides[0].runs) == len(self.sides[1].runs):
+            return False
+        came, gave = ([self._turns(side, bundles[:1], pick, _first) for side, bundles in self._both(pair)]
+                      for pick in (_read, _output(0)))  # fmt: skip
+        if pair.a[0].id.direction == BACKWARD or not all((*came, *gave)):
+            return True
+        (a, b), (x, y) = ([_size(turns[0][0]) for turns in found] for found in (came, gave))
+        return a != b and x == y
+
+    def _both(self, pair: Aligned) -> tuple[tuple[Side, tuple[Bundle, ...]], tuple[Side, tuple[Bundle, ...]]]:
+        return (self.sides[0], pair.a), (self.sides[1], pair.b)
+
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _names(self, pair: Aligned) -> list[str]:
@@ -116,13 +143,11 @@ class Values:
         return [name for name, _ in pair.a[0].call.inputs if name in there]
 
     def _is_given(self, pair: Aligned, name: str) -> bool:
-        return all(side.is_given(bundles[0].turns[0][0], name)
-                   for side, bundles in zip(self.sides, (pair.a, pair.b), strict=True))  # fmt: skip
+        return all(side.is_given(bundles[0].turns[0][0], name) for side, bundles in self._both(pair))
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
         """The largest distance over turns and ranks; of turns in other numbers, of all of them as one."""
-        a, b = (self._turns(side, bundles, pick, join)
-                for side, bundles in zip(self.sides, (pair.a, pair.b), strict=True))  # fmt: skip
+        a, b = (self._turns(side, bundles, pick, join) for side, bundles in self._both(pair))
         if not a or not b:
             return Distance()
         if len(a) == len(b):
@@ -202,7 +227,7 @@ def _first(pieces: Sequence[Piece]) -> Piece | None:
 
 def _joined(pieces: Sequence[Piece | None]) -> Piece | None:
     known = [piece for piece in pieces if piece is not None]
-    return in_turn(known) if len(known) == len(pieces) else None
+    return in_turn(known) if known and len(known) == len(pieces) else None
 
 
 def _size(piece: Piece) -> tuple[int, int, int]:
@@ -212,6 +237,10 @@ def _size(piece: Piece) -> tuple[int, int, int]:
 def _worst(found: Iterable[Distance]) -> Distance:
     known = [one for one in found if one.is_known]
     return max(known, key=lambda one: one.relative) if known else Distance()
+
+
+def _apart(name: str, a: str, b: str, apart: float) -> tuple[str, str, str]:
+    return name, a, f"{b}, {apart:.1e} apart"
 
 
 def _is_number(a: str, b: str) -> bool:

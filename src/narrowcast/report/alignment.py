@@ -170,7 +170,7 @@ def _same_weight(a: Piece | None, b: Piece | None) -> bool:
     if a is None or b is None or a.elements != b.elements:
         return False
     coarsest = max(FORMATS[p.format].epsilon for p in (a, b))
-    return _ranges_apart(a, b) <= (1e-6 if a.format == b.format else 2 * coarsest)
+    return ranges_apart(a, b) <= (1e-6 if a.format == b.format else 2 * coarsest)
 
 
 def _apart(a: Piece | None, b: Piece | None) -> float:
@@ -196,7 +196,7 @@ def likeness(a: Bundle, b: Bundle, same_module: bool = False) -> float:
     if a.id.direction != b.id.direction:
         return 0.0
     same_op, same_elements, same_columns = a.id.op == b.id.op, a.elements == b.elements, a.columns == b.columns
-    alike = same_elements and _tells(a) and _tells(b) and _ranges_apart(a, b) < _CLOSE
+    alike = same_elements and _tells(a) and _tells(b) and ranges_apart(a, b) < _CLOSE
     is_told_apart = a.family == b.family and a.family in TOLD_APART
     if not (same_op or alike or (is_told_apart and same_elements)):
         return 0.0
@@ -205,7 +205,7 @@ def likeness(a: Bundle, b: Bundle, same_module: bool = False) -> float:
     same_name = a.path.rpartition(".")[2] == b.path.rpartition(".")[2] != ""
     points = 4.0 * same_op + is_told_apart + same_elements + 0.5 * same_columns + 2 * alike
     points += 1.0 if a.path == b.path else 0.5 * same_name
-    clash = same_elements and _tells(a) and _ranges_apart(a, b) > 0.5
+    clash = same_elements and _tells(a) and ranges_apart(a, b) > 0.5
     return points - clash
 
 
@@ -213,7 +213,8 @@ def _tells(x: Bundle) -> bool:
     return x.low < x.high
 
 
-def _ranges_apart(a: Bundle | Piece, b: Bundle | Piece) -> float:
+def ranges_apart(a: Bundle | Piece, b: Bundle | Piece) -> float:
+    """How far apart the smallest and the largest values are, relatively to the largest magnitude."""
     largest = max(abs(a.low), abs(a.high), abs(b.low), abs(b.high))
     return max(abs(a.low - b.low), abs(a.high - b.high)) / largest if largest else 0.0
 

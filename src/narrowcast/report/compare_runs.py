@@ -216,6 +216,8 @@ def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
     parts = sum(row.is_part for row in found.rows)
     if parts:
         notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")
+    if len(a.runs) != len(b.runs):
+        notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")
     missing = sum(row.verdict == NOT_COMPARED for row in found.rows)
     if missing:
         notes.append(f"{missing} pairs give what cannot be compared (other shapes, or no floats)")
