@@ -121,8 +121,7 @@ class _Aligner:
             self._in_order(a, b, BY_PATH)
 
     def _in_order(self, a: list[Bundle], b: list[Bundle], by: str = "") -> None:
-        keys_a, keys_b = ([(x.id.op, x.id.direction, x.columns) for x in side] for side in (a, b))
-        for i, j in aligned_sequences(keys_a, keys_b, lambda i, j: likeness(a[i], b[j], bool(by))):
+        for i, j in aligned_sequences(len(a), len(b), lambda i, j: likeness(a[i], b[j], bool(by))):
             self._pair([a[i]], [b[j]], by or (BY_ORDER if a[i].id.op == b[j].id.op else BY_VALUES))
 
     def in_gaps(self) -> None:

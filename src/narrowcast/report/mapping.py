@@ -172,7 +172,7 @@ def generalised(entries: Iterable[Entry]) -> Iterator[Entry]:
         pattern = Entry(tuple(map(_starred, entry.a)), tuple(map(_starred, entry.b)))
         groups.setdefault((pattern.a, pattern.b), []).append(entry)
     for (a, b), members in groups.items():
-        is_one = len({name.count("*") for name in (*a, *b)}) == 1 and len(members) > 1
+        is_one = len({name.count("*") for name in (*a, *b)}) == 1 and len(members) > 1 and {"*"}.isdisjoint((*a, *b))
         alike = all(len({tuple(_numbers(n)) for n in (*m.a, *m.b)}) == 1 for m in members)
         yield from [Entry(a, b)] if is_one and alike and not members[0].is_of_calls else members
 

@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Callable
 
 Pairs = list[tuple[int, int]]
 Score = Callable[[int, int], float]
 """What a pair of positions is worth; not above zero where the two cannot be a pair."""
 
-CELLS = 250_000
-"""Longer ones (as products of their lengths) are cut at runs of equal keys first."""
+CELLS = 1_000_000
+"""Of sequences with more possible pairs (the product of their lengths) those near the diagonal are looked at."""
+_NARROWEST = 64
 
 
-def aligned_sequences(a: Sequence[Hashable], b: Sequence[Hashable], score: Score) -> Pairs:
-    """The pairs of positions, in order. a, b: keys that are equal where two elements look alike."""
-    if len(a) * len(b) <= CELLS:
-        return _best_pairs(range(len(a)), range(len(b)), score)
-    pairs: Pairs = []
-    at_a = at_b = 0
-    for block in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
-        gap = range(at_a, block.a), range(at_b, block.b)
-        pairs += _best_pairs(*gap, score) if len(gap[0]) * len(gap[1]) <= CELLS else []
-        pairs += [(block.a + n, block.b + n) for n in range(block.size) if score(block.a + n, block.b + n) > 0]
-        at_a, at_b = block.a + block.size, block.b + block.size
-    return pairs
-
-
-def _best_pairs(a: range, b: range, score: Score) -> Pairs:
-    """By dynamic programming over all prefixes; of equal totals the pairs that come first."""
-    if not a or not b:
+def aligned_sequences(length_a: int, length_b: int, score: Score) -> Pairs:
+    """The pairs of positions, in order, by dynamic programming; of equal totals those that come first."""
+    if not length_a or not length_b:
         return []
-    scores = [[score(i, j) for j in b] for i in a]
-    best = [[0.0] * (len(b) + 1) for _ in range(len(a) + 1)]
-    for i in range(len(a) - 1, -1, -1):
-        here, below, row = best[i], best[i + 1], scores[i]
-        for j in range(len(b) - 1, -1, -1):
-            skip = max(below[j], here[j + 1])
-            here[j] = max(skip, row[j] + below[j + 1]) if row[j] > 0 else skip
+    is_whole = length_a * length_b <= CELLS
+    reach = length_b if is_whole else max(_NARROWEST, abs(length_a - length_b), CELLS // (2 * length_a))
+    rows = [_Row(0, [])] * (length_a + 1)
+    for i in range(length_a - 1, -1, -1):
+        middle = i * length_b // length_a
+        first, last = max(0, middle - reach), min(length_b, middle + reach + 1)
+        row, below = _Row(first, [0.0] * (last - first)), rows[i + 1]
+        for j in range(last - 1, first - 1, -1):
+            worth = score(i, j)
+            skip = max(below.at(j), row.at(j + 1))
+            row.best[j - first] = max(skip, worth + below.at(j + 1)) if worth > 0 else skip
+        rows[i] = row
     pairs: Pairs = []
     i = j = 0
-    while i < len(a) and j < len(b):
-        if scores[i][j] > 0 and best[i][j] == scores[i][j] + best[i + 1][j + 1]:
-            pairs.append((a[i], b[j]))
+    while i < length_a and j < length_b:
+        worth = score(i, j)
+        if worth > 0 and rows[i].at(j) == worth + rows[i + 1].at(j + 1):
+            pairs.append((i, j))
             i, j = i + 1, j + 1
-        elif best[i][j] == best[i + 1][j]:
+        elif rows[i].at(j) == rows[i + 1].at(j):
             i += 1
         else:
             j += 1
     return pairs
+
+
+class _Row:
+    """The best totals from a position on, for positions of the other sequence that are looked at; 0 beyond them."""
+
+    __slots__ = ("best", "first")
+
+    def __init__(self, first: int, best: list[float]) -> None:
+        self.first, self.best = first, best
+
+    def at(self, j: int) -> float:
+        """The best total from there on."""
+        n = j - self.first
+        return self.best[n] if 0 <= n < len(self.best) else 0.0
 
 
 def in_order_on_both(pairs: Pairs) -> Pairs:
