@@ -95,10 +95,9 @@ def compare_command(
 
 
 def _compare_saved(a: str, b: list[Path], mapping: Path | None, every_call: bool, json_file: Path | None) -> None:
-    names = Path(a).name, " + ".join(path.name for path in b)
     is_there = mapping is not None and mapping.exists()
     _check_folder("--mapping", mapping)
-    found = compare_runs(a, b, mapping=mapping if is_there else None, names=names)
+    found = compare_runs(a, b, mapping=mapping if is_there else None)
     if mapping is not None and not is_there:
         found.mapping.save(mapping)
     _show(found, run_differences_text(found, every_call), json_file)

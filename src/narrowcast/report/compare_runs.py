@@ -39,20 +39,21 @@ Runs = Run | str | Path | Sequence[Run | str | Path]
 
 
 def compare_runs(
-    a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] = ("a", "b")
+    a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
 ) -> RunDifferences:
     """Compare two runs that need not be alike: eager and compiled, two policies, versions or devices, a trainer and
     its inference engine.
 
     a, b: runs that `nc.capture` made, or the files of such; a sequence of them is one run of as many ranks, whose
     batch is divided among them. mapping: pairs of modules or calls by hand (RunMapping, or its file). names: of the
-    runs, in what is printed.
+    runs, in what is printed, if not those of the files.
 
     Calls are paired by module path, by weights, by order and op, by values; several with one where a projection is
     fused, and one with several where a cache divides a sequence (turns of a module). Each pair is compared as well as
     what both runs kept allows: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not
     needed. Raises RunError for what is no run, and for a mapping that names what is not there.
     """
+    names = names or (_name_of(a, "a"), _name_of(b, "b"))
     sides = Side(_runs_of(a, names[0])), Side(_runs_of(b, names[1]))
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     pairs, left_out = align(sides[0], sides[1], asked)
@@ -67,6 +68,11 @@ def compare_runs(
     comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
     found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
     return found
+
+
+def _name_of(given: Runs, otherwise: str) -> str:
+    several = [given] if isinstance(given, Run | str | Path) else given
+    return " + ".join(Path(one).name for one in several if not isinstance(one, Run)) or otherwise
 
 
 def _runs_of(given: Runs, name: str) -> list[Run]:

@@ -202,7 +202,8 @@ def _verdict(found: RunDifferences) -> str:
     inherited = sum(row.verdict == INHERITED for row in found.rows)
     said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
     if found.producers:
-        said.append(f"{len(found.producers)} make a difference, {inherited} inherit one")
+        made = len(found.producers)
+        said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
     else:
         largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
         said.append(f"none beyond round-off, largest {number_text(largest)}")
