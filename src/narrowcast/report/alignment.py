@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from narrowcast.formats import FORMATS
@@ -131,7 +131,11 @@ class _Aligner:
         for end_a, end_b in [*in_order_on_both(known), (len(self._a.bundles), len(self._b.bundles))]:
             a = [x for x in self._a.bundles[at_a + 1 : end_a] if x in self._free_a]
             b = [x for x in self._b.bundles[at_b + 1 : end_b] if x in self._free_b]
-            self._in_order(a, b)
+            for parts in _siblings(a):
+                self._fused(parts, b, True, _same_size)
+            for parts in _siblings(b):
+                self._fused(parts, a, False, _same_size)
+            self._in_order([x for x in a if x in self._free_a], [x for x in b if x in self._free_b])
             at_a, at_b = end_a, end_b
 
     # -- by weights ----------------------------------------------------------------------------------------------------
@@ -143,22 +147,36 @@ class _Aligner:
             if found:
                 self._pair([a], [min(found, key=lambda b: _apart(a.weight, b.weight))], BY_WEIGHTS)
         for parts in _siblings(self._free_a):
-            for b in [x for x in self._free_b if x.weight is not None]:
-                self._fused(parts, b, True)
+            self._fused(parts, list(self._free_b), True, _same_weights)
         for parts in _siblings(self._free_b):
-            for a in [x for x in self._free_a if x.weight is not None]:
-                self._fused(parts, a, False)
+            self._fused(parts, list(self._free_a), False, _same_weights)
 
-    def _fused(self, parts: list[Bundle], whole: Bundle, is_a: bool) -> None:
-        """Pair neighbours among parts whose weights, one under the other, are that of the whole."""
-        parts = [p for p in parts if p in (self._free_a if is_a else self._free_b)]
-        for first in range(len(parts)):
-            for last in range(first + 2, len(parts) + 1):
-                some = parts[first:last]
-                weight = in_turn([p.weight for p in some if p.weight is not None])
-                if _same_direction(some[0], whole) and _same_weight(weight, whole.weight):
-                    self._pair(*((some, [whole]) if is_a else ([whole], some)), BY_WEIGHTS)
-                    return
+    def _fused(self, parts: list[Bundle], wholes: list[Bundle], is_a: bool, is_same: _IsFused) -> None:
+        """Pair neighbours among parts with the one product of the other run that they are."""
+        free, others = (self._free_a, self._free_b) if is_a else (self._free_b, self._free_a)
+        for whole in wholes:
+            left = [p for p in parts if p in free]
+            ends = [(m, n) for m in range(len(left)) for n in range(m + 2, len(left) + 1)]
+            can_be = whole.weight is not None and whole in others
+            some = next((left[m:n] for m, n in ends if can_be and is_same(left[m:n], whole)), None)
+            if some is not None:
+                by = BY_WEIGHTS if is_same is _same_weights else BY_ORDER
+                self._pair(*((some, [whole]) if is_a else ([whole], some)), by)
+
+
+_IsFused = Callable[[Sequence[Bundle], Bundle], bool]
+
+
+def _same_weights(parts: Sequence[Bundle], whole: Bundle) -> bool:
+    """Whether the weights of the parts, one under the other, are that of the whole."""
+    weight = in_turn([p.weight for p in parts if p.weight is not None])
+    return _same_direction(parts[0], whole) and _same_weight(weight, whole.weight)
+
+
+def _same_size(parts: Sequence[Bundle], whole: Bundle) -> bool:
+    """Whether the results of the parts, side by side, are as wide as that of the whole, whatever the weights are."""
+    sizes = [(sum(p.columns for p in parts), sum(p.elements for p in parts)), (whole.columns, whole.elements)]
+    return _same_direction(parts[0], whole) and sizes[0] == sizes[1]
 
 
 def _same_direction(a: Bundle, b: Bundle) -> bool:
