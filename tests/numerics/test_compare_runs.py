@@ -68,6 +68,7 @@ class CachedAttention(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv_proj, self.o_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = (WIDTH // HEADS) ** 0.5
 
     def forward(self, x, cache):
         parts = self.qkv_proj(x).split(WIDTH, -1)
@@ -75,7 +76,7 @@ class CachedAttention(nn.Module):
         if cache:
             k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
         cache.update(k=k, v=v)
-        scores = torch.matmul(q, k.transpose(-1, -2)) / (WIDTH // HEADS) ** 0.5
+        scores = torch.matmul(q, k.transpose(-1, -2)) / self.scale
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         y = torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -206,6 +207,28 @@ class TestTrainerAndEngine:
         assert found.first_value.given == (("eps", "1e-05", "0.01"),) and found.tokens.rms > 1e-3
         again = nc.compare_runs(b, a)
         assert [str(row.a[0]) for row in again.producers] == [str(row.b[0]) for row in found.producers]
+
+    def test_an_engine_in_bf16_differs_in_format_alone(self, trainer, ids):
+        engine = served(trainer).bfloat16()
+        found = nc.compare_runs(trained(trainer, ids), generated(engine, ids))
+        assert found.verdict == "formats differ" and len(found.formats) == len(found.rows), str(found)
+        assert found.first_format.a[0].module_path == "tokens" and found.tokens.rms < 0.1
+
+    @pytest.mark.parametrize(
+        ("fault", "call", "given"),
+        [
+            (lambda e: e.layers[0].self_attn.qkv_proj.weight.data[40].add_(1), "layers.0.self_attn.qkv_proj", "weight"),
+            (lambda e: e.layers[1].gate_up.weight.data[:64].mul_(1.1), "layers.1.gate_up", "weight"),
+            (lambda e: setattr(e.layers[1].self_attn, "scale", 2.0), "layers.1.self_attn", ""),
+        ],
+        ids=["a row of k", "the gate", "the scale of attention"],
+    )
+    def test_a_fault_inside_what_is_fused_or_written_out_is_named(self, trainer, ids, fault, call, given):
+        engine = served(trainer)
+        fault(engine)
+        found = nc.compare_runs(trained(trainer, ids), generated(engine, ids))
+        assert [row.b[0].module_path for row in found.producers] == [call], str(found)
+        assert [name for name, _, _ in found.first_value.given] == [given] * bool(given)
 
     def test_a_batch_in_another_layout_is_compared_row_by_row(self, trainer, text):
         ids = text[0][: 4 * LENGTH].reshape(4, LENGTH)

@@ -10,9 +10,13 @@ import pytest
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
-from narrowcast.report.compare_runs import compare_runs
 from narrowcast.report.mapping import Entry, RunMapping, generalised
-from narrowcast.report.pieces import (
+from narrowcast.report.run import CallRecord, Run, TensorFacts
+from narrowcast.report.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
+from narrowcast.report.saved import load_saved
+from narrowcast.report.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
+from narrowcast.two_runs.compare import compare_runs
+from narrowcast.two_runs.pieces import (
     NOTHING,
     RANGES,
     SKETCHES,
@@ -23,11 +27,7 @@ from narrowcast.report.pieces import (
     over_ranks,
     piece_of,
 )
-from narrowcast.report.run import CallRecord, Run, TensorFacts
-from narrowcast.report.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
-from narrowcast.report.saved import load_saved
-from narrowcast.report.sequences import aligned_sequences, in_order_on_both
-from narrowcast.report.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
+from narrowcast.two_runs.sequences import aligned_sequences, in_order_on_both
 
 
 def numbers(rows, columns, seed=0):

@@ -13,7 +13,6 @@ import typer
 from narrowcast.cli.target import load_subject
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import replace_text
-from narrowcast.report.compare_runs import compare_runs
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
 from narrowcast.report.run import Run, run_text
@@ -22,6 +21,7 @@ from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
 from narrowcast.runs.watch import watch
+from narrowcast.two_runs.compare import compare_runs
 
 _SAVED = (".gz", ".json")
 Target = Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")]

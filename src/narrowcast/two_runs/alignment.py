@@ -10,9 +10,9 @@ from narrowcast.formats import FORMATS
 from narrowcast.ledger.identity import CallId
 from narrowcast.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
 from narrowcast.report.mapping import Entry, RunMapping
-from narrowcast.report.pieces import Piece, distance, in_turn
-from narrowcast.report.sequences import aligned_sequences, in_order_on_both
-from narrowcast.report.sides import Bundle, Side
+from narrowcast.two_runs.pieces import Piece, distance, in_turn
+from narrowcast.two_runs.sequences import aligned_sequences, in_order_on_both
+from narrowcast.two_runs.sides import Bundle, Side
 
 BY_HAND, BY_PATH, BY_WEIGHTS, BY_ORDER, BY_VALUES = "mapping", "path", "weights", "order", "values"
 TOLD_APART = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])

@@ -10,11 +10,11 @@ from narrowcast.formats import FORMATS, Format, tf32
 from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import op_kind
 from narrowcast.ops.facts import CONV, GEMM, REDUCTION, SOFTMAX
-from narrowcast.report.alignment import TOLD_APART, Aligned, ranges_apart
-from narrowcast.report.kept_tensors import KeptTensors
-from narrowcast.report.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_turn, over_ranks
 from narrowcast.report.run import CallRecord, Run
-from narrowcast.report.sides import Bundle, Placed, Side, read_by
+from narrowcast.two_runs.alignment import TOLD_APART, Aligned, ranges_apart
+from narrowcast.two_runs.kept_tensors import KeptTensors
+from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_turn, over_ranks
+from narrowcast.two_runs.sides import Bundle, Placed, Side, read_by
 
 BAND = 8.0
 """A call's results may differ by this many units of rounding of both sides' formats: its inputs are rounded to them,

@@ -9,8 +9,8 @@ from functools import cached_property
 from narrowcast.formats import FORMATS
 from narrowcast.ledger.identity import CallId
 from narrowcast.ops import op_kind
-from narrowcast.report.pieces import Piece, piece_of
 from narrowcast.report.run import CallRecord, Run
+from narrowcast.two_runs.pieces import Piece, piece_of
 
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
 """Arguments that may be a weight, if they are as flat as one and no call made them."""

@@ -9,9 +9,6 @@ from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import BACKWARD, CallId
-from narrowcast.report.aligned_values import BAND, Compared, Values
-from narrowcast.report.alignment import Aligned, align, mapping_of
-from narrowcast.report.kept_tensors import KeptTensors
 from narrowcast.report.mapping import RunMapping, generalised
 from narrowcast.report.run import Run
 from narrowcast.report.run_differences import (
@@ -26,7 +23,10 @@ from narrowcast.report.run_differences import (
     TokenDifference,
     Unaligned,
 )
-from narrowcast.report.sides import Bundle, Side
+from narrowcast.two_runs.aligned_values import BAND, Compared, Values
+from narrowcast.two_runs.alignment import Aligned, align, mapping_of
+from narrowcast.two_runs.kept_tensors import KeptTensors
+from narrowcast.two_runs.sides import Bundle, Side
 
 GAIN = 16.0
 """How many times larger a relative difference may come out of a sound call than it went in: what exceeds that, beside
