@@ -350,14 +350,14 @@ LIMIT = timedelta(seconds=120)
 def run_rank(rank, folder):
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
     try:
-        for which, epsilon in (("right", 1e-5), ("wrong", 1e-2 if rank else 1e-5)):
+        for which, epsilon in (("right", 1e-5), ("summed", 1e-5), ("wrong", 1e-2 if rank else 1e-5)):
             model, x = made()
             model[2].eps = epsilon
             with nc.capture() as run:
                 model(x[4 * rank : 4 * rank + 4]).square().mean().backward()
                 for parameter in model.parameters():
                     distributed.all_reduce(parameter.grad)
-                    parameter.grad /= 2
+                    parameter.grad /= 2 if which != "summed" else 1
             run.save(f"{folder}/{which}-{rank}.json")
     finally:
         distributed.destroy_process_group()
@@ -374,7 +374,7 @@ if __name__ == "__main__":
 
 
 def test_one_process_against_two(tmp_path, monkeypatch):
-    """The batch is divided: results are put together, gradients are averaged; a wrong epsilon on one rank is named."""
+    """The batch is divided: results are put together, gradients are averaged, or not; one rank's epsilon is wrong."""
     (tmp_path / "rank.py").write_text(RANK)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     other = subprocess.Popen(
@@ -391,10 +391,13 @@ def test_one_process_against_two(tmp_path, monkeypatch):
     finally:
         other.kill()
     assert other.returncode == 0, said
-    right, wrong = (nc.compare_runs(alone, [tmp_path / f"{which}-{rank}.json" for rank in range(2)])
-                    for which in ("right", "wrong"))  # fmt: skip
+    right, summed, wrong = (
+        nc.compare_runs(alone, [tmp_path / f"{which}-{rank}.json" for rank in range(2)])
+        for which in ("right", "summed", "wrong")
+    )
     compared = {row.b[0].module_path for row in right.rows if row.verdict in ("equal", "round-off")}
     assert compared >= {"0", "1", "2", "3"} and right.verdict == "round-off", str(right)
+    assert summed.verdict == "values differ" and not summed.producers and "how gradients are made" in str(summed)
     assert len(right.gradients) == 6 and max(row.difference for row in right.gradients) < 1e-5
     assert [row.a[0].module_path for row in wrong.producers] == ["2"], str(wrong)
     assert any("ranks in other numbers" in note for note in right.notes)

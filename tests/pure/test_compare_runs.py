@@ -218,6 +218,15 @@ class TestCompareRuns:
         assert len(found.rows) == 4 and [str(one.id)[:8] for one in found.unaligned] == ["layers.4", "layers.5"]
         assert found.unaligned[0].after.startswith("layers.3") and found.verdict == "alike"
 
+    def test_runs_that_have_nothing_in_common_are_not_alike(self):
+        other = Run(tensors=[facts(numbers(3, 5), (3, 5))])
+        other.calls = [
+            CallRecord(CallId("x", "aten.conv2d.default"), "m.py", 1, "fp32", "fp32", outputs=(("result", 0),))
+        ]
+        found = compare_runs(a_chain(), other)
+        assert found.verdict == "not compared" and not found.rows and len(found.unaligned) == 7
+        assert "pair their modules by hand" in str(found)
+
     def test_environments_come_first_versions_before_all(self):
         other = a_chain()
         other.environment = {"device": "a gpu", "packages": {"torch": "2.15.0"}, "seed": 3}
@@ -252,6 +261,13 @@ class TestCompareRuns:
         (tmp_path / "d.json").write_text(json.dumps(data))
         with pytest.raises(RunError, match="a record is broken"):
             load_saved(tmp_path / "d.json")
+
+
+def test_a_run_and_its_file_are_alike(tmp_path):
+    """Although the file has fewer digits."""
+    run = a_chain()
+    found = compare_runs(run, run.save(tmp_path / "run"))
+    assert found.verdict == "alike" and {row.difference for row in found.rows} == {0.0} and found.b == "run.json.gz"
 
 
 class TestFilesOfRuns:

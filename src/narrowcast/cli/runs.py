@@ -16,7 +16,7 @@ from narrowcast.output.files import replace_text
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
 from narrowcast.report.fit import fit
 from narrowcast.report.run import Run, run_text
-from narrowcast.report.run_differences import VALUES_DIFFER, RunDifferences, run_differences_text
+from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER, RunDifferences, run_differences_text
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
@@ -74,7 +74,8 @@ def compare_command(
 ) -> None:
     """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault.
 
-    Or say where two saved runs differ, RUN_A and RUN_B: nothing runs again; 1 if values do beyond round-off.
+    Or say where two saved runs differ, RUN_A and RUN_B: nothing runs again; 1 if values do beyond round-off, or if
+    none could be compared.
     """
     _check_folder("--json", json_file)
     if run_b:
@@ -103,7 +104,7 @@ def _compare_saved(a: str, b: list[Path], mapping: Path | None, every_call: bool
     _show(found, run_differences_text(found, every_call), json_file)
     if mapping is not None and str(json_file) != "-":
         typer.echo(f"{'read' if is_there else 'wrote'} {mapping}: mend it, and give it again")
-    if found.verdict == VALUES_DIFFER:
+    if found.verdict in (VALUES_DIFFER, NOT_COMPARED):
         raise typer.Exit(1)
 
 

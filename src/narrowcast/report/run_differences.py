@@ -88,12 +88,21 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True)
 class GradientRow:
-    """The gradient of a parameter in both runs; several where one run has them in one. difference: relative (L2)."""
+    """The gradient of a parameter in both runs; several where one run has them in one. difference: relative (L2).
+
+    band: what the bands and the differences of the calls explain of it.
+    """
 
     a: tuple[str, ...]
     b: tuple[str, ...]
     difference: float
     measured_by: str = ""
+    band: float = math.inf
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it differs by more than that."""
+        return self.difference > self.band
 
 
 @dataclass(slots=True)
@@ -136,13 +145,21 @@ class RunDifferences:
         return next(iter(self.producers), None)
 
     @property
+    def compared(self) -> int:
+        """How many pairs have values that could be compared."""
+        return sum(bool(row.measured_by) for row in self.rows)
+
+    @property
     def verdict(self) -> str:
-        """`alike`, `round-off`, `formats differ` or `values differ`."""
-        if self.producers:
+        """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be."""
+        if self.producers or any(row.is_beyond for row in self.gradients):
             return VALUES_DIFFER
         if self.formats:
             return FORMATS_DIFFER
-        return ROUND_OFF if any(row.verdict in (ROUND_OFF, INHERITED) for row in self.rows) else ALIKE
+        if not self.compared:
+            return NOT_COMPARED
+        moved = any(row.verdict in (ROUND_OFF, INHERITED) for row in self.rows)
+        return ROUND_OFF if moved or any(row.difference for row in self.gradients) else ALIKE
 
     def __repr__(self) -> str:
         return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
@@ -177,7 +194,7 @@ LISTED = 2
 
 def run_differences_text(found: RunDifferences, every_row: bool = False) -> str:
     """The first screen, at most 25 lines; or every row."""
-    lines = [cut_end(f"{found.a} against {found.b}: {len(found.rows)} pairs of calls", WIDTH), _verdict(found)]
+    lines = [cut_end(f"{found.a} against {found.b}: {_pairs(found)}", WIDTH), _verdict(found)]
     lines += _environment(found, every_row)
     if every_row:
         lines += [line for row in found.rows for line in _row(row, 1000)]
@@ -198,6 +215,11 @@ def run_differences_text(found: RunDifferences, every_row: bool = False) -> str:
     return "\n".join([*lines, *(["", *wrapped(advice)] if advice else [])])
 
 
+def _pairs(found: RunDifferences) -> str:
+    lacks = f", {found.compared} compared" if found.compared < len(found.rows) else ""
+    return f"{len(found.rows)} pairs of calls{lacks}"
+
+
 def _verdict(found: RunDifferences) -> str:
     inherited = sum(row.verdict == INHERITED for row in found.rows)
     said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
@@ -206,7 +228,7 @@ def _verdict(found: RunDifferences) -> str:
         said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
     else:
         largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
-        said.append(f"none beyond round-off, largest {number_text(largest)}")
+        said.append(f"no call beyond round-off, largest {number_text(largest)}")
     return f"{found.verdict.upper()}: {'; '.join(said)}"
 
 
@@ -255,7 +277,9 @@ def _left(found: RunDifferences) -> list[str]:
     lines = []
     if found.gradients:
         worst = max(found.gradients, key=lambda row: -1.0 if math.isnan(row.difference) else row.difference)
-        lines.append(cut_end(f"{len(found.gradients)} gradients, furthest apart:{_gradient(worst)[1:]}", WIDTH))
+        beyond = sum(row.is_beyond for row in found.gradients)
+        said = f"{len(found.gradients)} gradients, {beyond} beyond round-off, furthest apart:{_gradient(worst)[1:]}"
+        lines.append(cut_end(said, WIDTH))
     counts = [f"{sum(one.run == run for one in found.unaligned)} calls of {run}" for run in "ab"]
     return [*lines, f"without a partner: {' and '.join(counts)}"] if found.unaligned else lines
 
@@ -266,6 +290,10 @@ def _advice(found: RunDifferences) -> str:
         return f"What to do: give both runs the same {first.given[0][0]} there."
     if first is not None:
         return "What to do: look at that call's line in both programs; --all lists what inherits from it."
+    if any(row.is_beyond for row in found.gradients):
+        return "What to do: look at how gradients are made: the loss's scale, what is averaged over ranks or steps."
     if found.first_format is not None:
         return "What to do: if the formats are not meant, name that call in a rule of the policy, or pin its module."
+    if len(found.unaligned) > len(found.rows):
+        return "What to do: most calls have no partner; pair their modules by hand, --mapping FILE."
     return ""

@@ -62,7 +62,7 @@ def compare_runs(
     found = RunDifferences(*names, environment=_environments(*(side.runs[0].environment for side in sides)))
     found.rows = [judging.row(pair) for pair in pairs]
     found.unaligned = _unaligned(sides, pairs, left_out)
-    found.gradients = _gradients(judging.values, pairs)
+    found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
     found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0])
     found.notes = [*_notes(sides, found), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
@@ -176,7 +176,13 @@ def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallI
     return found
 
 
-def _gradients(values: Values, pairs: list[Aligned]) -> list[GradientRow]:
+def _band_of_gradients(rows: list[RunRow]) -> float:
+    """They are made of all calls, one after the other."""
+    differences = [row.difference for row in rows if not math.isnan(row.difference)]
+    return GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+
+
+def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
     """Of parameters with one name, or of modules that are pairs."""
     a, b = (side.runs[0].parameters for side in values.sides)
     modules = {x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b)) for pair in pairs for x in pair.a}
@@ -188,7 +194,7 @@ def _gradients(values: Values, pairs: list[Aligned]) -> list[GradientRow]:
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
     found = [(row, values.gradients(*row)) for row in rows]
-    return [GradientRow(*row, distance.relative, distance.by) for row, distance in found if distance.is_known]
+    return [GradientRow(*row, distance.relative, distance.by, band) for row, distance in found if distance.is_known]
 
 
 def _tokens(a: Run, b: Run) -> TokenDifference | None:

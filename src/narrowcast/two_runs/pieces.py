@@ -21,6 +21,10 @@ smallest and largest value; not at all.
 """
 
 
+NINE_DIGITS = 1e-8
+"""A run in a file has its statistics with nine digits; one in memory has all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One tensor, or several as one. sequences, tokens: how many rows there are, by the two numbers that name one.
@@ -185,4 +189,4 @@ def _of_statistics(a: Piece, b: Piece) -> float:
     apart = max(abs(a.low - b.low), abs(a.high - b.high)) / largest
     if a.is_whole and b.is_whole:
         apart = max(apart, max(abs(a.mean - b.mean), abs(a.rms - b.rms)) / max(a.rms, b.rms))
-    return apart
+    return apart if apart > NINE_DIGITS else 0.0
