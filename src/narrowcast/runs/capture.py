@@ -88,10 +88,7 @@ def capture(
     if model is None:
         given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
                  "device_type": device_type, "backward": backward or None, "tokens": tokens}  # fmt: skip
-        wrong = [name for name, value in given.items() if value is not None]
-        if wrong:
-            raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
-                           advice="Give a model, or open the region inside the block.")  # fmt: skip
+        _refuse_without_model(given)
         return Capturing(table)
     trial = Trial.of("capture", model, args, kwargs, backward)
     opened = observed_region("capture", trial, policy, dtype, device_type, region)
@@ -106,6 +103,13 @@ def capture(
     made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
     made.note_folder()
     return made.run
+
+
+def _refuse_without_model(given: dict[str, Any]) -> None:
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
+                       advice="Give a model, or open the region inside the block.")  # fmt: skip
 
 
 NOTHING = Policy("fp32", extends=())
