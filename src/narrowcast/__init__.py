@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from narrowcast.explaining.explain import explain
     from narrowcast.report import Explanation
     from narrowcast.report.fit import fit
+    from narrowcast.report.mapping import RunMapping
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.compare import compare
@@ -30,12 +31,19 @@ if TYPE_CHECKING:
     from narrowcast.runs.rounding import round_to
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
+    from narrowcast.two_runs.compare import compare_runs
 
 __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
-_REPORTS = {"report": ("Explanation",), "report.fit": ("fit",), "report.run": ("Run",)}
+_PURE_HALF = {
+    "report": ("Explanation",),
+    "report.fit": ("fit",),
+    "report.mapping": ("RunMapping",),
+    "report.run": ("Run",),
+    "two_runs.compare": ("compare_runs",),
+}
 _TORCH_HALF = {
     "api.compile": ("compile",),
     "api.export": ("export",),
@@ -66,6 +74,7 @@ __all__ = [
     "Region",
     "Rule",
     "Run",
+    "RunMapping",
     "Site",
     "Subject",
     "__version__",
@@ -74,6 +83,7 @@ __all__ = [
     "capture",
     "carry",
     "compare",
+    "compare_runs",
     "compile",
     "convert",
     "custom_bwd",
@@ -103,7 +113,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    room = next((room for room, names in (_REPORTS | _TORCH_HALF).items() if name in names), None)
+    room = next((room for room, names in (_PURE_HALF | _TORCH_HALF).items() if name in names), None)
     if room is None:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
     module = f"narrowcast.{room}"

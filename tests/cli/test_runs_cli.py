@@ -90,6 +90,28 @@ def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
     assert "overflow fp16" in cli("fit", tmp_path / "run.json.gz")[1]
 
 
+def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli, target, tmp_path):
+    for name, arguments in (("a", ()), ("b", ("--dtype", "bf16")), ("c", ())):
+        which = f"{target}:wide" if name == "c" else target
+        cli("capture", which, "-o", tmp_path / name, *arguments)
+    a, b, c = (tmp_path / f"{name}.json.gz" for name in "abc")
+    pairs = tmp_path / "pairs.txt"
+    code, out, err = cli("compare", a, b, "--mapping", pairs, "--json", tmp_path / "d.json")
+    assert (code, err) == (0, "") and out.startswith("a.json.gz against b.json.gz: 2 pairs of calls\nFORMATS DIFFER")
+    assert "0 = 0\n" in pairs.read_text() and out.splitlines()[-1] == f"wrote {pairs}: mend it, and give it again"
+    assert cli("report", tmp_path / "d.json")[1].splitlines() == out.splitlines()[:-1]
+    assert "read" in cli("compare", a, b, "--mapping", pairs)[1].splitlines()[-1]
+    code, out, _ = cli("compare", a, c)
+    assert code == 1 and "VALUES DIFFER" in out and "give both runs the same weight there" in out
+    assert cli("compare", a, c, "--all")[1].count("  a: ") == 2
+    pairs.write_text("0 = nowhere\n")
+    code, _, err = cli("compare", a, b, "--mapping", pairs)
+    assert code == 2 and f"{pairs}:1" in err and "run b has no calls in nowhere" in err
+    (tmp_path / "cut.json.gz").write_bytes(a.read_bytes()[:-40])
+    code, _, err = cli("compare", a, tmp_path / "cut.json.gz")
+    assert code == 2 and "cut.json.gz" in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,6 +120,9 @@ def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):
         (("capture", "TARGET", "-o", "/nowhere/run"), "folder does not exist"),
         (("compare", "TARGET", "--reference", "fp8"), "no such reference"),
         (("fit", "missing.json.gz"), "missing.json.gz"),
+        (("compare", "missing.json.gz"), "Give two"),
+        (("compare", "missing.json.gz", "other.json.gz"), "missing.json.gz"),
+        (("compare", "TARGET", "--mapping", "pairs.txt"), "Give two"),
     ],
 )
 def test_bad_input_is_said_without_a_traceback(cli, target, arguments, said):

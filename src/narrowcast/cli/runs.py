@@ -17,11 +17,14 @@ from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differ
 from narrowcast.report.fit import fit
 from narrowcast.report.repair import Repair, repair_text
 from narrowcast.report.run import Run, run_text
+from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER, RunDifferences, run_differences_text
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
 from narrowcast.runs.watch import watch
+from narrowcast.two_runs.compare import compare_runs
 
+_SAVED = (".gz", ".json")
 Target = Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")]
 PolicyOption = Annotated[str | None, typer.Option(help="native, safe, ipex, native:DEVICE, or a policy file.")]
 DtypeOption = Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")]
@@ -57,7 +60,9 @@ def capture_command(
 
 
 def compare_command(
-    target: Target,
+    target: Annotated[str, typer.Argument(help="As for capture; or RUN_A, a saved run.")],
+    run_b: Annotated[list[Path] | None, typer.Argument(help="RUN_B, compared with it; several: of its ranks.")] = None,
+    mapping: Annotated[Path | None, typer.Option(help="Of two runs: read if there is one, else written.")] = None,
     policy: PolicyOption = None,
     dtype: DtypeOption = None,
     device_type: DeviceOption = None,
@@ -68,8 +73,17 @@ def compare_command(
     every_call: AllOption = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault."""
+    """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault.
+
+    Or say where two saved runs differ, RUN_A and RUN_B: nothing runs again; 1 if values do beyond round-off, or if
+    none could be compared.
+    """
     check_folder("--json", json_file)
+    if run_b:
+        _compare_saved(target, run_b, mapping, every_call, json_file)
+        return
+    if mapping is not None or target.endswith(_SAVED):
+        raise TargetError(f"compare {target}", "one saved run", advice="Give two: narrowcast compare RUN_A RUN_B.")
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         found = compare(
@@ -79,6 +93,19 @@ def compare_command(
     found.subject = subject.name
     show(found, differences_text(found, every_call), json_file)
     if found.verdict in (FAULT, NOT_FINITE):
+        raise typer.Exit(1)
+
+
+def _compare_saved(a: str, b: list[Path], mapping: Path | None, every_call: bool, json_file: Path | None) -> None:
+    is_there = mapping is not None and mapping.exists()
+    check_folder("--mapping", mapping)
+    found = compare_runs(a, b, mapping=mapping if is_there else None)
+    if mapping is not None and not is_there:
+        found.mapping.save(mapping)
+    show(found, run_differences_text(found, every_call), json_file)
+    if mapping is not None and str(json_file) != "-":
+        typer.echo(f"{'read' if is_there else 'wrote'} {mapping}: mend it, and give it again")
+    if found.verdict in (VALUES_DIFFER, NOT_COMPARED):
         raise typer.Exit(1)
 
 
@@ -129,7 +156,7 @@ def fit_command(
     """Would it fit? What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
     check_folder("--json", json_file)
     check_folder("--output", output)
-    if target.endswith((".gz", ".json")):
+    if target.endswith(_SAVED):
         run = Run.load(target)
     else:
         with torch.set_grad_enabled(backward):
@@ -154,6 +181,8 @@ def report_command(
         typer.echo(differences_text(found, every_call))
     elif isinstance(found, Repair):
         typer.echo(repair_text(found, every_call))
+    elif isinstance(found, RunDifferences):
+        typer.echo(run_differences_text(found, every_call))
     else:
         typer.echo(str(found))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
+from narrowcast.report.lines import WIDTH, cut, number_text, without_specials, wrapped
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -234,21 +233,12 @@ class Differences:
         save_result(Path(path), "a comparison", self.to_json(indent=1) + "\n")
 
 
-def without_specials(value: Any) -> Any:
-    """NaN and infinities are no JSON: they become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(k): without_specials(v) for k, v in value.items()}
-    return [without_specials(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 SHOWN, SHOWN_WITH_GRADIENTS = 5, 3
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
-WIDTH, SCREEN = 80, 25
+SCREEN = 25
 
 
 def differences_text(found: Differences, every_row: bool = False) -> str:
@@ -264,7 +254,7 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
     if found.by == "module" and not every_row:
         table = [["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]]
         table += [
-            [f"{_cut(m.module_path or '(root)', 40):40} {m.calls:5} {number_text(m.own):>8} {number_text(m.total):>8}"]
+            [f"{cut(m.module_path or '(root)', 40):40} {m.calls:5} {number_text(m.own):>8} {number_text(m.total):>8}"]
             for m in found.modules()[: 2 * SHOWN]
         ]
     elif shown:
@@ -293,11 +283,6 @@ def _fit_into(lines: int, table: list[list[str]], notes: list[list[str]]) -> Non
 
 def _under(found: Differences) -> str:
     return f"{found.policy} in {found.low}" if found.policy else "with its own casts"
-
-
-def wrapped(line: str, indent: str = "  ") -> list[str]:
-    """The line at the width of first screens."""
-    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _verdict(found: Differences) -> list[str]:
@@ -330,7 +315,7 @@ def _row(row: CallError) -> list[str]:
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
-    place = _cut(f"{file}:{row.line}", WIDTH - len(figures_first))
+    place = cut(f"{file}:{row.line}", WIDTH - len(figures_first))
     lines = [figures_first + place, *wrapped(f"    {row.id}", f"{'':6}")]
     return [*lines, *wrapped(why, "    ")] if why else lines
 
@@ -377,14 +362,5 @@ def _spread(found: Differences, worst: CallError) -> str:
     )
 
 
-def number_text(value: float) -> str:
-    """Two digits, as first screens have them."""
-    return "0" if value == 0 else f"{value:.1e}"
-
-
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[3 - width :]

@@ -16,9 +16,9 @@ from narrowcast.report.differences import (
     NotFinite,
     OutputError,
     site_text,
-    without_specials,
 )
 from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row, placement_data
+from narrowcast.report.lines import without_specials
 
 SCHEMA = "narrowcast.explanation/1"
 

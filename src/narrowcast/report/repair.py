@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowcast.output.files import replace_text
 from narrowcast.policy import Action, Policy, Rule, parse_action
-from narrowcast.report.differences import WIDTH, number_text, without_specials, wrapped
+from narrowcast.report.lines import WIDTH, number_text, without_specials, wrapped
 
 SCHEMA = "narrowcast.repair/1"
 

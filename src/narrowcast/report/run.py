@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
+from narrowcast.report.sketch import sketch_rows
 
 SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
@@ -53,7 +54,7 @@ class TensorFacts:
     over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
     elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
     looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
-    sample was taken. checksum, file: on request.
+    sample was taken. checksum, file: on request. sketch: of some rows (report/sketch.py).
     """
 
     format: str
@@ -74,6 +75,7 @@ class TensorFacts:
     looked_at: int = 0
     checksum: str = ""
     file: str = ""
+    sketch: str = ""
 
     @property
     def is_finite(self) -> bool:
@@ -119,7 +121,8 @@ class Run:
 
     calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name
     and the numbers of the tensors that are its value, its gradient and its optimizer's moments. environment: versions,
-    device, flags, seeds, policy. notes: what a reader has to know besides.
+    device, flags, seeds, policy. notes: what a reader has to know besides. tokens, log_probabilities: of a language
+    model, in order; one number each (`keep_tokens`).
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -127,6 +130,22 @@ class Run:
     tensors: list[TensorFacts] = field(default_factory=list)
     parameters: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+
+    def keep_tokens(self, tokens: Any, log_probabilities: Any) -> None:
+        """Add tokens and the log-probability that the model gave each: a generation loop tells of one after the other.
+
+        Both: numbers, sequences of any depth, or tensors and arrays (what has `tolist`), of equal size. RunError else.
+        """
+        ids, values = list(_flat(tokens)), [float(value) for value in _flat(log_probabilities)]
+        if len(ids) != len(values):
+            raise RunError(
+                "run.keep_tokens", f"{len(ids)} tokens with {len(values)} log-probabilities",
+                advice="Give one log-probability for each token: that of the token, not of the whole vocabulary.",
+            )  # fmt: skip
+        self.tokens += [int(token) for token in ids]
+        self.log_probabilities += values
 
     def call(self, identity: CallId | str) -> CallRecord:
         """The call of that identity. RunError if there is none."""
@@ -166,6 +185,8 @@ class Run:
             "call_columns": [f.name for f in fields(CallRecord)],
             "calls": [_call_row(c) for c in self.calls],
             "parameters": self.parameters,
+            "tokens": self.tokens,
+            "log_probabilities": [_short(value) for value in self.log_probabilities],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -175,7 +196,7 @@ class Run:
         where = (Origin(file),)
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError("a saved run", f"not JSON: {error}", where, "Capture it anew.") from None
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         if found != SCHEMA:
@@ -183,10 +204,14 @@ class Run:
         try:
             tensors = [_tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
             calls = [_call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
-            for call in calls:
-                _ = [tensors[number] for _, number in (*call.inputs, *call.outputs)]
             parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
-            return Run(dict(data["environment"]), calls, tensors, parameters, [str(note) for note in data["notes"]])
+            named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
+            named += [number for row in parameters.values() for number in row.values()]
+            if named and not 0 <= min(named) <= max(named) < len(tensors):
+                raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
+            run = Run(dict(data["environment"]), calls, tensors, parameters, [str(note) for note in data["notes"]])
+            run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
+            return run
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise RunError(
                 "a saved run", f"a record is broken: {type(error).__name__}: {error}", where, "Capture it anew."
@@ -216,6 +241,15 @@ class Run:
         return Run.from_json(text, str(path))
 
 
+def _flat(values: Any) -> Iterator[Any]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
 def _tensor_row(tensor: TensorFacts) -> list[Any]:
     row = asdict(tensor)
     for name in ("exponents", "below"):
@@ -239,6 +273,7 @@ def _tensor_of(row: dict[str, Any]) -> TensorFacts:
     known["shape"] = tuple(int(size) for size in known["shape"])
     for name in ("low", "high", "mean", "rms"):
         known[name] = float(known[name])
+    sketch_rows(known.get("sketch", ""), known["shape"])
     return TensorFacts(**known)
 
 

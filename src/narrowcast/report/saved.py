@@ -13,20 +13,24 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger import Ledger
 from narrowcast.ledger.identity import CallId
-from narrowcast.report import differences, findings, fit, repair, run
+from narrowcast.report import differences, findings, fit, repair, run, run_differences
+from narrowcast.report.mapping import RunMapping
 from narrowcast.report.run import Histogram, TensorFacts
 
-Saved = run.Run | differences.Differences | findings.Watching | fit.Fit | repair.Repair | Ledger
+Comparison = differences.Differences | run_differences.RunDifferences
+Saved = run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | Ledger
 
 
 def load_saved(path: str | Path) -> Saved:
-    """What a command or `save` wrote: a run, a comparison, a watch, a fit, a repair, a ledger. RunError for others."""
+    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, a ledger. RunError
+    for other files.
+    """
     where = (Origin(str(path)),)
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
         data = json.loads(text)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise RunError(
             f"a saved result, {path}", f"{type(error).__name__}: {error}", where,
             "Give a file that narrowcast capture, compare, watch, fit or repair wrote.",
@@ -103,7 +107,29 @@ def _fit(data: dict[str, Any]) -> fit.Fit:
     return fit.Fit(rows, places, float(data["tolerance"]), list(data["notes"]))
 
 
+def _run_differences(data: dict[str, Any]) -> run_differences.RunDifferences:
+    def ids(names: list[str]) -> tuple[CallId, ...]:
+        return tuple(CallId.parse(name) for name in names)
+
+    rows = [
+        _of(run_differences.RunRow, row, a=ids(row["a"]), b=ids(row["b"]),
+            given=tuple((str(n), str(x), str(y)) for n, x, y in row["given"]))
+        for row in data["rows"]
+    ]  # fmt: skip
+    tokens = data["tokens"] and _of(run_differences.TokenDifference, data["tokens"])
+    gradients = [
+        _of(run_differences.GradientRow, row, a=tuple(row["a"]), b=tuple(row["b"])) for row in data["gradients"]
+    ]
+    unaligned = [_of(run_differences.Unaligned, row, id=CallId.parse(row["id"])) for row in data["unaligned"]]
+    environment = [(str(n), str(x), str(y)) for n, x, y in data["environment"]]
+    return run_differences.RunDifferences(
+        data["a"], data["b"], environment, rows, unaligned, gradients, tokens, list(data["notes"]),
+        RunMapping.parse(data["mapping"]),
+    )  # fmt: skip
+
+
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     differences.SCHEMA: _differences, findings.SCHEMA: _watching, fit.SCHEMA: _fit,
     repair.SCHEMA: repair.repair_of,
+    run_differences.SCHEMA: _run_differences,
 }  # fmt: skip

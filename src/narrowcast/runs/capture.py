@@ -20,6 +20,7 @@ from narrowcast.runs.environment import environment
 from narrowcast.runs.observer import Observer, SeenCall, quietly
 from narrowcast.runs.statistics import Statistics, folder_for
 from narrowcast.runs.subject import Subject
+from narrowcast.runs.token_probabilities import log_probabilities_of
 from narrowcast.runs.trial import Loss, Trial, parameters_of
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
@@ -38,7 +39,7 @@ def capture(
     model: Callable[..., Any] | Subject, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
     policy: AnyPolicy = ..., dtype: AnyDtype = ..., device_type: str | None = ..., region: autocast | None = ...,
     backward: bool | Loss = ..., statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
-    tensor_limit_bytes: int = ...,
+    tensor_limit_bytes: int = ..., tokens: torch.Tensor | None = ...,
 ) -> Run: ...  # fmt: skip
 def capture(
     model: Callable[..., Any] | Subject | None = None,
@@ -54,6 +55,7 @@ def capture(
     checksums: bool = False,
     tensors: str | Path | None = None,
     tensor_limit_bytes: int = 1 << 30,
+    tokens: torch.Tensor | None = None,
 ) -> Run | Capturing:
     """Capture what `model(*args, **kwargs)` computes; or, without a model, what runs in `with capture() as run:`.
 
@@ -71,6 +73,8 @@ def capture(
     statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
     checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
             tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
+    tokens: ids [..., T] of a language model whose logits are [..., T, V]: the run keeps the log-probability of each
+            given those before it, for `compare_runs`. In a block, or where an engine samples: `run.keep_tokens`.
 
     Nothing waits for an accelerator before the block ends, unless checksums or tensors are asked for. Raises RunError.
     """
@@ -82,24 +86,24 @@ def capture(
     table = Statistics(statistics == "whole", checksums, folder, tensor_limit_bytes)
     if model is None:
         given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
-                 "device_type": device_type, "backward": backward or None}  # fmt: skip
-        wrong = [name for name, value in given.items() if value is not None]
-        if wrong:
-            raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
-                           advice="Give a model, or open the region inside the block.")  # fmt: skip
+                 "device_type": device_type, "backward": backward or None, "tokens": tokens}  # fmt: skip
+        _refuse_without_model(given)
         return Capturing(table)
     trial = Trial.of("capture", model, args, kwargs, backward)
     opened = observed_region("capture", trial, policy, dtype, device_type, region)
     weights = Weights(parameters_of(trial.model))
     made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING)
     try:
-        trial.run(opened, made)
+        outcome = trial.run(opened, made)
     finally:
         with quietly():
             changed = weights.put_back()
         made.run.notes += [f"{note_of_changed(changed)}: they are put back."] if changed else []
+    if tokens is not None:
+        made.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
     policy_asked = None if opened.policy is NOTHING else opened.policy
     made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
+    made.note_folder()
     return made.run
 
 
@@ -107,6 +111,13 @@ def note_of_changed(names: list[str]) -> str:
     """`The model changes its own weights while it runs (linear.weight)`."""
     shown = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
     return f"The model changes its own weights while it runs ({shown})"
+
+
+def _refuse_without_model(given: dict[str, Any]) -> None:
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
+                       advice="Give a model, or open the region inside the block.")  # fmt: skip
 
 
 NOTHING = Policy("fp32", extends=())
@@ -157,10 +168,16 @@ class Capturing:
             self._note_parameters(self._observer)
             self.run.tensors = self._table.table()
         self.run.environment = environment(self._observer.device_type or "cpu")
+        self.note_folder()
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
             self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def note_folder(self) -> None:
+        """Where the tensors themselves are, if they were asked for."""
+        if self._table.folder is not None:
+            self.run.environment["tensors"] = str(self._table.folder.resolve())
 
     def _stepped(self, optimizer: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer

@@ -13,8 +13,8 @@ import torch
 from narrowcast.eager import autocast
 from narrowcast.errors import NarrowcastError, RefusedError
 from narrowcast.output.progress import Step
-from narrowcast.report.differences import number_text
 from narrowcast.report.findings import TREND, Finding
+from narrowcast.report.lines import number_text
 from narrowcast.report.repair import ERROR, METRIC, NOT_FINITE, RAISED, counted
 from narrowcast.runs.isolation import restored
 from narrowcast.runs.looking import Looking

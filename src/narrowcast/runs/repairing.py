@@ -12,7 +12,7 @@ from narrowcast.ops import ATTENTION, CONV, GEMM, named, op_kind
 from narrowcast.policy import Policy, Rule
 from narrowcast.repairs.rules import folded, with_repairs
 from narrowcast.repairs.search import Dropping, choose, may_run
-from narrowcast.report.differences import number_text
+from narrowcast.report.lines import number_text
 from narrowcast.report.repair import (
     BEYOND,
     CLEAN,

@@ -1,0 +1,238 @@
+"""`nc.compare_runs`: two runs that need not be alike, call by call: formats, values, who makes a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import RunError
+from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.report.mapping import RunMapping, generalised
+from narrowcast.report.run import Run
+from narrowcast.report.run_differences import (
+    DIFFERS,
+    EQUAL,
+    INHERITED,
+    NOT_COMPARED,
+    ROUND_OFF,
+    GradientRow,
+    RunDifferences,
+    RunRow,
+    TokenDifference,
+    Unaligned,
+)
+from narrowcast.two_runs.aligned_values import BAND, Compared, Values
+from narrowcast.two_runs.alignment import Aligned, align, mapping_of
+from narrowcast.two_runs.kept_tensors import KeptTensors
+from narrowcast.two_runs.sides import Bundle, Side
+
+GAIN = 16.0
+"""How many times larger a relative difference may come out of a sound call than it went in: what exceeds that, beside
+the call's own rounding, it made itself.
+"""
+APPEARS = 4.0
+"""Inputs that differ by so many times more than anything before got that from what was not compared."""
+_BAND_OF_LOW = 1e-3
+Runs = Run | str | Path | Sequence[Run | str | Path]
+
+
+def compare_runs(
+    a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
+) -> RunDifferences:
+    """Compare two runs that need not be alike: eager and compiled, two policies, versions or devices, a trainer and
+    its inference engine.
+
+    a, b: runs that `nc.capture` made, or the files of such; a sequence of them is one run of as many ranks, whose
+    batch is divided among them. mapping: pairs of modules or calls by hand (RunMapping, or its file). names: of the
+    runs, in what is printed, if not those of the files.
+
+    Calls are paired by module path, by weights, by order and op, by values; several with one where a projection is
+    fused, and one with several where a cache divides a sequence (turns of a module). Each pair is compared as well as
+    what both runs kept allows: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not
+    needed. Raises RunError for what is no run, and for a mapping that names what is not there.
+    """
+    names = names or (_name_of(a, "a"), _name_of(b, "b"))
+    sides = Side(_runs_of(a, names[0])), Side(_runs_of(b, names[1]))
+    asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
+    pairs, left_out = align(sides[0], sides[1], asked)
+    kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
+    judging = _Judging(Values(sides[0], sides[1], kept))
+    found = RunDifferences(*names, environment=_environments(*(side.runs[0].environment for side in sides)))
+    found.rows = [judging.row(pair) for pair in pairs]
+    found.unaligned = _unaligned(sides, pairs, left_out)
+    found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
+    found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0])
+    found.notes = [*_notes(sides, found), *kept.notes]
+    comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
+    found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
+    return found
+
+
+def _name_of(given: Runs, otherwise: str) -> str:
+    several = [given] if isinstance(given, Run | str | Path) else given
+    return " + ".join(Path(one).name for one in several if not isinstance(one, Run)) or otherwise
+
+
+def _runs_of(given: Runs, name: str) -> list[Run]:
+    several = [given] if isinstance(given, Run | str | Path) else list(given)
+    runs = [one if isinstance(one, Run) else Run.load(one) for one in several]
+    if not runs or not any(run.calls for run in runs):
+        raise RunError(f"compare_runs: {name}", "a run without calls", advice="Capture the model while it runs.")
+    return runs
+
+
+class _Judging:
+    """Rows, one after the other: what earlier ones differed by stands for inputs that cannot be compared."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self._largest = 0.0
+
+    def row(self, pair: Aligned) -> RunRow:
+        """The row of a pair."""
+        gave = self.values.results(pair)
+        inputs = self.values.inputs(pair)
+        given = self.values.given(pair)
+        band = self.values.band(pair)
+        came = self._largest if math.isnan(inputs) else inputs
+        (format_a, format_b), (place_a, place_b) = (
+            [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
+        )
+        if format_a == format_b and 0.0 in (came, self._largest) and band > _BAND_OF_LOW:
+            band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
+        verdict, why = self._verdict(gave, band, came, math.isnan(inputs), bool(given))
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, came)
+        return RunRow(
+            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, inputs,
+            band, gave.by, gave.is_part, given, why,
+        )  # fmt: skip
+
+    def _verdict(self, gave: Compared, band: float, came: float, is_unknown: bool, is_given: bool) -> tuple[str, str]:
+        if not gave.is_known:
+            return NOT_COMPARED, "what both runs kept of it cannot be compared"
+        if gave.relative == 0:
+            return EQUAL, ""
+        if is_given and gave.relative > came:
+            return DIFFERS, "it was given something else"
+        if came > max(band, APPEARS * self._largest) and not is_unknown:
+            return DIFFERS, "its inputs differ already: look before it, at casts and calls without a partner"
+        if gave.relative <= band:
+            return ROUND_OFF, ""
+        if gave.relative > band + GAIN * gave.gain * came:
+            return DIFFERS, "its inputs do not explain that"
+        return INHERITED, ""
+
+
+def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
+    return tuple(bundle.id for bundle in bundles)
+
+
+def _formats(bundles: Sequence[Bundle]) -> str:
+    return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.came for bundle in bundles))
+
+
+def _place(bundles: Sequence[Bundle]) -> str:
+    return f"{bundles[0].call.file}:{bundles[0].call.line}"
+
+
+def _environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What differs, by name; versions first."""
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
+    return [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
+
+
+_FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
+
+
+def _rank(name: str) -> int:
+    """What is told first: that of which one expects most."""
+    return next((n for n, start in enumerate(_FIRST) if name == start or (start[-1] == "." and name.startswith(start))),
+                len(_FIRST))  # fmt: skip
+
+
+def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        found += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
+    return found
+
+
+def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallId, str]) -> list[Unaligned]:
+    found = []
+    has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
+    for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
+        paired = {bundle for pair in pairs for bundle in (pair.a, pair.b)[n]}
+        after = ""
+        for bundle in side.bundles:
+            if bundle in paired:
+                after = str(bundle.id)
+                continue
+            why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
+            why = f"left out by {left_out[bundle.id]}" if bundle.id in left_out else why
+            found.append(Unaligned(name, bundle.id, _place([bundle]), after, why))
+    return found
+
+
+def _band_of_gradients(rows: list[RunRow]) -> float:
+    """They are made of all calls, one after the other."""
+    differences = [row.difference for row in rows if not math.isnan(row.difference)]
+    return GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+
+
+def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
+    """Of parameters with one name, or of modules that are pairs."""
+    a, b = (side.runs[0].parameters for side in values.sides)
+    modules = {x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b)) for pair in pairs for x in pair.a}
+    rows: dict[tuple[tuple[str, ...], tuple[str, ...]], None] = {}
+    for name in a:
+        path, _, leaf = name.rpartition(".")
+        paths = ((path,), (path,)) if name in b else modules.get(path, ((), ()))
+        names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
+        if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
+            rows[names[0], names[1]] = None
+    found = [(row, values.gradients(*row)) for row in rows]
+    return [GradientRow(*row, distance.relative, distance.by, band) for row, distance in found if distance.is_known]
+
+
+def _tokens(a: Run, b: Run) -> TokenDifference | None:
+    pairs = list(zip(a.tokens, b.tokens, strict=False))
+    if not pairs:
+        return None
+    first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
+    count = len(pairs) if first_other < 0 else first_other
+    apart = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
+    apart = [math.inf if math.isnan(value) else value for value in apart]
+    if not apart:
+        return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
+    sizes = sorted(map(abs, apart))
+    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
+    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
+    at = max(range(count), key=lambda n: abs(apart[n]))
+    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other)
+
+
+def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
+    notes = []
+    a, b = sides
+    if a.casts or b.casts:
+        notes.append(f"casts are not paired: a has {a.casts}, b has {b.casts}")
+    kept = [len(side.runs[0].tokens) for side in sides]
+    if kept[0] != kept[1]:
+        notes.append(f"a kept {kept[0]} log-probabilities, b {kept[1]}: compared as far as both go")
+    lengths = [max(len(x.turns) for x in side.bundles) for side in sides]
+    if lengths[0] != lengths[1]:
+        notes.append(f"a calls its modules up to {lengths[0]} times, b up to {lengths[1]} times")
+    parts = sum(row.is_part for row in found.rows)
+    if parts:
+        notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")
+    if len(a.runs) != len(b.runs):
+        notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")
+    missing = sum(row.verdict == NOT_COMPARED for row in found.rows)
+    if missing:
+        notes.append(f"{missing} pairs give what cannot be compared (other shapes, or no floats)")
+    if not any(tensor.sketch for side in sides for run in side.runs for tensor in run.tensors):
+        notes.append("neither run has sketches (older files have none): ranges are compared")
+    return notes

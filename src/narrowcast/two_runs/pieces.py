@@ -1,0 +1,192 @@
+"""Tensors of two runs compared that are not shaped alike: parts that lie side by side, one after the other, on ranks.
+
+A piece is a tensor, or several that are one in the other run. Its rows (what lies along the last dimension) are named
+by two numbers, the position in all leading dimensions but the last of them, and the position in that: sequence and
+token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from narrowcast.report.run import TensorFacts
+from narrowcast.report.sketch import SUMS, Row, rows_and_columns, side_by_side, sketch_distance, sketch_rows
+from narrowcast.report.sketch import sketched_step as step_of
+
+TENSORS, SKETCHES, STATISTICS, RANGES, NOTHING = "tensors", "sketches", "statistics", "ranges", ""
+"""How two pieces were compared: whole; by sketches of some rows; by range, mean and rms of all elements; by their
+smallest and largest value; not at all.
+"""
+
+
+NINE_DIGITS = 1e-8
+"""A run in a file has its statistics with nine digits; one in memory has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor, or several as one. sequences, tokens: how many rows there are, by the two numbers that name one.
+
+    rows: the sketches of those that were looked at. is_seen: values were looked at (of integers they are not).
+    is_whole: mean and rms are of all elements. is_finite: without NaN and infinities. facts: of one tensor.
+    """
+
+    format: str
+    sequences: int
+    tokens: int
+    columns: int
+    low: float
+    high: float
+    mean: float
+    rms: float
+    is_seen: bool
+    is_whole: bool
+    is_finite: bool
+    rows: Mapping[tuple[int, int], Row] = field(default_factory=dict)
+    facts: TensorFacts | None = None
+    dimensions: int = 2
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return self.sequences * self.tokens * self.columns
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+def piece_of(facts: TensorFacts) -> Piece:
+    """The piece that is one tensor."""
+    rows, columns = rows_and_columns(facts.shape)
+    tokens = facts.shape[-2] if len(facts.shape) > 1 else 1
+    sketches = {divmod(number, tokens): row for number, row in sketch_rows(facts.sketch, facts.shape).items()}
+    return Piece(
+        facts.format, rows // tokens if tokens else 0, tokens, columns, facts.low, facts.high, facts.mean, facts.rms,
+        facts.looked_at > 0, facts.looked_at == facts.elements, facts.is_finite, sketches, facts, len(facts.shape),
+    )  # fmt: skip
+
+
+def beside(pieces: Sequence[Piece]) -> Piece | None:
+    """Side by side, as a fused projection gives them; None where the rows are not the same ones."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if any((p.sequences, p.tokens) != (first.sequences, first.tokens) for p in pieces):
+        return None
+    columns = sum(p.columns for p in pieces)
+    adds_up = all(p.columns % SUMS == 0 for p in pieces[:-1]) and step_of(columns) == 1
+    known = set(first.rows).intersection(*(p.rows for p in pieces)) if adds_up else ()
+    rows = {key: side_by_side([p.rows[key] for p in pieces]) for key in sorted(known)}
+    return _joined(pieces, first.sequences, first.tokens, columns, rows)
+
+
+def in_turn(pieces: Sequence[Piece]) -> Piece | None:
+    """One after the other along the tokens, as a cache makes a model be called; None where widths differ."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if any((p.sequences, p.columns) != (first.sequences, first.columns) for p in pieces):
+        return None
+    rows: dict[tuple[int, int], Row] = {}
+    before = 0
+    for piece in pieces:
+        rows.update({(sequence, before + token): row for (sequence, token), row in piece.rows.items()})
+        before += piece.tokens
+    return _joined(pieces, first.sequences, before, first.columns, rows)
+
+
+def over_ranks(pieces: Sequence[Piece]) -> Piece | None:
+    """Parts of one batch, along the first dimension; None where they cannot be."""
+    first = pieces[0]
+    if len(pieces) == 1 or first.dimensions < 3:
+        return in_turn(pieces)
+    if any((p.tokens, p.columns) != (first.tokens, first.columns) for p in pieces):
+        return None
+    rows: dict[tuple[int, int], Row] = {}
+    before = 0
+    for piece in pieces:
+        rows.update({(before + sequence, token): row for (sequence, token), row in piece.rows.items()})
+        before += piece.sequences
+    return _joined(pieces, before, first.tokens, first.columns, rows)
+
+
+def _joined(
+    pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, rows: Mapping[tuple[int, int], Row]
+) -> Piece:
+    elements = sum(p.elements for p in pieces) or 1
+    mean = sum(p.mean * p.elements for p in pieces) / elements
+    rms = math.sqrt(sum(p.rms**2 * p.elements for p in pieces) / elements)
+    return Piece(
+        pieces[0].format, sequences, tokens, columns, min(p.low for p in pieces), max(p.high for p in pieces), mean,
+        rms, all(p.is_seen for p in pieces), all(p.is_whole for p in pieces), all(p.is_finite for p in pieces), rows,
+        dimensions=pieces[0].dimensions,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far apart two pieces are, relatively (L2; of ranges, to the largest magnitude): NaN where that is not known.
+
+    by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
+    other has not.
+    """
+
+    relative: float = math.nan
+    by: str = NOTHING
+    is_part: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything could be compared."""
+        return bool(self.by)
+
+
+Whole = Callable[[TensorFacts, TensorFacts], float | None]
+"""The relative distance of two tensors that the runs kept; None if one of them is not there."""
+
+
+def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Distance:
+    """How far apart two pieces are, from the best that both runs kept."""
+    if a is None or b is None or not (a.is_seen and b.is_seen):
+        return Distance()
+    if whole is not None and a.facts is not None and b.facts is not None and a.facts.shape == b.facts.shape:
+        found = whole(a.facts, b.facts)
+        if found is not None:
+            return Distance(found, TENSORS)
+    is_part = a.elements != b.elements
+    if a.is_finite != b.is_finite:
+        return Distance(math.inf, RANGES, is_part)
+    by_rows, count = sketch_distance(*_same_names(a, b))
+    in_all = math.nan if is_part else _of_statistics(a, b)
+    if count:
+        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part)
+    return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
+
+
+def _same_names(a: Piece, b: Piece) -> tuple[Mapping[tuple[int, int], Row], Mapping[tuple[int, int], Row]]:
+    """The rows of both under the same names; none where it is not known which are the same."""
+    if a.columns != b.columns:
+        return {}, {}
+    if a.tokens == b.tokens or a.sequences == b.sequences:
+        return a.rows, b.rows
+    if a.sequences * a.tokens == b.sequences * b.tokens and 1 in (a.sequences, b.sequences):
+        return _flat(a), _flat(b)
+    return {}, {}
+
+
+def _flat(piece: Piece) -> Mapping[tuple[int, int], Row]:
+    return {(0, sequence * piece.tokens + token): row for (sequence, token), row in piece.rows.items()}
+
+
+def _of_statistics(a: Piece, b: Piece) -> float:
+    largest = max(a.largest, b.largest)
+    if not largest:
+        return 0.0
+    apart = max(abs(a.low - b.low), abs(a.high - b.high)) / largest
+    if a.is_whole and b.is_whole:
+        apart = max(apart, max(abs(a.mean - b.mean), abs(a.rms - b.rms)) / max(a.rms, b.rms))
+    return apart if apart > NINE_DIGITS else 0.0

@@ -1,0 +1,137 @@
+"""One side of a comparison of two runs: a run, or those of all ranks, with the turns of each call in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from narrowcast.formats import FORMATS
+from narrowcast.ledger.identity import CallId
+from narrowcast.ops import op_kind
+from narrowcast.report.run import CallRecord, Run
+from narrowcast.two_runs.pieces import Piece, piece_of
+
+WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
+"""Arguments that may be a weight, if they are as flat as one and no call made them."""
+_NAMED = ("weight", "bias", "running_mean", "running_var")
+_READ = ("input", "mat1", "batch1", "query", "self")
+"""What a product or a norm computes on, by the names of different ops; `self` of addmm is the bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A call of one rank's run."""
+
+    rank: int
+    call: CallRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """A call in all turns of its module, and on all ranks. turns: in order; in each the ranks that made the call.
+
+    elements, columns, low, high: of the first result, over all turns and ranks. weight: of the first turn, if there is
+    one; read: the number of the tensor that it computes on, on the first rank.
+    """
+
+    position: int
+    turns: tuple[tuple[Placed, ...], ...]
+    elements: int
+    columns: int
+    low: float
+    high: float
+    weight: Piece | None = None
+    read: int = -1
+    family: str = ""
+
+    @property
+    def call(self) -> CallRecord:
+        """The first of its calls."""
+        return self.turns[0][0].call
+
+    @property
+    def id(self) -> CallId:
+        """The identity of the first of its calls."""
+        return self.call.id
+
+    @property
+    def path(self) -> str:
+        """Its module."""
+        return self.id.module_path
+
+
+def read_by(call: CallRecord) -> int | None:
+    """The number of the tensor that a call computes on."""
+    inputs = dict(call.inputs)
+    return next((inputs[name] for name in _READ if name in inputs), next(iter(inputs.values()), None))
+
+
+@dataclass(slots=True)
+class _Growing:
+    turns: dict[int, list[Placed]] = field(default_factory=dict)
+
+
+class Side:
+    """Runs of one process each; casts are left out, since each call says in which formats it computes."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._made = [{n for call in run.calls for _, n in call.outputs} for run in runs]
+        self.bundles = self._bundled()
+        self.casts = sum(call.is_cast for run in runs for call in run.calls)
+
+    def piece(self, rank: int, number: int) -> Piece:
+        """A tensor of a rank's run."""
+        key = (rank, number)
+        if key not in self._pieces:
+            self._pieces[key] = piece_of(self.runs[rank].tensors[number])
+        return self._pieces[key]
+
+    def is_given(self, placed: Placed, name: str) -> bool:
+        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one."""
+        number = dict(placed.call.inputs).get(name, -1)
+        if number < 0 or number in self._made[placed.rank]:
+            return False
+        dimensions = len(self.runs[placed.rank].tensors[number].shape)
+        return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
+
+    @cached_property
+    def by_path(self) -> dict[str, list[Bundle]]:
+        """The bundles of each module, in order."""
+        found: dict[str, list[Bundle]] = {}
+        for bundle in self.bundles:
+            found.setdefault(bundle.path, []).append(bundle)
+        return found
+
+    def _bundled(self) -> list[Bundle]:
+        growing: dict[tuple[str, str, int, str], _Growing] = {}
+        for rank, run in enumerate(self.runs):
+            for call in run.calls:
+                if not call.is_cast:
+                    key = (call.id.module_path, call.id.op, call.id.number, call.id.direction)
+                    found = growing.setdefault(key, _Growing())
+                    found.turns.setdefault(call.id.turn, []).append(Placed(rank, call))
+        return [self._bundle(n, found) for n, found in enumerate(growing.values())]
+
+    def _bundle(self, position: int, found: _Growing) -> Bundle:
+        turns = tuple(tuple(placed) for _, placed in sorted(found.turns.items()))
+        results = [self.piece(p.rank, p.call.outputs[0][1]) for turn in turns for p in turn if p.call.outputs]
+        first = turns[0][0]
+        weight = next(
+            (name for name, _ in first.call.inputs if name in WEIGHT_NAMES and self.is_given(first, name)), ""
+        )
+        return Bundle(
+            position, turns, sum(r.elements for r in results), results[0].columns if results else 0,
+            min((r.low for r in results), default=0.0), max((r.high for r in results), default=0.0),
+            self._weight(first, weight), -1 if (read := read_by(first.call)) is None else read,
+            op_kind(first.call.id.op).family,
+        )  # fmt: skip
+
+    def _weight(self, placed: Placed, name: str) -> Piece | None:
+        """The weight, if its values tell it from others."""
+        if not name:
+            return None
+        piece = self.piece(placed.rank, dict(placed.call.inputs)[name])
+        return piece if piece.elements >= 16 and piece.low < piece.high and piece.format in FORMATS else None

@@ -1,0 +1,310 @@
+"""Two runs as data: sketches, pieces that are put together, sequences, mappings, files; all without torch."""
+
+import json
+import math
+import random
+import struct
+from dataclasses import replace
+
+import pytest
+
+from narrowcast.errors import RunError
+from narrowcast.ledger.identity import CallId
+from narrowcast.report.mapping import Entry, RunMapping, generalised
+from narrowcast.report.run import CallRecord, Run, TensorFacts
+from narrowcast.report.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
+from narrowcast.report.saved import load_saved
+from narrowcast.report.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
+from narrowcast.two_runs.compare import compare_runs
+from narrowcast.two_runs.pieces import (
+    NOTHING,
+    RANGES,
+    SKETCHES,
+    STATISTICS,
+    beside,
+    distance,
+    in_turn,
+    over_ranks,
+    piece_of,
+)
+from narrowcast.two_runs.sequences import aligned_sequences, in_order_on_both
+
+
+def numbers(rows, columns, seed=0):
+    draw = random.Random(seed)
+    return [[draw.gauss(0, 1) for _ in range(columns)] for _ in range(rows)]
+
+
+def facts(values, shape, format="fp32", **more):
+    """What a run keeps of a tensor, given as rows."""
+    raw = b""
+    for number in sketched_rows(len(values)):
+        row = values[number]
+        sums = [sum(row[n::SUMS]) for n in range(SUMS)]
+        raw += struct.pack(f"<{SUMS + 1}f", *sums, math.hypot(*row))
+    flat = [x for row in values for x in row]
+    made = TensorFacts(
+        format, shape, "cpu", len(flat), min(flat), max(flat), sum(flat) / len(flat),
+        math.hypot(*flat) / math.sqrt(len(flat)), looked_at=len(flat), sketch=sketch_text(raw),
+    )  # fmt: skip
+    return replace(made, **more)
+
+
+def moved(values, by):
+    return [[x * (1 + by) for x in row] for row in values]
+
+
+class TestSketches:
+    """Sums of some rows."""
+
+    def test_the_first_and_the_last_row_are_looked_at(self):
+        assert sketched_rows(3) == (0, 1, 2)
+        many = sketched_rows(1000)
+        assert (many[0], many[-1], len(set(many))) == (0, 999, 16)
+
+    @pytest.mark.parametrize("text", ["AAAA", "not base 64", "\u00e4"])
+    def test_other_text_is_refused(self, text):
+        with pytest.raises(ValueError, match=r".+"):
+            sketch_rows(text, (4, 32))
+
+    @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.1])
+    def test_the_distance_is_estimated(self, size):
+        values, noise = numbers(64, 96), numbers(64, 96, 1)
+        other = [[x + size * e for x, e in zip(*rows, strict=True)] for rows in zip(values, noise, strict=True)]
+        found = distance(piece_of(facts(values, (4, 16, 96))), piece_of(facts(other, (4, 16, 96), looked_at=9)))
+        assert found.by == SKETCHES and found.relative == pytest.approx(size, rel=0.5)
+
+
+class TestPieces:
+    """Tensors that are shaped otherwise in the other run."""
+
+    def test_parts_side_by_side_are_the_fused_tensor(self):
+        q, k = numbers(20, 32), numbers(20, 16, 1)
+        fused = [[*a, *b] for a, b in zip(q, k, strict=True)]
+        parts = beside([piece_of(facts(q, (2, 10, 32))), piece_of(facts(k, (2, 10, 16)))])
+        same = distance(parts, piece_of(facts(fused, (20, 48))))
+        assert same.by == SKETCHES and same.relative < 1e-6
+        other = distance(parts, piece_of(facts(moved(fused, 0.01), (20, 48))))
+        assert other.relative == pytest.approx(0.01, rel=0.1)
+
+    def test_turns_of_a_cache_are_one_sequence(self):
+        values = numbers(24, 32)
+        whole = piece_of(facts(values, (1, 24, 32)))
+        turns = [piece_of(facts(values[:16], (1, 16, 32)))] + [piece_of(facts([v], (1, 1, 32))) for v in values[16:]]
+        assert distance(whole, in_turn(turns)).relative < 1e-6
+        turns[-1] = piece_of(facts(moved(values[-1:], 0.5), (1, 1, 32)))
+        assert distance(whole, in_turn(turns)).relative > 0.05
+
+    def test_ranks_are_parts_of_a_batch(self):
+        values = numbers(40, 32)
+        whole = piece_of(facts(values, (4, 10, 32)))
+        ranks = [piece_of(facts(values[:20], (2, 10, 32))), piece_of(facts(values[20:], (2, 10, 32)))]
+        assert distance(whole, over_ranks(ranks)).relative < 1e-6
+        assert distance(whole, over_ranks(ranks[::-1])).relative > 0.5
+        half = distance(whole, ranks[0])
+        assert half.is_part and half.relative < 1e-6
+
+    def test_heads_in_another_order_are_compared_by_statistics(self):
+        values = numbers(24, 16)
+        turned = [values[token * 3 + head] for head in range(3) for token in range(8)]
+        found = distance(piece_of(facts(values, (1, 8, 3, 16))), piece_of(facts(turned, (1, 3, 8, 16))))
+        assert found.by == STATISTICS and found.relative < 1e-6
+
+    def test_what_cannot_be_compared_is_said(self):
+        a, whole = piece_of(facts(numbers(4, 16), (4, 16))), piece_of(facts(numbers(4, 32), (4, 32)))
+        assert distance(a, whole).by == NOTHING and math.isnan(distance(a, None).relative)
+        ids = piece_of(TensorFacts("int64", (4, 16), "cpu", 64))
+        assert not distance(ids, ids).is_known
+        sampled = replace(facts(numbers(4, 32), (4, 32)), sketch="", looked_at=8)
+        assert distance(whole, piece_of(sampled)).by == RANGES
+        infinite = piece_of(replace(facts(numbers(4, 32), (4, 32)), infinite=0.1))
+        assert distance(whole, infinite).relative == math.inf
+
+
+class TestSequences:
+    """Pairs in order."""
+
+    def test_the_best_pairs_are_found_with_gaps_on_both_sides(self):
+        a, b = "xaybzc", "aqbc"
+        found = aligned_sequences(len(a), len(b), lambda i, j: float(a[i] == b[j]))
+        assert found == [(1, 0), (3, 2), (5, 3)]
+        assert aligned_sequences(3, 0, lambda i, j: 1.0) == []
+
+    def test_long_ones_are_looked_at_near_the_diagonal(self):
+        a = [n % 97 for n in range(1500)]
+        b = [*a[:300], 1000, 1001, *a[310:]]
+        found = aligned_sequences(len(a), len(b), lambda i, j: float(a[i] == b[j]))
+        assert len(found) == 1490 and all(a[i] == b[j] for i, j in found)
+        assert in_order_on_both(found) == found
+
+    def test_pairs_that_cross_are_left_out(self):
+        assert in_order_on_both([(0, 5), (1, 1), (2, 2), (3, 0), (4, 4)]) == [(1, 1), (2, 2), (4, 4)]
+
+
+class TestMapping:
+    """The text file."""
+
+    def test_is_read_back_from_its_text(self):
+        entries = (Entry(("a.0.q", "a.0.k"), ("b.0.qk",)), Entry(("",), ("root",)), Entry(("a.1",), ()),
+                   Entry(("a aten.mm.default #1",), ("b aten.bmm.default #2 turn 3",)))  # fmt: skip
+        written = RunMapping(entries, comments=("only in a: x",))
+        again = RunMapping.parse(str(written))
+        assert [(e.a, e.b) for e in again.entries] == [(e.a, e.b) for e in entries] and again.entries[0].line == 3
+
+    def test_layers_become_one_line(self):
+        entries = [Entry((f"a.{n}.q",), (f"b.{n}.q",)) for n in range(3)] + [Entry(("a.0.x",), ("b.1.x",))]
+        assert [str(e) for e in generalised(entries)] == ["a.*.q = b.*.q", "a.0.x = b.1.x"]
+        shifted = [Entry((f"a.{n}",), (f"b.{n + 1}",)) for n in range(3)]
+        assert list(generalised(shifted)) == shifted
+        filled = RunMapping((Entry(("a.*.q",), ("b.*.q",)),)).modules(
+            ["a.0.q", "a.10.q"], ["b.0.q", "b.10.q", "b.11.q"]
+        )
+        assert [str(e) for e in filled] == ["a.0.q = b.0.q", "a.10.q = b.10.q"]
+
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("a b c", "no line with"),
+            ("a = ", "no line with"),
+            ("a + b = c + d", "several names on both"),
+            ("- = -", "none on both"),
+            ("a.* = b", "one side only"),
+            ("a #1 x = b aten.mm.default #1", "no identity"),
+        ],
+    )
+    def test_errors_name_file_and_line(self, tmp_path, line, found):
+        path = tmp_path / "pairs.txt"
+        path.write_text(f"# a comment\n\nx = y\n{line}\n")
+        with pytest.raises(RunError, match=found) as refused:
+            RunMapping.load(path)
+        assert f"{path}:4" in str(refused.value)
+
+    def test_what_is_no_text_is_refused(self, tmp_path):
+        (tmp_path / "pairs.txt").write_bytes(b"\xff\xfe\x00")
+        for path in (tmp_path / "pairs.txt", tmp_path / "missing.txt"):
+            with pytest.raises(RunError, match="a mapping of runs"):
+                RunMapping.load(path)
+
+
+def a_chain(change=None, format="fp32", length=6):
+    """A run of products one after the other; from `change` on, values are others."""
+    run = Run({"device": "a cpu", "packages": {"torch": "2.13.0"}})
+    run.tensors.append(facts(numbers(8, 32), (8, 32)))
+    for n in range(length):
+        values = numbers(8, 32, n + 1)
+        run.tensors.append(facts(moved(values, 0.2) if change is not None and n >= change else values, (8, 32)))
+        call = CallId(f"layers.{n}", "aten.linear.default")
+        run.calls.append(
+            CallRecord(call, "m.py", n, format, format, inputs=(("input", n),), outputs=(("result", n + 1),))
+        )
+    return run
+
+
+class TestCompareRuns:
+    """What is found."""
+
+    def test_the_producer_is_told_from_what_inherits(self):
+        found = compare_runs(a_chain(), a_chain(change=2))
+        assert [row.verdict for row in found.rows] == ["equal", "equal", DIFFERS, INHERITED, INHERITED, INHERITED]
+        assert found.verdict == "values differ" and str(found.first_value.a[0]) == "layers.2 aten.linear.default #1"
+        assert "first in value (1 in all)" in str(found) and len(str(found).splitlines()) <= 25
+
+    def test_formats_alone_are_said_as_such(self):
+        found = compare_runs(a_chain(), a_chain(format="bf16"))
+        assert found.verdict == "formats differ" and len(found.formats) == 6 and not found.producers
+
+    def test_runs_of_other_lengths_are_compared_as_far_as_they_go(self):
+        found = compare_runs(a_chain(), a_chain(length=4))
+        assert len(found.rows) == 4 and [str(one.id)[:8] for one in found.unaligned] == ["layers.4", "layers.5"]
+        assert found.unaligned[0].after.startswith("layers.3") and found.verdict == "alike"
+
+    def test_runs_that_have_nothing_in_common_are_not_alike(self):
+        other = Run(tensors=[facts(numbers(3, 5), (3, 5))])
+        other.calls = [
+            CallRecord(CallId("x", "aten.conv2d.default"), "m.py", 1, "fp32", "fp32", outputs=(("result", 0),))
+        ]
+        found = compare_runs(a_chain(), other)
+        assert found.verdict == "not compared" and not found.rows and len(found.unaligned) == 7
+        assert "pair their modules by hand" in str(found)
+
+    def test_environments_come_first_versions_before_all(self):
+        other = a_chain()
+        other.environment = {"device": "a gpu", "packages": {"torch": "2.15.0"}, "seed": 3}
+        found = compare_runs(a_chain(), other)
+        assert found.environment[:2] == [("packages.torch", "2.13.0", "2.15.0"), ("device", "a cpu", "a gpu")]
+        assert str(found).splitlines()[2] == "environments: packages.torch 2.13.0 / 2.15.0"
+
+    def test_log_probabilities_are_compared_as_long_as_tokens_are_the_same(self):
+        a, b = a_chain(), a_chain()
+        a.keep_tokens([[1, 2], [3, 4]], [[-1.0, -2.0], [-3.0, -4.0]])
+        b.keep_tokens([1, 2, 3, 9, 5], [-1.0, -2.5, -3.0, -4.0, -5.0])
+        found = compare_runs(a, b)
+        assert (found.tokens.count, found.tokens.largest, found.tokens.at, found.tokens.first_other) == (3, 0.5, 1, 3)
+        assert found.tokens.rms == pytest.approx(0.5 / math.sqrt(3)) and "from token 3 on" in str(found)
+        with pytest.raises(RunError, match="2 tokens with 1"):
+            a.keep_tokens([1, 2], [-1.0])
+
+    def test_a_run_without_calls_is_refused(self):
+        with pytest.raises(RunError, match="without calls"):
+            compare_runs(a_chain(), Run())
+        with pytest.raises(RunError, match="without calls"):
+            compare_runs([], a_chain())
+
+    def test_are_saved_and_read_back(self, tmp_path):
+        found = compare_runs(a_chain(), a_chain(change=1, length=4))
+        found.save(tmp_path / "d.json")
+        again = load_saved(tmp_path / "d.json")
+        assert isinstance(again, RunDifferences) and again.rows[:2] == found.rows[:2]
+        assert str(again) == str(found) and run_differences_text(again, True) == run_differences_text(found, True)
+        data = json.loads(found.to_json())
+        del data["rows"][0]["a"]
+        (tmp_path / "d.json").write_text(json.dumps(data))
+        with pytest.raises(RunError, match="a record is broken"):
+            load_saved(tmp_path / "d.json")
+
+
+def test_a_run_and_its_file_are_alike(tmp_path):
+    """Although the file has fewer digits."""
+    run = a_chain()
+    found = compare_runs(run, run.save(tmp_path / "run"))
+    assert found.verdict == "alike" and {row.difference for row in found.rows} == {0.0} and found.b == "run.json.gz"
+
+
+class TestFilesOfRuns:
+    """Older ones, and those that are none."""
+
+    def test_a_run_of_the_older_schema_is_read_and_compared_by_what_it_has(self):
+        data = json.loads(a_chain(change=3).to_json())
+        at = data["tensor_columns"].index("sketch")
+        for row in [data["tensor_columns"], *data["tensors"]]:
+            del row[at]
+        del data["tokens"], data["log_probabilities"]
+        old = Run.from_json(json.dumps(data))
+        assert old.tensors[0].sketch == "" and old.tokens == []
+        found = compare_runs(a_chain(), old)
+        assert found.first_value.a[0].module_path == "layers.3" and found.first_value.measured_by == "statistics"
+        assert any("sketches" in note for note in compare_runs(old, old).notes)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda data: data["tensors"][0].__setitem__(-1, "AAAA"),
+            lambda data: data["tensors"][0].__setitem__(-1, 7),
+            lambda data: data["calls"][0].__setitem__(data["call_columns"].index("outputs"), [["result", -1]]),
+            lambda data: data.__setitem__("parameters", {"w": {"gradient": 99}}),
+            lambda data: data.__setitem__("tokens", [1]),
+            lambda data: data.__setitem__("tokens", {"1": 2}),
+        ],
+        ids=["a short sketch", "a number", "below zero", "no such tensor", "tokens alone", "a mapping"],
+    )
+    def test_broken_ones_are_refused(self, change):
+        data = json.loads(a_chain().to_json())
+        change(data)
+        with pytest.raises(RunError):
+            Run.from_json(json.dumps(data))
+
+    def test_a_file_that_nests_for_ever_is_refused(self, tmp_path):
+        (tmp_path / "deep.json").write_text("[" * 100_000)
+        for read in (Run.load, load_saved):
+            with pytest.raises(RunError, match=r"deep\.json"):
+                read(tmp_path / "deep.json")
