@@ -121,6 +121,15 @@ class TestRaises:
 class TestNotFinite:
     """What overflows, or makes NaN of what underflowed."""
 
+    def test_one_of_two_products_of_a_module_is_named_by_its_number(self, x):
+        def attention(y):
+            scores = torch.matmul(y, y.transpose(-1, -2)) * 1e-4
+            return torch.matmul(scores.softmax(-1) + 3e4, y.abs() + 1)
+
+        found = nc.repair(Layer(attention), (x,), dtype="fp16")
+        assert found.verdict == "repaired" and rules_of(found) == ["aten.matmul.default call 2: full"]
+        assert torch.isfinite(outputs(Layer(attention), x, found.policy, torch.float16)).all()
+
     def test_a_layer_whose_weights_are_too_large_and_those_that_read_what_it_gives(self, x):
         """The second overflow does not show in the first run: it is foretold by the ranges in fp32."""
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(),

@@ -14,12 +14,12 @@ from narrowcast.policy.settings import BUILTIN
 SOURCE = "narrowcast repair"
 
 
-def rule_about(op: str, module_path: str, kind: Kind = Kind.FULL, reason: str = "") -> Rule:
-    """The rule about the calls of an op inside a module; at the root, wherever the op is called.
+def rule_about(op: str, module_path: str, kind: Kind = Kind.FULL, reason: str = "", call: int | None = None) -> Rule:
+    """The rule about the calls of an op inside a module, or about one of several; at the root, wherever it is called.
 
-    All rules about ops are made here: one call of several is named here, once rules can.
+    All rules about ops are made here.
     """
-    return Rule(op, Action(kind), module=module_path or None, reason=reason, source=SOURCE)
+    return Rule(op, Action(kind), module=module_path or None, call=call, reason=reason, source=SOURCE)
 
 
 def rule_about_result(op: str, module_path: str, reason: str = "") -> Rule:
@@ -61,11 +61,12 @@ def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tupl
         first = left[0]
         best, covered = first, [first]
         for path in _around(first.module or ""):
-            inside = [rule for rule in known if rule.op == first.op and _is_inside(rule.module or "", path)]
+            alike = [rule for rule in known if (rule.op, rule.call) == (first.op, first.call)]
+            inside = [rule for rule in alike if _is_inside(rule.module or "", path)]
             if not set(inside) <= set(chosen):
                 break
             if len(inside) > len(covered):
-                best, covered = rule_about(first.op, path, first.action.kind), inside
+                best, covered = rule_about(first.op, path, first.action.kind, call=first.call), inside
         found[best] = tuple(rule for rule in left if rule in covered)
         left = [rule for rule in left if rule not in covered]
     return found

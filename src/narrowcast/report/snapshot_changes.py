@@ -23,18 +23,12 @@ LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One call that is not as it was; kind: CHANGED, NEW or GONE."""
+    """One call that is not as it was; kind: CHANGED, NEW or GONE. id: of the call as it is now, or of one gone."""
 
     kind: str
+    id: CallId
     was: CallFormats | None
     now: CallFormats | None
-
-    @property
-    def id(self) -> CallId:
-        """Of the call as it is now, or of one that is gone."""
-        call = self.now or self.was
-        assert call is not None
-        return call.id
 
     @property
     def follows(self) -> bool:
@@ -116,10 +110,12 @@ def _changes_in(before: list[CallFormats], after: list[CallFormats]) -> list[Cha
     else:
         pairs = _aligned(before, after)
     for was, now in pairs:
-        if was is None or now is None:
-            found.append(Change(NEW if was is None else GONE, was, now))
+        if now is None:
+            found += [] if was is None else [Change(GONE, was.id, was, None)]
+        elif was is None:
+            found.append(Change(NEW, now.id, None, now))
         elif was.facts != now.facts:
-            found.append(Change(CHANGED, was, now))
+            found.append(Change(CHANGED, now.id, was, now))
     return found
 
 

@@ -127,11 +127,11 @@ class Checks:
     def run(self, region: autocast, look: Looking, functions: bool = False, backward: bool | Loss | None = None) -> Ran:
         """The model in a region, its metric included. backward: another loss than the trial's, and then no metric."""
         ran = Ran(look)
-        asks_own = self.wanted.own is not None and backward is None
-        if not (asks_own and self.wanted.error is None and not self.trial.backward):
+        own = self.wanted.own if backward is None else None
+        if not (own is not None and self.wanted.error is None and not self.trial.backward):
             self._run_model(ran, region, functions, backward)
-        if asks_own and ran.error is None:
-            self._run_metric(ran, region, functions)
+        if own is not None and ran.error is None:
+            self._run_metric(own, ran, region, functions)
         if self.expected is not None:
             ran.relative = self.relative(self.expected, ran)
         return ran
@@ -183,13 +183,12 @@ class Checks:
             except Exception as error:
                 ran.error, ran.in_metric = error, True
 
-    def _run_metric(self, ran: Ran, region: autocast, functions: bool) -> None:
+    def _run_metric(self, own: Subject, ran: Ran, region: autocast, functions: bool) -> None:
         """A Subject's own metric, which runs the model, and is watched for it."""
-        assert self.wanted.own is not None
         with self._counted(), restored(self.trial.model):
             try:
                 with self._seen(ran.look, functions), region:
-                    ran.metric = self.wanted.own.measure()
+                    ran.metric = own.measure()
             except Exception as error:
                 ran.error = _of_the_model(error)
 

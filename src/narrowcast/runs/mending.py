@@ -13,7 +13,7 @@ from narrowcast.errors import RefusedError
 from narrowcast.formats import parse_format
 from narrowcast.ledger.identity import CallId
 from narrowcast.ops import named
-from narrowcast.policy import MODULE_CALL, Kind, Rule
+from narrowcast.policy import MODULE_CALL, NOWHERE, Kind, Rule
 from narrowcast.repairs.rules import rule_about, rule_about_module, rule_about_result
 from narrowcast.report.findings import CAST, FORMAT, Finding
 from narrowcast.runs.checking import Ran
@@ -49,8 +49,7 @@ def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule])
             found_makers = _rules_about_makers(ran.look, _tensors(raising), reason, tried)
             if found_makers:
                 return found_makers
-    assert ran.error is not None
-    site = raising.site or find_site(frame=innermost_frame(ran.error))
+    site = raising.site or (NOWHERE if ran.error is None else find_site(frame=innermost_frame(ran.error)))
     rules = [rule_about_module(site.module_path, reason)] if site.module_path else []
     return _new(rules, tried)
 
@@ -76,7 +75,8 @@ def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
         is_low = str(FORMATS.get(value.dtype, "")) in LOW
         return value.detach().float() if widened and is_low else value.detach().clone()
 
-    assert raising.called is not None
+    if raising.called is None:
+        return False
     args, kwargs = tree_map(own, (raising.args, raising.kwargs))
     try:
         with torch.no_grad(), region:
@@ -131,7 +131,7 @@ def rules_for_not_finite(
         format = parse_format(low.format)
         if largest > format.max:
             said = f"in fp32 its largest magnitude is {largest:.4g}, {format} ends at {format.max:.6g}"
-            rule = rule_about(identity.op, identity.module_path, reason=said)
+            rule = _rule_about_call(identity, look, said)
             rules.setdefault(rule, rule)
     return _new(rules, tried)
 
@@ -141,15 +141,22 @@ def _rules_for(finding: Finding, look: Looking, tried: Collection[Rule]) -> list
     if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
         maker = look.converted.get(of)
         sources = () if maker not in look.low else (maker,) if look.low[maker].is_decided else look.sources_of(maker)
-        return [rule_about(s.op, s.module_path, reason=_reason(finding)) for s in sources]
-    own = rule_about(of.op, of.module_path, reason=_reason(finding))
+        return [_rule_about_call(s, look, _reason(finding)) for s in sources]
+    own = _rule_about_call(of, look, _reason(finding))
     is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
     if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
         return [own]
     # The op itself makes it of what low calls before it gave: they may be the ones.
     makers = look.sources_of(of) or _before(of, look)
     said = f"{of} makes {finding.what} of what it gives"
-    return [rule_about(s.op, s.module_path, reason=said) for s in makers]
+    return [_rule_about_call(s, look, said) for s in makers]
+
+
+def _rule_about_call(identity: CallId, look: Looking, reason: str) -> Rule:
+    """The rule about a call: by its number, where its module calls the op several times."""
+    alike = [i for i in look.forward if (i.module_path, i.op) == (identity.module_path, identity.op)]
+    number = identity.number if any(i.number > 1 for i in alike) else None
+    return rule_about(identity.op, identity.module_path, reason=reason, call=number)
 
 
 def _before(identity: CallId, look: Looking) -> tuple[CallId, ...]:

@@ -183,7 +183,9 @@ def _check(
     expected: Snapshot | None, asked: Mapping[str, Any], torch_versions: str,
 ) -> SnapshotCheck:  # fmt: skip
     __tracebackhide__ = True
-    if snapshot is not None:
+    if expected is None:
+        if snapshot is None:
+            raise SnapshotError("formats", "neither a snapshot nor what is expected", advice="Give one of them.")
         update = is_updating()
         try:
             return check_formats(
@@ -191,7 +193,6 @@ def _check(
             )
         except SnapshotError as error:  # a reader looks for the line of the test
             raise error.with_traceback(None) from None
-    assert expected is not None
     was = expected if expected.file else replace(expected, file=f"the snapshot of {expected.model}")
     return compare_snapshots(was, take_snapshot(model, args, kwargs, **asked))
 
