@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
     from narrowcast.explaining.explain import explain
+    from narrowcast.mending.repair import repair
     from narrowcast.report import Explanation
     from narrowcast.report.fit import fit
     from narrowcast.report.mapping import RunMapping
     from narrowcast.report.run import Run
     from narrowcast.runs.capture import capture
     from narrowcast.runs.compare import compare
-    from narrowcast.runs.repair import repair
     from narrowcast.runs.rounding import round_to
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
@@ -54,7 +54,7 @@ _TORCH_HALF = {
     "runs.rounding": ("round_to",),
     "runs.capture": ("capture",),
     "runs.compare": ("compare",),
-    "runs.repair": ("repair",),
+    "mending.repair": ("repair",),
     "runs.subject": ("Subject",),
     "runs.watch": ("watch",),
 }

@@ -21,9 +21,9 @@ from narrowcast.cli.runs import (
 )
 from narrowcast.cli.target import load_subject
 from narrowcast.errors import Origin, TargetError
+from narrowcast.mending.repair import repair
 from narrowcast.policy import Policy
 from narrowcast.report.repair import Repair, repair_text
-from narrowcast.runs.repair import repair
 
 
 def repair_command(

@@ -8,6 +8,11 @@ from dataclasses import replace
 
 from narrowcast.eager import autocast
 from narrowcast.errors import RunError
+from narrowcast.mending.attributing import Attribution, Worth, gradients_recorded, worth_of
+from narrowcast.mending.checking import Checks, Problem, Ran
+from narrowcast.mending.ideas import rules_about_low, rules_for_not_finite, rules_for_raised
+from narrowcast.mending.looking import Looking
+from narrowcast.mending.pricing import UNPRICED, by_rule, cost_of, saved_profile
 from narrowcast.ops import ATTENTION, CONV, GEMM, named, op_kind
 from narrowcast.policy import Policy, Rule
 from narrowcast.repairs.rules import folded, with_repairs
@@ -29,12 +34,7 @@ from narrowcast.report.repair import (
     counted,
     share_text,
 )
-from narrowcast.runs.attributing import Attribution, Worth, gradients_recorded, worth_of
 from narrowcast.runs.capture import NOTHING
-from narrowcast.runs.checking import Checks, Problem, Ran
-from narrowcast.runs.looking import Looking
-from narrowcast.runs.mending import rules_about_low, rules_for_not_finite, rules_for_raised
-from narrowcast.runs.pricing import UNPRICED, by_rule, cost_of, saved_profile
 from narrowcast.runs.raising import first_line
 from narrowcast.runs.trial import parameters_of
 from narrowcast.torch_bridge import FORMATS, to_dtype

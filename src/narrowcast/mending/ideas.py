@@ -12,13 +12,13 @@ from narrowcast.eager import autocast
 from narrowcast.errors import RefusedError
 from narrowcast.formats import parse_format
 from narrowcast.ledger.identity import CallId
+from narrowcast.mending.checking import Ran
+from narrowcast.mending.looking import LOW, Looking
 from narrowcast.ops import named
 from narrowcast.policy import MODULE_CALL, NOWHERE, Kind, Rule
 from narrowcast.repairs.rules import rule_about, rule_about_module, rule_about_result
 from narrowcast.report.findings import CAST, FORMAT, Finding
-from narrowcast.runs.checking import Ran
 from narrowcast.runs.finiteness import is_finite, is_floating
-from narrowcast.runs.looking import LOW, Looking
 from narrowcast.runs.raising import Raising, first_line
 from narrowcast.runs.trial import tensors_of
 from narrowcast.sites.python_stack import find_site, innermost_frame

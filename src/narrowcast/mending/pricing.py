@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from narrowcast.formats import Format, fp32
 from narrowcast.ledger.identity import CallId
+from narrowcast.mending.looking import ForwardCall
 from narrowcast.policy import Rule
 from narrowcast.profiles.device import device_now
 from narrowcast.profiles.model import CostModel
 from narrowcast.profiles.profile import Profile, load_profile
 from narrowcast.profiles.signature import Signature
-from narrowcast.runs.looking import ForwardCall
 
 UNPRICED = "No profile of this device prices the rules; `narrowcast profile` makes one."
 

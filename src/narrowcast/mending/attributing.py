@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from narrowcast.ledger.identity import CallId
+from narrowcast.mending.looking import Looking, LowCall
 from narrowcast.policy import Action, Kind, Policy, Rule
 from narrowcast.repairs.rules import rule_about
 from narrowcast.runs.alone import run_low
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.looking import Looking, LowCall
 from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.trial import tensors_of
 from narrowcast.torch_surface.dispatch import without_modes

@@ -18,13 +18,13 @@ from narrowcast.api.compiled_model import asked_before
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
 from narrowcast.errors import RunError
+from narrowcast.mending.checking import HIGHER, LOWER, Checks, Wanted
+from narrowcast.mending.repairing import Repairing
 from narrowcast.output.progress import long_work
 from narrowcast.policy import Rule
 from narrowcast.repairs.rules import with_repairs
 from narrowcast.report.repair import Repair
-from narrowcast.runs.checking import HIGHER, LOWER, Checks, Wanted
 from narrowcast.runs.environment import environment
-from narrowcast.runs.repairing import Repairing
 from narrowcast.runs.subject import Metric, Subject
 from narrowcast.runs.trial import Loss, Trial
 from narrowcast.torch_bridge import FORMATS, default_dtype, to_dtype

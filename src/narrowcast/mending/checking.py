@@ -12,12 +12,12 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.errors import NarrowcastError, RefusedError
+from narrowcast.mending.looking import Looking
 from narrowcast.output.progress import Step
 from narrowcast.report.findings import TREND, Finding
 from narrowcast.report.lines import number_text
 from narrowcast.report.repair import ERROR, METRIC, NOT_FINITE, RAISED, counted
 from narrowcast.runs.isolation import restored
-from narrowcast.runs.looking import Looking
 from narrowcast.runs.observer import quietly
 from narrowcast.runs.output_errors import output_errors
 from narrowcast.runs.raising import SeeFunctions, first_line
