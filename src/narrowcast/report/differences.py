@@ -12,6 +12,7 @@ from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import replace_text
+from narrowcast.page import Shown
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -135,7 +136,7 @@ class GradientError:
 
 
 @dataclass(slots=True)
-class Differences:
+class Differences(Shown):
     """What `nc.compare` found.
 
     subject, device_type, policy, low, reference: what was compared; policy and low are empty where no region was asked

@@ -11,6 +11,7 @@ from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.output.files import replace_text
+from narrowcast.page import Shown
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.run import Histogram, Run, TensorFacts
@@ -47,7 +48,7 @@ class TensorFit:
 
 
 @dataclass(slots=True)
-class Fit:
+class Fit(Shown):
     """What `nc.fit` found. rows: by call, argument, format and scale. places: file and line of each call.
 
     tolerance: the share of a tensor that may underflow.

@@ -14,6 +14,7 @@ from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import replace_bytes
+from narrowcast.page import Shown
 
 SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
@@ -114,7 +115,7 @@ class CallRecord:
 
 
 @dataclass(slots=True)
-class Run:
+class Run(Shown):
     """What a run computed: `nc.capture` makes it, `save` and `load` keep it.
 
     calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name
