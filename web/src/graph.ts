@@ -108,9 +108,13 @@ export class GraphView {
     if (!this.layout.boxes.some((placed) => placed.box.key === this.selected)) this.selected = "";
     const svg = draw(this.model, this.layout, scale(this.model, this.by), this.selected);
     this.stage.replaceChildren(svg);
-    if (view.boxes.length === 0) this.stage.replaceChildren(h("p", { class: "empty" }, "No call here is of this kind."));
-    this.camera = new Camera(svg, this.layout.width, this.layout.height);
-    this.camera.fit();
+    if (view.boxes.length === 0) {
+      this.stage.replaceChildren(h("p", { class: "empty" }, "No call here is of this kind."));
+      this.camera = null;
+    } else {
+      this.camera = new Camera(svg, this.layout.width, this.layout.height);
+      this.camera.fit();
+    }
     if (view.left > 0 || this.from > 0) this.stage.append(this.pages(view.left));
     this.trail();
     this.say();
