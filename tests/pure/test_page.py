@@ -3,9 +3,11 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,10 +25,12 @@ from results import (
     all_results,
     differences,
     explained,
+    not_finite,
     watching,
 )
 
 from narrowcast.errors import RunError
+from narrowcast.ledger.identity import CallId
 from narrowcast.page import page_of
 from narrowcast.page.html import BUILT
 from narrowcast.page.model import OUTSIDE
@@ -233,11 +237,28 @@ def test_a_comparison_shows_errors_by_depth_and_keeps_the_fault_in_fp32():
     }
 
 
+def test_a_call_that_passed_on_what_is_not_finite_is_not_to_blame():
+    """The one that made it is; so say the verdict and what is worth doing."""
+    found = not_finite()
+    found.rows[2] = replace(found.rows[2], verdict="not finite", why="alone, it gives NaN", own=math.nan)
+    late = replace(
+        found.rows[2], id=CallId("head", "aten.mm.default"), why="NaN or infinity came with its inputs", own=0.1
+    )
+    found.rows.append(late)
+    made = page(found)
+    assert [bool(n.finding) for n in made.graph.nodes] == [False, False, True, False]
+    assert [todo.path for todo in made.todos] == ["layer.1", "layer.0"]
+    assert made.verdict == "Not finite, where fp32 is: infinity made by aten.linear.default in layer.1"
+
+
 def test_a_watch_shows_its_findings_and_the_figures_over_steps():
     """A trend is no NaN."""
     made = page(watching())
-    assert made.verdict == "1 calls made a NaN or an infinity" and len(made.graph.nodes) == 2
-    assert made.todos[0].what == "Keep it in fp32." and made.todos[0].rule["op"] == "aten.mul.Tensor"
+    assert made.verdict == "1 call made a NaN or an infinity" and len(made.graph.nodes) == 2
+    assert (
+        made.todos[0].what == "Keep aten.mul.Tensor in layer.1 in fp32"
+        and made.todos[0].rule["op"] == "aten.mul.Tensor"
+    )
     assert made.series[0].lines == [("norm", [2.0, 0.5])]
     assert page(all_results()["empty watching"]).tone == "good"
 

@@ -104,8 +104,9 @@ function ofModule(model: Model, box: Box, doings: Doings | null): Node[] {
     if (box.kind === "fold") actions.append(button("Unfold", () => doings.unfold(box)));
     parts.push(actions);
   }
-  parts.push(shareBar(byFormat(model, box.calls), (name, n) => `${name}: ${counted(n, "call")}`),
-    rows([["calls", String(found.calls)], ["bytes", inBytes(found.bytes)], ["casts", `${found.casts}, ${inBytes(found.castBytes)}`]]));
+  parts.push(shareBar(byFormat(model, box.calls), (name, n) => `${name}: ${counted(n, "call")}`, 40),
+    rows([["calls", String(found.calls)], ["bytes", found.bytes > 0 && inBytes(found.bytes)],
+      ["casts", found.casts > 0 && `${found.casts}, ${inBytes(found.castBytes)}`]]));
   if (kinds.size > 0)
     parts.push(h("h4", {}, "Casts"), h("ul", { class: "casts" },
       ...[...kinds].sort((a, b) => b[1].bytes - a[1].bytes).map(([kind, sum]) => h("li", {}, `${sum.times} ${kind}, ${inBytes(sum.bytes)}`))));

@@ -23,7 +23,7 @@ export function subtitleOf(model: Model, box: Box, colours: Scale): string {
   if (box.kind === "call") {
     const call = model.calls[box.calls[0]!]!;
     const formats = call.came && call.computes && call.came !== call.computes ? `${call.came} → ${call.computes}` : call.computes;
-    return formats || "no floating tensor";
+    return formats || (call.result ? `gives ${call.result}` : "no floating tensor");
   }
   const found = sums(model, box.calls);
   return found.casts > 0 ? `${counted(found.casts, "cast")}, ${inBytes(found.castBytes)}` : counted(found.calls, "call");

@@ -9,8 +9,11 @@ import { type Layout, place } from "./layout";
 import { type Box, MOST, Tree, parentOf } from "./tree";
 import { counted, identity, shortOp } from "./words";
 
+const floats = (call: Call): boolean => Boolean(call.came || call.computes || call.result || call.finding);
+
 const FILTERS: [string, string, (model: Model, call: Call) => boolean][] = [
-  ["floats", "Calls with floating tensors", (_, call) => Boolean(call.came || call.computes || call.result || call.finding)],
+  ["forward", "Forward calls with floating tensors", (_, call) => call.direction === "forward" && floats(call)],
+  ["floats", "Calls with floating tensors", (_, call) => floats(call)],
   ["all", "All calls", () => true],
   ["casts", "Only with casts", (model, call) => model.castsInto[call.index]!.length > 0],
   ["leaks", "Only fp32 that no rule asked for", (_, call) => isLeak(call)],
@@ -41,7 +44,9 @@ export class GraphView {
   constructor(private readonly model: Model, private readonly doings: Pick<Doings, "histogram" | "has">) {
     this.tree = new Tree(model);
     this.findings = model.findings();
-    this.filter = model.calls.some((call) => call.came || call.computes) ? "floats" : "all";
+    const forward = model.calls.filter((call) => call.direction === "forward");
+    const both = forward.length > 0 && forward.length < model.calls.length;
+    this.filter = !forward.some(floats) ? "all" : both ? "forward" : "floats";
     on(this.search, { input: () => this.list(), keydown: (event) => this.searchKey(event) });
     on(this.stage, { click: (event) => this.click(event), dblclick: () => this.enter(), keydown: (event) => this.key(event) });
     this.element = h("section", { id: "graph", "aria-labelledby": "graph-title" },
@@ -95,8 +100,8 @@ export class GraphView {
       (this.element.querySelector("#filter") as HTMLSelectElement).value = "all";
     }
     const key = `call ${call.index}`;
-    if ((this.tree.find(call.path)?.all.length ?? 0) === 1) this.open(parentOf(call.path), key);
-    if (this.selected !== key || this.path !== parentOf(call.path)) this.open(call.path, key);
+    this.open(parentOf(call.path), key);
+    if (this.selected !== key) this.open(call.path, key);
     this.stage.scrollIntoView({ block: "nearest" });
     this.stage.focus({ preventScroll: true });
   }

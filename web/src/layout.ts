@@ -8,7 +8,7 @@ export interface Placed { box: Box; x: number; y: number; width: number; height:
 export interface Path { link: Link; points: { x: number; y: number }[]; label: { x: number; y: number } }
 export interface Layout { boxes: Placed[]; paths: Path[]; width: number; height: number }
 
-const LETTER = 7.4;
+const LETTER = 7.9;
 
 function sizeOf(model: Model, box: Box): { width: number; height: number } {
   const letters = Math.min(30, Math.max(titleOf(model, box).length, box.kind === "source" || box.kind === "outside" ? 8 : 17));

@@ -14,7 +14,7 @@ export function overview(model: Model, open: (path: string) => void): HTMLElemen
       h("dl", { class: "facts" }, ...page.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
     h("dl", { class: "figures" }, ...figures),
     h("div", { class: "columns" },
-      h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
+      page.bars.length > 0 && h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
       todos(page.todos, open)),
     page.notes.length > 0 && h("div", { class: "notes" }, ...page.notes.map((note) => h("p", {}, note))));
 }
@@ -24,7 +24,8 @@ function amount(bar: Bar, value: number): string {
   return bar.unit === "ns" ? inTime(value) : `${value} calls`;
 }
 
-export function shareBar(parts: [string, number][], described: (name: string, value: number) => string): HTMLElement {
+// room: how many letters fit into the whole bar.
+export function shareBar(parts: [string, number][], described: (name: string, value: number) => string, room = 70): HTMLElement {
   const whole = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
   return h("div", { class: "bar", role: "img", "aria-label": parts.map(([n, v]) => described(n, v)).join("; ") },
     ...parts.map(([name, value]) => {
@@ -32,7 +33,7 @@ export function shareBar(parts: [string, number][], described: (name: string, va
       const part = h("div", { class: `part ${formatClass(name)}`, title: described(name, value) });
       part.style.flexGrow = String(Math.max(share, 0.004));
       const text = `${name} ${percent(share)}`;
-      if (share * 70 > text.length) part.append(h("span", {}, text)); // some 70 letters fit into a bar
+      if (share * room > text.length) part.append(h("span", {}, text));
       return part;
     }));
 }

@@ -97,8 +97,8 @@ export class Tree {
       } else {
         for (const { part, calls } of members) {
           // A module of one call is that call: opening it would show nothing more.
-          const alone = part.all.length === 1;
-          const key = alone ? `call ${part.all[0]}` : `module ${part.path}`;
+          const alone = calls.length === 1;
+          const key = alone ? `call ${calls[0]}` : `module ${part.path}`;
           const title = relative(part.path, of.path);
           boxes.push({ key, kind: alone ? "call" : "module", title, path: part.path, calls, members: [part] });
         }

@@ -53,6 +53,10 @@ def comparison_page(data: Data) -> Page:
 
 
 def _verdict(data: Data) -> tuple[str, str]:
+    first = data["not_finite"]
+    if first is not None:
+        where = f" in {first['module_path']}" if first["module_path"] else ""
+        return f"Not finite, where {data['reference']} is: {first['value']} made by {first['op']}{where}", "bad"
     errors = [o["relative_error"] for o in data["outputs"]]
     known = [e for e in map(number, errors) if e is not None]
     error = f"the output is off by {error_text(max(known))}" if known else "no output can be compared"
@@ -75,8 +79,13 @@ def _fill(node: Node, row: Data) -> None:
     """The errors of a call, on its node; a finding, if it is at fault."""
     node.own, node.inherited, node.total = (number(row[name]) for name in ("own", "inherited", "total"))
     node.verdict = row["verdict"]
-    if row["verdict"] in AT_FAULT:
+    if row["verdict"] in AT_FAULT and not _passed_on(row):
         node.finding = row["why"] or row["verdict"]
+
+
+def _passed_on(row: Data) -> bool:
+    """Whether what is not finite came with its inputs, as the comparison's own words have it."""
+    return row["verdict"] == "not finite" and "came with its inputs" in row["why"]
 
 
 def add_errors(nodes: Iterable[Node], rows: Iterable[Data]) -> None:
@@ -107,7 +116,7 @@ def error_todos(worst: Iterable[Data], faults_only: bool = False) -> list[Todo]:
     found = []
     for row in worst:
         at_fault = row["verdict"] in AT_FAULT
-        if row["computes"] == row["reference"] or at_fault < faults_only:
+        if row["computes"] == row["reference"] or at_fault < faults_only or _passed_on(row):
             continue
         path, op, _, _ = split_identity(row["forward"] or row["id"])
         alone = number(row["alone"])

@@ -10,7 +10,7 @@ from narrowcast.page.ledgers import ORDER, format_bars
 from narrowcast.page.model import Exponents, Figure, Graph, Node, Page, Series, Todo
 from narrowcast.page.run_flow import RunFlow
 from narrowcast.page.tables import finding_table, module_table, op_table, table
-from narrowcast.page.words import call_rule, number, place, split_identity
+from narrowcast.page.words import call_rule, counted, number, place, split_identity
 
 Data = Mapping[str, Any]
 FIT_FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
@@ -27,7 +27,7 @@ def run_page(data: Data) -> Page:
     bad = [n for n in nodes if n.finding]
     facts = data["environment"]
     policy = facts.get("policy") or {}
-    verdict = f"{len(bad)} calls gave a NaN or an infinity" if bad else "Every value is finite"
+    verdict = f"{counted(len(bad), 'call')} gave a NaN or an infinity" if bad else "Every value is finite"
     page = Page("run", "A captured run", verdict, "bad" if bad else "good", graph=flow.graph())
     under = f"{policy['name']} ({policy['digest'][:8]})" if policy else "none"
     page.facts = [
@@ -96,7 +96,7 @@ def watch_page(data: Data) -> Page:
         node.facts = tuple((str(name), text) for name, text in seen)
         nodes.append(node)
     made = [n for n in nodes if n.verdict != "trend"]
-    verdict = f"{len(made)} calls made a NaN or an infinity" if made else "No NaN or infinity was made"
+    verdict = f"{counted(len(made), 'call')} made a NaN or an infinity" if made else "No NaN or infinity was made"
     page = Page("watch", "A watched run", verdict, "bad" if made else "good", graph=Graph(nodes, [], note=ORDER))
     page.facts = [("looked at", f"{data['calls']} calls"), ("steps", str(data["steps"]))]
     page.figures = [
@@ -106,7 +106,7 @@ def watch_page(data: Data) -> Page:
     ]
     page.notes = list(data["notes"])
     page.todos = [
-        Todo(row["advice"] or row["sentence"], row["sentence"], _format_rule(row, n), n.path)
+        Todo(_advice(row, n), row["sentence"], _format_rule(row, n), n.path)
         for row, n in zip(data["findings"], nodes, strict=True)
     ][:3]
     page.tables = [
@@ -122,6 +122,13 @@ def watch_page(data: Data) -> Page:
 def _format_rule(row: Data, node: Node) -> dict[str, str]:
     """The rule that keeps what a format or a cast ruins in fp32."""
     return call_rule(node.op, node.path, "full") if row["made_by"] in ("cast", "format") else {}
+
+
+def _advice(row: Data, node: Node) -> str:
+    """What to do: in the words of the finding, unless these are the rule that stands below."""
+    if _format_rule(row, node):
+        return f"Keep {node.op} in {node.path or 'the root'} in fp32"
+    return str(row["advice"] or row["sentence"])
 
 
 def _history(history: list[Data]) -> list[Series]:

@@ -31,6 +31,11 @@ def split_identity(text: str) -> tuple[str, str, str, str]:
     return path, op, "#" + " ".join(words), direction
 
 
+def counted(count: int, one: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
 def place(file: str, line: Any) -> str:
     """`file:line`, or nothing."""
     return f"{file}:{line}" if file else ""
