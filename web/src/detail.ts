@@ -4,7 +4,7 @@ import { button, h } from "./dom";
 import { ruleBlock, shareBar } from "./overview";
 import type { Box } from "./tree";
 import {
-  castText, changingRule, counted, errorText, formatClass, identity, inBytes, inTime, ruleText, shortOp,
+  castText, changingRule, counted, errorText, formatClass, identity, inBytes, inTime, packageFile, ruleText, shortOp,
 } from "./words";
 
 export interface Doings {
@@ -22,7 +22,8 @@ function rows(pairs: [string, string | Node | null | false][]): HTMLElement {
 const format = (names: string): Node | null =>
   names ? h("span", {}, ...names.split(",").map((name) => h("b", { class: `chip ${formatClass(name)}` }, name))) : null;
 
-const place = (call: Call): string => (call.file ? `${call.file}:${call.line}` : "");
+const place = (call: Call): Node | null =>
+  call.file ? h("span", { title: `${call.file}:${call.line}` }, `${packageFile(call.file)}:${call.line}`) : null;
 
 export function detail(model: Model, box: Box | null, opened: Box, doings: Doings): HTMLElement {
   const aside = h("aside", { class: "detail", "aria-label": "Details of the selection", "aria-live": "polite" });

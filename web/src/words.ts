@@ -22,6 +22,9 @@ export const counted = (n: number, one: string): string => `${n} ${one}${n === 1
 export const shortOp = (op: string): string =>
   op.replace(/^(aten|torch|prims)\./, "").replace(/\.default$/, "");
 
+// Files of installed packages by their package; the whole path stands in the title.
+export const packageFile = (file: string): string => file.replace(/^.*\/(site|dist)-packages\//, "");
+
 export const shortFile = (file: string): string => file.split("/").slice(-1)[0] ?? file;
 
 export const formatClass = (format: string): string => {
