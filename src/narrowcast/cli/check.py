@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 import typer
 
-from narrowcast.cli.runs import DtypeOption, JsonOption, Target, check_folder
-from narrowcast.cli.target import load_subject
+from narrowcast.cli.runs import DtypeOption, JsonOption, Target
+from narrowcast.cli.target import check_folder, load_subject
 from narrowcast.output.files import is_there, replace_text
 from narrowcast.report.snapshot_changes import check_text
 from narrowcast.report.snapshot_text import load_snapshots

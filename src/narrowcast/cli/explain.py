@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from narrowcast.cli.target import load_subject
+from narrowcast.cli.target import check_folder, load_subject, write_page
 from narrowcast.errors import GoalError, TargetError
 from narrowcast.explaining.explain import explain
 from narrowcast.goals import FAST, MEMORY, Goal, fast, memory
@@ -35,12 +35,11 @@ def explain_command(
     show: Annotated[str, typer.Option(help="'program': print the programs of the graphs, too.")] = "",
     every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page there that shows it all.")] = None,
 ) -> None:
     """Run TARGET's model under a policy; show in which format every op computes, every cast, and what it costs."""
-    if json_file is not None and str(json_file) != "-" and not json_file.parent.is_dir():
-        raise TargetError(
-            f"--json {json_file}", "its folder does not exist", advice="Make the folder, or name another."
-        )
+    check_folder("--json", json_file)
+    check_folder("--html", html)
     if show not in ("", "program"):
         raise TargetError(f"--show {show}", "no such thing to show", advice="Write --show program.")
     said = {
@@ -54,6 +53,7 @@ def explain_command(
             subject, policy=policy, dtype=dtype, device_type=device_type, run=run, real=real, front_end=front_end,
             goal=wanted, backend=backend,
         )  # fmt: skip
+    write_page(explanation, html)
     if json_file is not None and str(json_file) == "-":
         typer.echo(explanation.to_json())
         return

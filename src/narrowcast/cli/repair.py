@@ -16,10 +16,9 @@ from narrowcast.cli.runs import (
     DtypeOption,
     JsonOption,
     Target,
-    check_folder,
     show,
 )
-from narrowcast.cli.target import load_subject
+from narrowcast.cli.target import check_folder, load_subject
 from narrowcast.errors import Origin, TargetError
 from narrowcast.mending.repair import repair
 from narrowcast.policy import Policy

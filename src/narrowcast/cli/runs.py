@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from narrowcast.cli.target import load_subject
+from narrowcast.cli.target import check_folder, load_subject, write_page
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.files import save_result
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
@@ -31,6 +31,7 @@ DtypeOption = Annotated[str | None, typer.Option(help="Low format, bf16 or fp16,
 DeviceOption = Annotated[str | None, typer.Option(help="Whose lists hold, if not the model's own.")]
 BackwardOption = Annotated[bool, typer.Option("--backward", help="Differentiate, too.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every call, not only the first screen.")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a page there that shows it all.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")]
 
 
@@ -45,9 +46,11 @@ def capture_command(
     checksums: Annotated[bool, typer.Option("--checksums", help="One of each tensor's bytes.")] = False,
     tensors: Annotated[Path | None, typer.Option(help="A folder to write the tensors themselves into.")] = None,
     every_call: AllOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Run TARGET's model and save what each call computes: formats, ranges, statistics, places."""
     check_folder("--output", output)
+    check_folder("--html", html)
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         run = capture(
@@ -56,6 +59,7 @@ def capture_command(
         )  # fmt: skip
     saved = run.save(output)
     typer.echo(run_text(run, every_call))
+    write_page(run, html)
     typer.echo(f"saved in {saved} ({saved.stat().st_size / 1024:.0f} KiB); narrowcast report shows it again")
 
 
@@ -72,6 +76,7 @@ def compare_command(
     isolate: Annotated[int, typer.Option(help="How often single ops are tried low alone.")] = 16,
     every_call: AllOption = False,
     json_file: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault.
 
@@ -79,8 +84,9 @@ def compare_command(
     none could be compared.
     """
     check_folder("--json", json_file)
+    check_folder("--html", html)
     if run_b:
-        _compare_saved(target, run_b, mapping, every_call, json_file)
+        _compare_saved(target, run_b, mapping, every_call, json_file, html)
         return
     if mapping is not None or target.endswith(_SAVED):
         raise TargetError(f"compare {target}", "one saved run", advice="Give two: narrowcast compare RUN_A RUN_B.")
@@ -91,18 +97,20 @@ def compare_command(
             backward=backward, isolate=isolate,
         )  # fmt: skip
     found.subject = subject.name
-    show(found, differences_text(found, every_call), json_file)
+    show(found, differences_text(found, every_call), json_file, html)
     if found.verdict in (FAULT, NOT_FINITE):
         raise typer.Exit(1)
 
 
-def _compare_saved(a: str, b: list[Path], mapping: Path | None, every_call: bool, json_file: Path | None) -> None:
+def _compare_saved(
+    a: str, b: list[Path], mapping: Path | None, every_call: bool, json_file: Path | None, html: Path | None
+) -> None:
     is_there = mapping is not None and mapping.exists()
     check_folder("--mapping", mapping)
     found = compare_runs(a, b, mapping=mapping if is_there else None)
     if mapping is not None and not is_there:
         found.mapping.save(mapping)
-    show(found, run_differences_text(found, every_call), json_file)
+    show(found, run_differences_text(found, every_call), json_file, html)
     if mapping is not None and str(json_file) != "-":
         typer.echo(f"{'read' if is_there else 'wrote'} {mapping}: mend it, and give it again")
     if found.verdict in (VALUES_DIFFER, NOT_COMPARED):
@@ -118,9 +126,11 @@ def watch_command(
     log: Annotated[Path | None, typer.Option(help="A file of JSON lines, one for each finding and look.")] = None,
     save: Annotated[Path | None, typer.Option(help="A folder for the first finding as a script of its own.")] = None,
     json_file: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Run SCRIPT and say which call makes the first NaN or infinity; 1 if one does."""
     check_folder("--json", json_file)
+    check_folder("--html", html)
     if not script.is_file():
         raise TargetError(f"watch {script}", "no such file", (Origin(str(script)),), "Give a Python script.")
     before, path = sys.argv, list(sys.path)
@@ -137,7 +147,7 @@ def watch_command(
             typer.echo(f"the script left with {error.code}", err=True)
     finally:
         sys.argv, sys.path[:] = before, path
-        show(watching.found, str(watching.found), json_file)
+        show(watching.found, str(watching.found), json_file, html)
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
@@ -152,9 +162,11 @@ def fit_command(
     format: Annotated[str, typer.Option(help="The low format of the policy: fp16 or bf16.")] = "fp16",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy there (.toml).")] = None,
     json_file: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Would it fit? What fp16, bf16 and fp8 would lose of each tensor of a run in fp32, and what must stay in fp32."""
     check_folder("--json", json_file)
+    check_folder("--html", html)
     check_folder("--output", output)
     if target.endswith(_SAVED):
         run = Run.load(target)
@@ -162,7 +174,7 @@ def fit_command(
         with torch.set_grad_enabled(backward):
             run = capture(load_subject(target), backward=backward, statistics="whole")
     found = fit(run, tolerance)
-    show(found, str(found), json_file)
+    show(found, str(found), json_file, html)
     if output is not None:
         policy = found.policy(format, output.stem)
         save_result(output, "a policy", policy.to_toml())
@@ -172,9 +184,12 @@ def fit_command(
 def report_command(
     saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit, repair or a ledger's save wrote.")],
     every_call: AllOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Show a saved result again."""
+    check_folder("--html", html)
     found = load_saved(saved)
+    write_page(found, html)
     if isinstance(found, Run):
         typer.echo(run_text(found, every_call))
     elif isinstance(found, Differences):
@@ -187,14 +202,9 @@ def report_command(
         typer.echo(str(found))
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """TargetError for an option that names a file in a folder that is not there."""
-    if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
-        raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
-
-
-def show(found: Any, text: str, json_file: Path | None) -> None:
-    """The text, or its JSON in place of it or beside it."""
+def show(found: Any, text: str, json_file: Path | None, html: Path | None = None) -> None:
+    """The text, or its JSON in place of it or beside it; and the page."""
+    write_page(found, html)
     if json_file is not None and str(json_file) == "-":
         typer.echo(found.to_json(indent=1))
         return

@@ -1,4 +1,4 @@
-"""TARGET: a Python file or a dotted path with a `subject()` that returns a narrowcast.Subject."""
+"""What commands are given: a TARGET, a Python file or a dotted path with a `subject()`, and files to write."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from narrowcast.errors import Origin, TargetError
+from narrowcast.output.files import replace_text
+from narrowcast.page import Shown
 from narrowcast.runs.subject import Subject
 
 _ADVICE = (
@@ -38,6 +40,22 @@ def load_subject(target: str) -> Subject:
         origin = Origin(code.co_filename, code.co_firstlineno) if code else Origin(path)
         raise TargetError(f"target {target!r}", f"{name}() returned a {type(subject).__name__}", (origin,), _ADVICE)
     return subject
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """TargetError for a file that could not be written, before anything is run for it."""
+    if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
+        raise TargetError(f"{option} {path}", "its folder does not exist", advice="Make the folder, or name another.")
+
+
+def write_page(found: object, html: Path | None) -> None:
+    """The page of what was found, if one is asked for. TargetError for what has no page."""
+    if html is None:
+        return
+    if not isinstance(found, Shown):
+        what = type(found).__name__
+        raise TargetError(f"--html {html}", f"there is no page of a {what} yet", advice="Omit --html; --all shows all.")
+    replace_text(html, found.to_html())
 
 
 def _import(path: str, target: str) -> ModuleType:

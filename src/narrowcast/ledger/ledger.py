@@ -12,6 +12,7 @@ from typing import Any
 from narrowcast.errors import LedgerError, Origin
 from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 from narrowcast.output.files import replace_text
+from narrowcast.page import Shown
 
 SCHEMA = "narrowcast.ledger/1"
 LISTED = 100_000
@@ -38,7 +39,7 @@ class CastChange:
 
 
 @dataclass(slots=True, repr=False)
-class Ledger:
+class Ledger(Shown):
     """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
 
     casts: the first LISTED ones. counted: those after them, alike ones together, each without its sizes. advice: how
@@ -217,11 +218,6 @@ class Ledger:
         t = self.totals()
         share = f"{t.share_of_casts:.1%} of the bytes moved"
         return f"<Ledger: {t.casts} casts ({share}), {t.refusals} refusals, {t.calls} calls; print shows them>"
-
-    def _repr_html_(self) -> str:
-        from narrowcast.ledger.text import ledger_html
-
-        return ledger_html(self)
 
 
 def _record(kind: Any, row: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -14,7 +13,6 @@ from narrowcast.output.console import as_text, in_bytes, short_file, table
 
 LINES = 1000
 """A ledger with more casts than these is printed by kind."""
-ROWS = 12
 
 
 class Recorded(Protocol):
@@ -84,23 +82,6 @@ def kind_table(title: str, kinds: list[tuple[Kind, Tally]], most: int) -> Render
         moved = in_bytes(tally.moved_bytes)
         made.add_row(escape(module), op, escape(line), formats, str(tally.calls), moved, how, escape(rule))
     return made
-
-
-def ledger_html(ledger: Recorded) -> str:
-    """A small table for notebooks: the sums, and the kinds of casts that move most."""
-    kinds = cast_kinds(ledger)
-    head = "".join(f"<th>{name}</th>" for name in ("module", "op, argument", "line", "cast", "times", "bytes"))
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*kind[:4], str(t.calls), in_bytes(t.moved_bytes)))
-        + "</tr>"
-        for kind, t in kinds[:ROWS]
-    )
-    more = f"<p>and {len(kinds) - ROWS} kinds more: print shows them</p>" if len(kinds) > ROWS else ""
-    return (
-        f"<p>{html.escape(totals_line(ledger)).strip()}</p><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table>{more}"
-    )
 
 
 def _cells(cast: Cast) -> tuple[str, str, str, str]:

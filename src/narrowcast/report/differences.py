@@ -10,6 +10,7 @@ from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
+from narrowcast.page import Shown
 from narrowcast.report.lines import WIDTH, cut, number_text, without_specials, wrapped
 
 SCHEMA = "narrowcast.compare/1"
@@ -145,7 +146,7 @@ class GradientError:
 
 
 @dataclass(slots=True)
-class Differences:
+class Differences(Shown):
     """What `nc.compare` found.
 
     subject, device_type, policy, low, reference: what was compared; policy and low are empty where no region was asked

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from narrowcast.ledger import Cast, Ledger, Tally
+from narrowcast.page import Shown
 from narrowcast.policy import Rule
 from narrowcast.report.differences import (
     SHOWN,
@@ -17,6 +18,7 @@ from narrowcast.report.differences import (
     OutputError,
     site_text,
 )
+from narrowcast.report.flow import graph_flow
 from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row, placement_data
 from narrowcast.report.lines import without_specials
 
@@ -164,7 +166,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class Explained(Shown):
     """A run of a model under a policy, explained.
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
@@ -251,6 +253,17 @@ class Explained:
 
     def to_json(self, indent: int | None = 1) -> str:
         """JSON text under the schema `narrowcast.explanation/1`; the ledger inside has its own."""
+        return json.dumps(self.data(), indent=indent)
+
+    def page_data(self) -> dict[str, Any]:
+        """The same with what only its page shows: what flows between calls, and the errors of all of them."""
+        data = self.data() | {"flows": [graph_flow(graph) for graph in self.graphs]}
+        if self.comparison is not None:
+            data["comparison"]["calls"] = [row.data() for row in self.comparison.differences.rows]
+        return data
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
         data: dict[str, Any] = {"schema": SCHEMA}
         for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end"):
             data[name] = getattr(self, name)
@@ -264,7 +277,7 @@ class Explained:
         data["comparison"] = self.comparison.data() if self.comparison else None
         data["failure"] = asdict(self.failure) if self.failure else None
         data["ledger"] = json.loads(self.ledger.to_json())
-        return json.dumps(data, indent=indent)
+        return data
 
 
 def _kinds(casts: Iterable[Cast]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
+from narrowcast.page import Shown
 from narrowcast.report.run import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"
@@ -87,7 +88,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Watching:
+class Watching(Shown):
     """What `nc.watch` found.
 
     findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many

@@ -12,6 +12,7 @@ from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.ops import NORM, op_kind
 from narrowcast.output.files import save_result
+from narrowcast.page import Shown
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts, short_file
@@ -50,7 +51,7 @@ class TensorFit:
 
 
 @dataclass(slots=True)
-class Fit:
+class Fit(Shown):
     """What `nc.fit` found. rows: by call, argument, format and scale. places: file and line of each call.
 
     tolerance: the share of a tensor that may underflow.

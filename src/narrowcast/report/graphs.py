@@ -222,11 +222,11 @@ class _Walker:
         read = [self.after.values[o.value] for o in step.operands]
         came = [self.before.values[o.value] for o in known.operands]
         result = self.elements.get(step.id, step.value)
-        computes = _formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
+        computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
         rule = plan.rule
         action, reason = self._why(step, rule)
         kind = CallKind(
-            known.op, *step.site.at, _formats(came), computes, _formats([result]), action or "unlisted",
+            known.op, *step.site.at, floating_formats(came), computes, floating_formats([result]), action or "unlisted",
             reason or "runs as its inputs are", policy,
         )  # fmt: skip
         self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number)
@@ -299,6 +299,6 @@ def _copied(source: Value, cast: Step) -> dict[str, Any]:
     return {"src": source.type, "dst": cast.value.type, "how": "copied", "direction": "forward", **sizes}
 
 
-def _formats(values: Sequence[Value]) -> str:
+def floating_formats(values: Sequence[Value]) -> str:
     """The floating formats among the values, in order, each once."""
     return ",".join(dict.fromkeys(v.type for v in values if v.format is not None))

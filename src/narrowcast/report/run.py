@@ -14,6 +14,7 @@ from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
+from narrowcast.page import Shown
 from narrowcast.report.sketch import sketch_rows
 
 SCHEMA = "narrowcast.run/1"
@@ -116,7 +117,7 @@ class CallRecord:
 
 
 @dataclass(slots=True)
-class Run:
+class Run(Shown):
     """What a run computed: `nc.capture` makes it, `save` and `load` keep it.
 
     calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name

@@ -1,0 +1,210 @@
+"""The page of an explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from narrowcast.output.console import in_bytes
+from narrowcast.page.comparisons import AT_FAULT, add_errors, error_series, error_todos, output_figures
+from narrowcast.page.ledgers import (
+    advice_todos,
+    call_node,
+    cast_figures,
+    cast_todos,
+    format_bars,
+    ledger_graph,
+    ledger_tables,
+)
+from narrowcast.page.model import OUTSIDE, Edge, Figure, Graph, Node, Page, Table, Todo
+from narrowcast.page.tables import table
+from narrowcast.page.words import place, shares
+
+Data = Mapping[str, Any]
+SLOWER = 1.05
+VERDICTS = {
+    "exact": "Equal to fp32",
+    "round-off": "Within round-off of fp32",
+    "fault": "Further from fp32 than round-off explains",
+    "not finite": "Not finite, where fp32 is",
+    "nondeterministic": "As far from fp32 as two of its own runs",
+}
+
+
+def explanation_page(data: Data) -> Page:
+    """The page of an explanation, as `Explained.data` gives it."""
+    ledger = data["ledger"]
+    flows = [flow for flow in data.get("flows", ()) if flow["steps"]]
+    graph = flow_graph(flows, ledger) if flows else ledger_graph(ledger)
+    comparison = data.get("comparison")
+    if comparison is not None:
+        add_errors(graph.nodes, comparison.get("calls") or comparison["worst"])
+    for placed in data.get("placements", ()):
+        _add_costs(graph.nodes, placed)
+    verdict, tone = _verdict(data)
+    page = Page("explanation", data["subject"], verdict, tone, graph=graph)
+    page.facts = _facts(data)
+    page.notes = [note for note in (data["note"], *ledger.get("notes", ())) if note]
+    page.figures = [*_cost_figures(comparison), *cast_figures(ledger["totals"]), *output_figures(comparison)]
+    page.bars = format_bars(graph.nodes)
+    times = shares(graph.nodes, "ns", "Time by format")
+    page.bars += [times] if times.parts else []
+    page.todos = _todos(data, graph.nodes)[:3]
+    page.tables = [*ledger_tables(ledger, graph, data["rules"]), *_graph_tables(data)]
+    page.series = error_series(graph.nodes)
+    return page
+
+
+def _facts(data: Data) -> list[tuple[str, str]]:
+    rules = f", {len(data['rules'])} rules of its own" if data["rules"] else ""
+    ran = data["ran_on"] if data["front_end"] == "eager" else f"graphs: {len(data['graphs'])}; {data['ran_on']}"
+    return [
+        ("model", data["subject"]),
+        ("device", data["device_type"]),
+        ("policy", f"{data['policy']} ({data['digest'][:8]}{rules})"),
+        ("region", f"{data['device_type']} in {data['low']}"),
+        ("front end", data["front_end"]),
+        ("ran", ran),
+    ]
+
+
+def _verdict(data: Data) -> tuple[str, str]:
+    failure, comparison = data["failure"], data.get("comparison")
+    totals = data["ledger"]["totals"]
+    if failure is not None:
+        at = place(failure["file"], failure["line"])
+        return (
+            f"It raises under {failure['policy']}, and not in fp32: {failure['error']} ({failure['op']}, {at})",
+            "bad",
+        )
+    if comparison is not None and comparison["not_finite"] is not None:
+        first = comparison["not_finite"]
+        return f"Not finite, where fp32 is: {first['value']} made by {first['op']} in {first['module_path']}", "bad"
+    if comparison is not None:
+        ratio = comparison["time_ratio"]
+        joined = ", but" if ratio > SLOWER and comparison["verdict"] not in AT_FAULT else ", and"
+        said = (
+            f"{VERDICTS.get(comparison['verdict'], comparison['verdict'])}{joined} it takes {ratio:.2f} times the time"
+        )
+        return f"{said} of fp32 here", "bad" if ratio > SLOWER or comparison["verdict"] in AT_FAULT else "good"
+    return (
+        f"{totals['casts']} casts move {in_bytes(totals['cast_bytes'])}, {totals['share_of_casts']:.0%} of all bytes",
+        "",
+    )
+
+
+def _cost_figures(comparison: Data | None) -> list[Figure]:
+    if comparison is None:
+        return []
+    ratio, (low, high) = comparison["time_ratio"], comparison["time_quartiles"]
+    tone = "bad" if ratio > SLOWER else "good" if ratio < 1 else ""
+    memory = comparison["memory_ratio"]
+    peaks = f"{in_bytes(comparison['region_peak_bytes'])}, fp32 {in_bytes(comparison['reference_peak_bytes'])}"
+    found = [
+        Figure(
+            "time", f"{ratio:.2f} x fp32", f"{_time(comparison['region_ms'])}; quartiles {low:.2f} to {high:.2f}", tone
+        ),
+        Figure("peak memory", f"{memory:.2f} x fp32", peaks, "good" if memory < 1 else ""),
+    ]
+    for name, before in comparison["metric_reference"].items():
+        after = comparison["metric_found"].get(name)
+        change = f"fp32 {before:.6g}" if isinstance(before, float) else f"fp32 {before}"
+        found.append(Figure(name, f"{after:.6g}" if isinstance(after, float) else str(after), change))
+    return found
+
+
+def _time(ms: float) -> str:
+    return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"
+
+
+def _todos(data: Data, nodes: list[Node]) -> list[Todo]:
+    """Most worth doing first: what raises, what is wrong, rules that do nothing, what costs time, then casts."""
+    found: list[Todo] = []
+    failure, comparison = data["failure"], data.get("comparison")
+    if failure is not None:
+        runs = [f'Use policy="{a["policy"]}", which runs it.' for a in failure["attempts"] if not a["error"]]
+        found.append(
+            Todo(runs[0] if runs else "Pin what raises in fp32.", failure["error"], {}, failure["module_path"])
+        )
+    if comparison is not None:
+        found += error_todos(comparison["worst"], faults_only=True)
+    for row in data["rules"]:
+        if not row["calls"]:
+            found.append(
+                Todo(f"Mend or delete the rule {row['rule']}", f"it matched nothing ({row['origin'] or 'no file'})")
+            )
+    found += advice_todos(data["ledger"])
+    if comparison is not None and comparison["time_ratio"] > SLOWER:
+        why = f"under this policy a run takes {comparison['time_ratio']:.2f} times what fp32 takes on this machine"
+        found.append(Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why))
+    found += cast_todos(data["ledger"], in_graph=data["front_end"] in ("compile", "export"))
+    if comparison is not None:
+        found += error_todos(comparison["worst"])[:1]
+    elif failure is None:
+        what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
+        found.append(
+            Todo(what, "this page says nothing of errors, time and memory: the model was not compared with fp32")
+        )
+    return found
+
+
+def _graph_tables(data: Data) -> list[Table]:
+    """Graphs, what they decide otherwise than eager code, and what was placed."""
+    rows = [
+        [g["number"], g["site"], g["calls"], g["assigned"], g["shared"], g["folded"], g["dropped"], g["casts"],
+         g["fallback"] or g["broken_by"]]
+        for g in data["graphs"]
+    ]  # fmt: skip
+    columns = (
+        "graph:number, begins:line, steps:number, casts assigned:number, shared:number, folded:number, dropped:number, "
+        "casts left:number, why it ends"
+    )
+    found = table("graphs", "Graphs, and what the passes did", columns, rows)
+    others = [[d["op"], d["module_path"], d["computes"], d["eager"], d["graph"]] for d in data["differences"]]
+    columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
+    found += table("differences", "Decided otherwise than in eager code", columns, others)
+    placed = [
+        [c["module"], c["op"], c["policy"], c["chosen"], c["saved_ns"], place(c["file"], c["line"])]
+        for p in data["placements"]
+        for c in p.get("calls", ())
+    ]
+    columns = "module:module, op:op, policy says:format, chosen:format, saved ns:number, line:line"
+    return found + table("placement", "Formats chosen by cost", columns, placed)
+
+
+def _add_costs(nodes: list[Node], placed: Data) -> None:
+    """What each placed call costs in the format that was chosen."""
+    costs: dict[tuple[str, str, int], list[float]] = {}
+    for call in placed.get("calls", ()):
+        cost = call["costs_ns"].get(call["chosen"])
+        if cost is not None:
+            costs.setdefault((call["module"], call["op"], call["line"]), []).append(cost)
+    for node in nodes:
+        known = costs.get((node.path, node.op, node.line))
+        if known and node.ns is None and node.direction == "forward":
+            node.ns = known.pop(0)
+
+
+def flow_graph(flows: list[Data], ledger: Data) -> Graph:
+    """The calls of captured graphs with the values between them; why each computes as it does is in the ledger."""
+    kinds: dict[tuple[Any, ...], list[Data]] = {}
+    for row in ledger["calls"]:
+        kinds.setdefault((row["module_path"], row["op"], row["file"], row["line"]), []).append(row)
+    nodes: list[Node] = []
+    edges: list[Edge] = []
+    for flow in flows:
+        first = len(nodes)
+        for path, op, file, line, number, direction, came, computes, result, moved in flow["steps"]:
+            alike = kinds.get((path, op, file, line), [])
+            row = next((k for k in alike if k["computes"] == computes), alike[0] if alike else None)
+            decided = replace(call_node(row)) if row is not None else Node(path, op)
+            label = f"#{number}" if number else ""
+            nodes.append(
+                Node(path, op, label, 1, direction, came, computes, result, decided.action, "", decided.reason, file,
+                     line, moved)
+            )  # fmt: skip
+        for start, end, argument, src, dst, moved, kind, how in flow["edges"]:
+            begin = OUTSIDE if start == OUTSIDE else start + first
+            edges.append(Edge(begin, end + first, argument, src, dst, moved, kind, how))
+    return Graph(nodes, edges, flow=True, note="Views and what only names a part of a tuple are left out.")

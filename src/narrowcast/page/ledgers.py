@@ -1,0 +1,159 @@
+"""The page of a ledger, and the parts of it that an explanation shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from narrowcast.output.console import in_bytes
+from narrowcast.page.model import OUTSIDE, Bar, Edge, Figure, Graph, Node, Page, Table, Todo
+from narrowcast.page.tables import (
+    advice_table,
+    cast_changes,
+    cast_table,
+    finding_table,
+    matched_table,
+    module_table,
+    op_table,
+    refusal_table,
+)
+from narrowcast.page.words import call_rule, shares
+
+Data = Mapping[str, Any]
+ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
+
+
+def ledger_page(data: Data) -> Page:
+    """The page of a saved ledger."""
+    graph = ledger_graph(data)
+    totals = data["totals"]
+    verdict = (
+        f"{totals['casts']} casts moved {in_bytes(totals['cast_bytes'])}, {totals['share_of_casts']:.0%} of all bytes"
+        if totals["casts"]
+        else "No tensor was cast."
+    )
+    policies = dict.fromkeys(row["policy"] for row in data["calls"] if row["policy"])
+    page = Page("ledger", "A recording", verdict, notes=list(data.get("notes", ())), graph=graph)
+    page.facts = [("recorded", "with nc.record"), ("policies", ", ".join(policies) or "none")]
+    page.figures = cast_figures(totals)
+    page.bars = format_bars(graph.nodes)
+    page.todos = [*advice_todos(data), *cast_todos(data)][:3]
+    page.tables = ledger_tables(data, graph)
+    return page
+
+
+def ledger_graph(data: Data) -> Graph:
+    """Its calls as nodes in order, and its casts as edges from outside: who made what is cast is not known."""
+    nodes: list[Node] = []
+    at: dict[tuple[str, ...], list[tuple[int, set[int]]]] = {}
+    for row in data["calls"]:
+        node = call_node(row)
+        numbers = set(row.get("numbers", ()))
+        at.setdefault((node.path, node.op), []).append((len(nodes), numbers))
+        nodes.append(node)
+    edges: dict[Edge, list[int]] = {}
+    for cast in [*data["casts"], *data.get("counted", ())]:
+        end = _asking(at, cast)
+        if end is None:
+            end = len(nodes)
+            nodes.append(Node(cast["module_path"], cast["op"], file=cast["file"], line=cast["line"]))
+            at[cast["module_path"], cast["op"]] = [(end, set())]
+        kind = Edge(OUTSIDE, end, cast["argument"], cast["src"], cast["dst"], 0, cast["kind"], cast["how"])
+        sums = edges.setdefault(kind, [0, 0])
+        sums[0] += cast.get("calls", 1)
+        sums[1] += cast["moved_bytes"]
+    made = [
+        Edge(e.start, e.end, e.argument, e.src, e.dst, moved, e.kind, e.how, times)
+        for e, (times, moved) in edges.items()
+    ]
+    return Graph(nodes, made, flow=False, note=ORDER)
+
+
+def call_node(row: Data) -> Node:
+    """The node of a tally of calls."""
+    numbers = row.get("numbers", ())
+    label = f"#{numbers[0]}" if len(numbers) == 1 else ""
+    return Node(
+        row["module_path"], row["op"], label, row["calls"], row["direction"], row["came"], row["computes"],
+        row["result"], row["action"], "", row["reason"], row["file"], row["line"], row["moved_bytes"],
+    )  # fmt: skip
+
+
+def _asking(at: Mapping[tuple[str, ...], list[tuple[int, set[int]]]], cast: Data) -> int | None:
+    """The node whose call asked for a cast: by its number where both know one."""
+    known = at.get((cast["module_path"], cast["op"]))
+    if not known:
+        return None
+    return next((node for node, numbers in known if cast.get("number", 0) in numbers), known[0][0])
+
+
+def cast_figures(totals: Data) -> list[Figure]:
+    """Casts, bytes in casts, calls."""
+    how = ", ".join(f"{totals[name]} {name}" for name in ("copied", "cached", "shared", "inside") if totals[name])
+    again = f"; {totals['repeated']} cast a tensor again" if totals["repeated"] else ""
+    share = f"{totals['share_of_casts']:.0%} of all bytes moved"
+    tone = "bad" if totals["share_of_casts"] > 0.2 else ""
+    found = [
+        Figure("casts", str(totals["casts"]), how + again),
+        Figure("bytes in casts", in_bytes(totals["cast_bytes"]), share, tone),
+        Figure("calls", str(totals["calls"]), f"{in_bytes(totals['op_bytes'])} read and written"),
+    ]
+    refused = [Figure("refusals", str(totals["refusals"]), "calls that were not run", "bad")]
+    return [*found, *(refused if totals["refusals"] else [])]
+
+
+def format_bars(nodes: list[Node]) -> list[Bar]:
+    """Calls and bytes by the format in which they compute."""
+    bars = [shares(nodes, "calls", "Calls by format"), shares(nodes, "bytes", "Bytes by format")]
+    return [bar for bar in bars if bar.parts]
+
+
+def advice_todos(data: Data) -> list[Todo]:
+    """The ledger's own advice."""
+    return [
+        Todo(row["todo"], f"{row['kind']}: {row['what']}", {}, row["module_path"]) for row in data.get("advice", ())
+    ]
+
+
+def cast_todos(data: Data, in_graph: bool = False) -> list[Todo]:
+    """Casts that are made again, and the op whose casts move most."""
+    found: list[Todo] = []
+    copied = [cast for cast in data["casts"] if cast["how"] == "copied"]
+    again = [cast for cast in copied if cast.get("repeated")]
+    if again and not in_graph:
+        wasted = in_bytes(sum(cast["moved_bytes"] for cast in again))
+        why = f"{len(again)} casts of tensors that were cast to the same format before move {wasted} for nothing"
+        found.append(
+            Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0]["module_path"])
+        )
+    return [*found, *_dearest(copied)]
+
+
+def _dearest(copied: list[Data]) -> list[Todo]:
+    """The op whose casts move most, if that is much, and how it does without."""
+    moved: dict[tuple[str, str, str], int] = {}
+    for cast in copied:
+        if cast["direction"] == "forward":
+            key = cast["op"], cast["src"], cast["dst"]
+            moved[key] = moved.get(key, 0) + cast["moved_bytes"]
+    if not moved:
+        return []
+    (op, src, dst), most = max(moved.items(), key=lambda item: item[1])
+    share = most / (sum(cast["moved_bytes"] for cast in copied) or 1)
+    action = cast_changes(src, dst)
+    why = f"its casts from {src} to {dst} move {in_bytes(most)}, {share:.0%} of the bytes in casts"
+    what = f"See what {op} costs and gives in {src}: with this rule it is not cast"
+    return [Todo(what, why, call_rule(op, "", action, f"no casts to {dst}"))]
+
+
+def ledger_tables(data: Data, graph: Graph, own_rules: Any = ()) -> list[Table]:
+    """Ops, casts, modules, rules, refusals, advice, findings: those that have rows."""
+    return [
+        *finding_table(graph.nodes),
+        *op_table(graph.nodes),
+        *cast_table(data["casts"], data.get("counted", ())),
+        *module_table(graph.nodes),
+        *matched_table(data.get("matches", {}), own_rules),
+        *refusal_table(data["refusals"]),
+        *advice_table(data.get("advice", ())),
+    ]

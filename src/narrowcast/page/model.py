@@ -1,0 +1,220 @@
+"""The page as data, under the schema `narrowcast.page/1`: what the script of the page draws and says, and nothing else.
+
+Every word that comes from a user (module paths, files, reasons) is text here and stays text on the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from narrowcast.formats import FORMATS
+
+SCHEMA = "narrowcast.page/1"
+OUTSIDE = -1
+"""The end of an edge that is no call: a weight, an input, or what nobody has seen being made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number worth reading first. tone: `good`, `bad`, or nothing to say."""
+
+    name: str
+    value: str
+    detail: str = ""
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Shares of a whole by format. unit: `calls`, `bytes` or `ns`."""
+
+    title: str
+    unit: str
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """Something worth doing: what, why, and the rule that does it (keys as in a policy file), if one does."""
+
+    what: str
+    why: str
+    rule: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. kind: `text`, `number`, `bytes`, `share`, `error`, `format`, `op`, `module` or `line`."""
+
+    name: str
+    kind: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that can be sorted and filtered. rules: for each row the rule that would change it; or none at all."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[list[Any]]
+    rules: list[Mapping[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Node:
+    """Calls of one op at one place that are alike: what is drawn as a box.
+
+    came, computes, result: formats, several with commas. label: which call of its op it is (`#2`). bytes: read and
+    written. ns: measured or predicted time. own, inherited, total: relative errors. None: not known. finding: why
+    somebody should look at it. facts: names and values besides, in words.
+    """
+
+    path: str
+    op: str
+    label: str = ""
+    times: int = 1
+    direction: str = "forward"
+    came: str = ""
+    computes: str = ""
+    result: str = ""
+    action: str = ""
+    rule: str = ""
+    reason: str = ""
+    file: str = ""
+    line: int = 0
+    bytes: int | None = None
+    ns: float | None = None
+    own: float | None = None
+    inherited: float | None = None
+    total: float | None = None
+    verdict: str = ""
+    finding: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that one call gives another; a cast if src and dst differ. Each end is a number among the nodes.
+
+    bytes: of the value, or what the cast reads and writes. kind: `activation`, `weight` or `input`. how: `copied`,
+    `cached`, `shared`, `inside`, of a cast. times: of alike casts.
+    """
+
+    start: int
+    end: int
+    argument: str
+    src: str
+    dst: str
+    bytes: int = 0
+    kind: str = "activation"
+    how: str = ""
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The calls in order, and what flows between them. flow: False where only the order of the calls is known."""
+
+    nodes: list[Node]
+    edges: list[Edge]
+    flow: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Figures over a common axis; nodes: the call that each stands for, if it is one."""
+
+    title: str
+    x: str
+    y: str
+    xs: list[float]
+    lines: list[tuple[str, list[float | None]]]
+    log: bool = False
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """How often each binary exponent occurs in what a call gave. node: the call. first: the smallest exponent."""
+
+    node: int
+    name: str
+    format: str
+    first: int
+    counts: list[int]
+
+
+@dataclass(slots=True)
+class Page:
+    """Everything that one page shows.
+
+    kind: of what (`explanation`, `run`, `comparison`, `watch`, `fit`, `ledger`). facts: what was looked at, by name.
+    verdict: one sentence; tone as of a figure. todos: most worth doing first.
+    """
+
+    kind: str
+    title: str
+    verdict: str
+    tone: str = ""
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    todos: list[Todo] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    graph: Graph = field(default_factory=lambda: Graph([], []))
+    series: list[Series] = field(default_factory=list)
+    exponents: list[Exponents] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """The page as JSON has it: nodes and edges as rows under their columns, texts of nodes in a table of texts."""
+        texts: dict[str, int] = {"": 0}
+        nodes = [_row(node, texts) for node in self.graph.nodes]
+        edges = [_row(edge, texts) for edge in self.graph.edges]
+        graph = {
+            "flow": self.graph.flow, "note": self.graph.note,
+            "node_columns": [f.name for f in fields(Node)], "nodes": nodes,
+            "edge_columns": [f.name for f in fields(Edge)], "edges": edges,
+            "text_columns": sorted(_TEXTS), "texts": list(texts),
+        }  # fmt: skip
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "graph"}
+        return {"schema": SCHEMA, **plain, "graph": graph, "formats": _ranges()}
+
+
+_TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.type == "str")
+"""Columns of which many rows have the same text."""
+
+
+def _row(record: Node | Edge, texts: dict[str, int]) -> list[Any]:
+    row = [(f.name, getattr(record, f.name)) for f in fields(record)]
+    return [texts.setdefault(value, len(texts)) if name in _TEXTS else _plain(value) for name, value in row]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can have it: records as objects; a number that is not finite is not known; six digits are enough."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return value
+
+
+def _ranges() -> dict[str, dict[str, int]]:
+    """Of each format: bits, the exponents of its largest, its smallest normal and its smallest value."""
+    return {
+        name: {
+            "bits": f.bits, "largest": f.max_exponent, "normal": f.min_exponent,
+            "smallest": f.min_exponent - f.mantissa_bits,
+        }
+        for name, f in FORMATS.items()
+    }  # fmt: skip

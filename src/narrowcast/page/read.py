@@ -1,0 +1,40 @@
+"""Which page a saved result has: by its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from narrowcast.errors import RunError
+from narrowcast.page.comparisons import comparison_page
+from narrowcast.page.explanations import explanation_page
+from narrowcast.page.ledgers import ledger_page
+from narrowcast.page.model import Page
+from narrowcast.page.runs import fit_page, run_page, watch_page
+
+_PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
+    "narrowcast.explanation/1": explanation_page,
+    "narrowcast.run/1": run_page,
+    "narrowcast.compare/1": comparison_page,
+    "narrowcast.watch/1": watch_page,
+    "narrowcast.fit/1": fit_page,
+    "narrowcast.ledger/1": ledger_page,
+}
+
+
+def page_of(data: Mapping[str, Any]) -> Page:
+    """The page of a result, as its JSON has it. RunError for another schema, or a broken record."""
+    schema = str(data.get("schema"))
+    make = _PAGES.get(schema)
+    if make is None:
+        raise RunError(
+            "a page of a saved result", f"schema {schema!r}, where these are known: {', '.join(_PAGES)}",
+            advice="Write it anew with this version of Narrowcast.",
+        )  # fmt: skip
+    try:
+        return make(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise RunError(
+            f"a page of a saved result, {schema}", f"a record is broken: {type(error).__name__}: {error}",
+            advice="Write it anew.",
+        ) from error  # fmt: skip

@@ -1,0 +1,198 @@
+"""The pages of a captured run, of what a watch found, and of what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from narrowcast.output.console import in_bytes
+from narrowcast.page.ledgers import ORDER, format_bars
+from narrowcast.page.model import Exponents, Figure, Graph, Node, Page, Series, Todo
+from narrowcast.page.run_flow import RunFlow
+from narrowcast.page.tables import finding_table, module_table, op_table, table
+from narrowcast.page.words import call_rule, counted, number, place, split_identity
+
+Data = Mapping[str, Any]
+FIT_FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
+
+
+def run_page(data: Data) -> Page:
+    """The page of a captured run."""
+    tensors = [dict(zip(data["tensor_columns"], row, strict=True)) for row in data["tensors"]]
+    calls = [dict(zip(data["call_columns"], row, strict=True)) for row in data["calls"]]
+    flow = RunFlow(tensors)
+    for call in calls:
+        flow.add(call)
+    nodes = flow.nodes
+    bad = [n for n in nodes if n.finding]
+    facts = data["environment"]
+    policy = facts.get("policy") or {}
+    verdict = f"{counted(len(bad), 'call')} gave a NaN or an infinity" if bad else "Every value is finite"
+    page = Page("run", "A captured run", verdict, "bad" if bad else "good", graph=flow.graph())
+    under = f"{policy['name']} ({policy['digest'][:8]})" if policy else "none"
+    page.facts = [
+        ("device", str(facts.get("device", "?"))),
+        ("policy", under),
+        ("region", f"{facts.get('device_type', '?')} in {policy['low']}" if policy else "none"),
+        ("seed", str(facts.get("seed", "?"))),
+    ]
+    page.notes = list(data["notes"])
+    casts = [e for e in page.graph.edges if e.src != e.dst]
+    page.figures = [
+        Figure("calls", str(len(nodes)), f"{sum(n.direction == 'backward' for n in nodes)} backward"),
+        Figure("casts", str(len(casts)), f"move {in_bytes(sum(e.bytes for e in casts))}"),
+        Figure("not finite", str(len(bad)), "calls", "bad" if bad else "good"),
+    ]
+    page.bars = format_bars(nodes)
+    page.todos = [
+        Todo(f"Keep {n.op} in {n.path or 'the root'} in fp32", n.finding, call_rule(n.op, n.path, "full"), n.path)
+        for n in [n for n in bad if n.computes not in ("", "fp32", "fp64")][:3]
+    ]
+    page.tables = [
+        *finding_table(nodes), *op_table(nodes), *_edge_casts(page.graph), *module_table(nodes), *_tensors(nodes, flow),
+    ]  # fmt: skip
+    page.exponents = [
+        Exponents(node, name, t["format"], t["exponents"][0], t["exponents"][1:])
+        for node, name, t in flow.results
+        if len(t["exponents"]) > 1
+    ]
+    return page
+
+
+def _edge_casts(graph: Graph) -> list[Any]:
+    """The casts that formats tell of: a tensor came in one and was read in another."""
+    rows = []
+    for e in graph.edges:
+        if e.src != e.dst:
+            n = graph.nodes[e.end]
+            rows.append([n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)])
+    columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
+    return table("casts", "Each cast: read off the formats that came and were read", columns, rows)
+
+
+def _tensors(nodes: list[Node], flow: RunFlow) -> list[Any]:
+    rows = [
+        [nodes[i].path, nodes[i].op, nodes[i].label, name, t["format"], str(t["shape"]), number(t["low"]),
+         number(t["high"]), number(t["rms"]), t["zeros"], t["subnormal"], t["saturated"], t["nan"], t["infinite"]]
+        for i, name, t in flow.results
+    ]  # fmt: skip
+    columns = (
+        "module:module, op:op, call, result, format:format, shape, lowest:number, highest:number, rms:number, "
+        "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
+    )
+    return table("tensors", "What each call gave", columns, rows)
+
+
+def watch_page(data: Data) -> Page:
+    """The page of what a watch found."""
+    nodes = []
+    for row in data["findings"]:
+        path, op, label, direction = split_identity(row["id"])
+        seen = [
+            (name, f"{f['format']} {f['low']}..{f['high']}") for name, f in {**row["inputs"], **row["outputs"]}.items()
+        ]
+        node = Node(path, op, label, 1, direction, computes=row["formats"], file=row["file"], line=row["line"])
+        node.verdict, node.finding = row["made_by"], f"{row['what']}, step {row['step']}: {row['sentence']}"
+        node.facts = tuple((str(name), text) for name, text in seen)
+        nodes.append(node)
+    made = [n for n in nodes if n.verdict != "trend"]
+    verdict = f"{counted(len(made), 'call')} made a NaN or an infinity" if made else "No NaN or infinity was made"
+    page = Page("watch", "A watched run", verdict, "bad" if made else "good", graph=Graph(nodes, [], note=ORDER))
+    page.facts = [("looked at", f"{data['calls']} calls"), ("steps", str(data["steps"]))]
+    page.figures = [
+        Figure("findings", str(len(made)), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
+        Figure("passed on", str(data["spread"]), "later calls"),
+        Figure("meant", str(sum(data["meant"].values())), "infinities, as a mask has them"),
+    ]
+    page.notes = list(data["notes"])
+    page.todos = [
+        Todo(_advice(row, n), row["sentence"], _format_rule(row, n), n.path)
+        for row, n in zip(data["findings"], nodes, strict=True)
+    ][:3]
+    page.tables = [
+        *finding_table(nodes),
+        *table(
+            "meant", "Infinities that were meant", "times:number, why", [[n, why] for why, n in data["meant"].items()]
+        ),
+    ]
+    page.series = _history(data["history"])
+    return page
+
+
+def _format_rule(row: Data, node: Node) -> dict[str, str]:
+    """The rule that keeps what a format or a cast ruins in fp32."""
+    return call_rule(node.op, node.path, "full") if row["made_by"] in ("cast", "format") else {}
+
+
+def _advice(row: Data, node: Node) -> str:
+    """What to do: in the words of the finding, unless these are the rule that stands below."""
+    if _format_rule(row, node):
+        return f"Keep {node.op} in {node.path or 'the root'} in fp32"
+    return str(row["advice"] or row["sentence"])
+
+
+def _history(history: list[Data]) -> list[Series]:
+    """Figures over training steps: each number that the looks at gradients kept."""
+    names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
+    if len(history) < 2 or not names:
+        return []
+    xs = [float(row.get("step", i)) for i, row in enumerate(history, 1)]
+    lines = [(name, [number(row.get(name)) for row in history]) for name in names]
+    return [Series("Over training steps", "step", "figure", xs, lines, log=True)]
+
+
+def fit_page(data: Data) -> Page:
+    """The page of what would fit: a box for each call, with what it would lose without a scale."""
+    nodes: list[Node] = []
+    at: dict[str, int] = {}
+    losing: dict[str, set[int]] = {name: set() for name in FIT_FORMATS}
+    worst: dict[int, tuple[float, str]] = {}
+    rows = []
+    for row in data["rows"]:
+        i = at.setdefault(row["id"], len(nodes))
+        if i == len(nodes):
+            path, op, label, direction = split_identity(row["id"])
+            file, _, line = data["places"].get(row["id"], ":0").rpartition(":")
+            nodes.append(Node(path, op, label, 1, direction, file=file, line=int(line or 0)))
+        if row["scale"] != "unscaled":
+            continue
+        loses = row["overflow"] > 0 or row["underflow"] > data["tolerance"]
+        if loses:
+            losing[row["format"]].add(i)
+            loss = row["overflow"] * 1e6 + row["underflow"]
+            if row["format"] == "fp16" and loss > worst.get(i, (0.0, ""))[0]:
+                worst[i] = loss, row["argument"]
+        n = nodes[i]
+        rows.append(
+            [n.path, n.op, n.label, row["argument"], row["format"], row["overflow"], row["underflow"],
+             row["subnormal"], number(row["headroom_bits"]), loses]
+        )  # fmt: skip
+    for i, n in enumerate(nodes):
+        n.computes = next((name for name in FIT_FORMATS if i not in losing[name]), "fp32")
+        if i in worst:
+            n.finding = f"{worst[i][1]} does not fit fp16"
+    unfit = losing["fp16"]
+    verdict = f"{len(unfit)} of {len(nodes)} calls do not fit fp16" if unfit else "Everything fits fp16"
+    page = Page("fit", "Would it fit?", verdict, "bad" if unfit else "good")
+    page.graph = Graph(
+        nodes, [], note="Each call has the first of fp16, bf16, e4m3 and e5m2 that it fits without a scale."
+    )
+    page.facts = [("calls", str(len(nodes))), ("may underflow", f"{data['tolerance']:.0%} of a tensor")]
+    page.figures = [
+        Figure(name, str(len(losing[name])), "calls would lose something", "bad" if losing[name] else "good")
+        for name in FIT_FORMATS
+    ]
+    page.notes = list(data["notes"])
+    order = sorted(worst, key=lambda i: -worst[i][0])[:3]
+    page.todos = [
+        Todo(f"Keep {nodes[i].op} in {nodes[i].path or 'the root'} in fp32 beside fp16", nodes[i].finding,
+             call_rule(nodes[i].op, nodes[i].path, "full", nodes[i].finding), nodes[i].path)
+        for i in order
+    ]  # fmt: skip
+    columns = (
+        "module:module, op:op, call, tensor, format:format, overflow:share, underflow:share, subnormal:share, "
+        "headroom bits:number, loses"
+    )
+    rules = [call_rule(row[1], row[0], "full") for row in rows]
+    page.tables = [*finding_table(nodes), *table("fit", "Each tensor in each format, unscaled", columns, rows, rules)]
+    return page

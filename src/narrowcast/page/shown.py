@@ -1,0 +1,34 @@
+"""What every result has: the page of it, and its compact form in notebooks."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from narrowcast.page.html import page_html
+from narrowcast.page.notebook import notebook_html
+from narrowcast.page.read import page_of
+
+
+class Shown(ABC):
+    """A result that has `to_json`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """JSON text under the result's own schema."""
+
+    def page_data(self) -> Mapping[str, Any]:
+        """What the page is made from."""
+        found: Mapping[str, Any] = json.loads(self.to_json())
+        return found
+
+    def to_html(self) -> str:
+        """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
+        return page_html(page_of(self.page_data()))
+
+    def _repr_html_(self) -> str:
+        return notebook_html(page_of(self.page_data()))

@@ -1,0 +1,69 @@
+"""How the parts of a page put numbers, identities and places into words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from narrowcast.page.model import Bar, Node
+
+
+def number(value: Any) -> float | None:
+    """A number of a saved result; NaN and infinities, which came as text, are None."""
+    if value is None or isinstance(value, str):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def error_text(value: Any) -> str:
+    """`6.8e-03`; what is not finite as it came."""
+    known = number(value)
+    return str(value) if known is None else "0" if known == 0 else f"{known:.1e}"
+
+
+def split_identity(text: str) -> tuple[str, str, str, str]:
+    """Module path, op, label (`#2`, `#1 turn 3`) and direction of an identity in a file."""
+    before, _, after = text.rpartition(" #")
+    path, _, op = before.rpartition(" ")
+    words = after.split()
+    direction = words.pop() if words and words[-1] in ("backward", "recomputation") else "forward"
+    return path, op, "#" + " ".join(words), direction
+
+
+def counted(count: int, one: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
+def place(file: str, line: Any) -> str:
+    """`file:line`, or nothing."""
+    return f"{file}:{line}" if file else ""
+
+
+def call_rule(op: str, path: str, action: str, reason: str = "") -> dict[str, str]:
+    """The rule that gives an op in a module another action."""
+    rule = {"op": op, "module": path, "action": action, "reason": reason}
+    return {key: value for key, value in rule.items() if value}
+
+
+def rule_text(rule: Mapping[str, str]) -> str:
+    """The rule as a policy file has it."""
+    return "\n".join(["[[rule]]", *(f"{key} = {_quoted(value)}" for key, value in rule.items())])
+
+
+def _quoted(value: str) -> str:
+    """A basic string of TOML."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
+    return f'"{plain}"'
+
+
+def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
+    """Calls, bytes or time by the format in which the nodes compute, most first; calls without one are left out."""
+    found: dict[str, float] = {}
+    for node in nodes:
+        amount = {"calls": node.times, "bytes": node.bytes, "ns": node.ns}[unit]
+        if node.computes and amount:
+            found[node.computes] = found.get(node.computes, 0.0) + amount
+    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))

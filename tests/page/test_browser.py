@@ -1,0 +1,269 @@
+"""The page in a headless Chromium: drawn, clicked, and used with keys alone; skipped where no browser is."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
+from browser import Browser, where
+from results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
+
+from narrowcast.page import page_html, page_of
+from narrowcast.page.model import Edge, Graph, Node, Page
+
+RESULTS = all_results()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = where()
+    if program is None:
+        pytest.skip("no browser: install Chromium, or name one in NARROWCAST_BROWSER")
+    made = Browser(program)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open a result's page; what went wrong on it by the end of the test fails the test."""
+
+    def open_page(result, **window):
+        file = tmp_path / "page.html"
+        file.write_text(result if isinstance(result, str) else result.to_html(), encoding="utf-8")
+        browser.open(file, **window)
+        return browser
+
+    yield open_page
+    assert browser.errors == []
+
+
+def drawn(browser, kind=""):
+    return browser.value(f"[...document.querySelectorAll('.box{kind}')].map(b => b.getAttribute('aria-label'))")
+
+
+def crumbs(browser):
+    return browser.value("document.querySelector('.crumbs').textContent").split(" › ")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_each_page_is_drawn_without_an_error(show, name):
+    """And nothing of a user's becomes an element."""
+    page = show(RESULTS[name])
+    assert page.value("document.querySelector('.verdict').textContent.length") > 5
+    assert (
+        page.value("document.querySelectorAll('#page script, #page b:not(.chip):not(.casts b), #page img').length") == 0
+    )
+
+
+def test_a_module_named_like_markup_is_shown_by_its_name(show):
+    """In the graph, in tables and in what is worth doing."""
+    page = show(a_ledger())
+    assert any(SCRIPT in label for label in drawn(page))
+    assert SCRIPT in page.value("document.querySelector('.todos').textContent")
+
+
+def test_no_script_but_the_page_s_own_runs_there(show, browser):
+    """The policy in the page refuses one that is put into it."""
+    text = a_ledger().to_html().replace("</body>", "<script>document.title = 'taken'</script></body>")
+    show(text)
+    assert browser.value("document.title") != "taken"
+    assert any("Content Security Policy" in error for error in browser.errors)
+    browser.errors.clear()
+
+
+def test_every_control_can_be_clicked(show):
+    """Each button, each choice of each select, each tab with its columns; nothing breaks."""
+    page = show(explained(comparison=a_comparison()))
+    clicked = page.value(
+        """(() => {
+          let n = 0;
+          const shown = (e) => e.isConnected && !e.disabled && e.offsetParent !== null;
+          for (const tab of document.querySelectorAll('[role=tab]')) {
+            tab.click(); n++;
+            const inside = document.querySelectorAll('#tables .table-body button');
+            for (const b of [...inside]) if (shown(b)) { b.click(); n++; }
+          }
+          for (const select of document.querySelectorAll('select'))
+            for (const option of [...select.options]) {
+              select.value = option.value; select.dispatchEvent(new Event('change')); n++;
+            }
+          for (const filter of document.querySelectorAll('#filter'))
+            { filter.value = 'all'; filter.dispatchEvent(new Event('change')); }
+          for (const box of [...document.querySelectorAll('.box')])
+            { box.dispatchEvent(new MouseEvent('click', {bubbles: true})); n++; }
+          for (const b of [...document.querySelectorAll('button')]) if (shown(b)) { b.click(); n++; }
+          return n;
+        })()"""
+    )
+    assert clicked > 60
+
+
+def test_alike_layers_are_folded_and_open(show):
+    """`encoder.layer.* × 3`; a double click opens the first, Unfold shows each."""
+    page = show(a_ledger())
+    assert [label.split(",")[0] for label in drawn(page, ".fold")] == ["encoder.layer.* × 3"]
+    page.click(".box.fold .body")
+    assert "do the same" in page.value("document.querySelector('.detail').textContent")
+    page.click(".detail .actions button:nth-child(2)")
+    assert [label.split(",")[0] for label in drawn(page, ".module")] == [f"encoder.layer.{n}" for n in range(3)]
+    page.click(".box.module .body", times=2)
+    assert crumbs(page)[1:] == ["encoder", "layer", "0"]
+
+
+def test_layers_that_differ_are_not_folded(show):
+    """A fold that hid a difference would be a lie."""
+    ledger = a_ledger()
+    kind = next(k for k in ledger.calls if k.module_path == "encoder.layer.1.dense")
+    calls = {(type(k)(**{**_fields(k), "computes": "fp32"}) if k is kind else k): t for k, t in ledger.calls.items()}
+    ledger.calls = calls
+    assert drawn(show(ledger), ".fold") == []
+
+
+def _fields(record):
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def test_the_page_is_used_with_keys_alone(show):
+    """To the graph with Tab, to a layer and its call with arrows, in with Enter, out with Backspace, found with /."""
+    page = show(a_ledger())
+    for _ in range(40):
+        page.press("Tab")
+        if page.value("document.activeElement.className") == "stage":
+            break
+    assert page.value("document.activeElement.className") == "stage"
+    page.press("ArrowDown", "Enter")
+    assert crumbs(page)[1:] == ["encoder", "layer", "0"]
+    page.press("ArrowDown", "ArrowDown")
+    detail = page.value("document.querySelector('.detail').textContent")
+    assert "softmax.int" in detail and 'action = "lower"' in detail and "sums" in detail and FILE_LINE in detail
+    page.press("Backspace")
+    assert len(crumbs(page)) == 1
+    page.press("/", *"layer.2 add", "Enter")
+    assert "add.Tensor" in page.value("document.querySelector('.detail').textContent")
+    assert crumbs(page)[1:] == ["encoder", "layer", "2"]
+
+
+FILE_LINE = "/home/me/<b>model</b>.py:7"
+
+
+def test_findings_are_gone_through_wherever_the_graph_is(show):
+    """n and p, and the buttons."""
+    page = show(differences())
+    page.value("document.querySelector('.stage').focus()")
+    page.press("n")
+    assert "beyond its band" in page.value("document.querySelector('.detail').textContent")
+    page.press("Backspace", "p")
+    assert "beyond its band" in page.value("document.querySelector('.finding').textContent")
+
+
+def test_filters_hide_calls(show):
+    """Only with casts: not the sums."""
+    page = show(a_ledger())
+    choose = "const s = document.querySelector('#filter'); s.value = '{}'; s.dispatchEvent(new Event('change'))"
+    page.value(f"{{ {choose.format('leaks')} }}")
+    assert all("3 calls" in label for label in drawn(page, ".fold"))
+    page.value(f"{{ {choose.format('backward')} }}")
+    assert drawn(page) == [] and "No call here" in page.value("document.querySelector('.stage').textContent")
+
+
+def test_tables_are_sorted_filtered_and_copied(show):
+    """By numbers as numbers; CSV has what is shown."""
+    page = show(a_ledger())
+    page.value("document.querySelector('[data-table=casts]').click()")
+    column = "[...document.querySelectorAll('#tables tbody tr')].map(r => r.children[{}].textContent)"
+    page.value("[...document.querySelectorAll('#tables th button')].find(b => b.textContent === 'bytes').click()")
+    assert page.value(column.format(9))[:3] == ["4.9 KiB"] * 3
+    page.value("[...document.querySelectorAll('#tables th button')].find(b => b.textContent === 'bytes').click()")
+    assert page.value(column.format(9))[:3] == ["600 B"] * 3
+    page.value(
+        "{ const f = document.querySelector('.filter'); f.value = 'softmax'; f.dispatchEvent(new Event('input')) }"
+    )
+    assert page.value(column.format(1)) == ["softmax.int"] * 3
+    page.value("window.taken = ''; navigator.clipboard.writeText = async (text) => { window.taken = text }")
+    for name, said in (("CSV", "encoder.layer.0,aten.softmax.int,self"), ("TOML", 'action = "follow"')):
+        page.value(
+            f"[...document.querySelectorAll('#tables button')].find(b => b.textContent.includes('{name}')).click()"
+        )
+        assert said in page.value("window.taken") and "linear" not in page.value("window.taken")
+
+
+def test_casts_lie_on_edges_and_wider_ones_are_thicker(show):
+    """Of a run: from the tensor that came to the call that reads it in another format."""
+    page = show(a_run())
+    page.value("document.querySelector('.stage').focus()")
+    page.press("ArrowDown", "Enter")
+    assert crumbs(page)[1:] == ["layer", "0"]
+    assert page.value("document.querySelectorAll('.link.cast').length") == 2
+    widths = json.loads(
+        page.value(
+            "JSON.stringify([...document.querySelectorAll('.link path')].map(p => +p.getAttribute('stroke-width')))"
+        )
+    )
+    assert max(widths) > 1
+
+
+@pytest.mark.parametrize("window", [{"scale": 4}, {"dark": True}, {"width": 700}])
+def test_nothing_is_cut_off_sideways(show, window):
+    """At 400 % zoom, in the dark, in a narrow window: the page scrolls down only."""
+    for name in ("compared", "run", "differences"):
+        page = show(RESULTS[name], **window)
+        assert page.value("document.documentElement.scrollWidth <= innerWidth"), name
+
+
+def test_the_overview_fits_one_screen(show):
+    """Of a comparison, with three things to do, in a window of 1400 by 900."""
+    page = show(RESULTS["compared"])
+    assert page.value("document.querySelector('#overview').getBoundingClientRect().bottom") < 900
+
+
+def many(layers):
+    """As many calls as a large model has forward and backward, some alike and some not."""
+    nodes, edges = [], []
+    for n in range(layers):
+        for m in range(170):
+            computes = "bf16" if (m + n % 3) % 5 else "fp32"
+            nodes.append(
+                Node(
+                    f"blocks.{n}.part{m % 9}.inner{m % 4}",
+                    "aten.linear.default",
+                    f"#{m}",
+                    computes=computes,
+                    bytes=m * n,
+                )
+            )
+            if len(nodes) > 1:
+                edges.append(Edge(len(nodes) - 2, len(nodes) - 1, "input", "fp32", computes, 1000 * m))
+    return Page("run", "A large run", "It is large", graph=Graph(nodes, edges, flow=True))
+
+
+def test_a_model_of_eight_thousand_calls_is_opened_module_by_module(show):
+    """Some boxes at a time, and a page of less than 5 MB."""
+    text = page_html(many(48))
+    assert len(text.encode()) < 5_000_000
+    page = show(text)
+    assert len(page.value("document.querySelector('#data').textContent")) > 100_000
+    assert 0 < len(drawn(page)) <= 60
+    started = time.monotonic()
+    page.value("document.querySelector('.stage').focus()")
+    page.press("ArrowDown", "Enter")
+    assert len(crumbs(page)) > 1 and 0 < len(drawn(page)) <= 60
+    assert time.monotonic() - started < 30  # it does not hang; how long it takes is measured elsewhere
+
+
+def test_a_broken_page_is_noticed(show, browser):
+    """What the tests above look at has the error of a page whose data lacks a part."""
+    data = page_of(a_ledger().page_data()).data()
+    del data["graph"]["texts"]
+    whole = a_ledger().to_html()
+    start, end = whole.index('id="data">') + 10, whole.index("</script>")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("browser.SECONDS", 1)
+        with pytest.raises(TimeoutError):
+            show(whole[:start] + json.dumps(data).replace("<", "\\u003c") + whole[end:])
+    assert any("TypeError" in error for error in browser.errors)
+    browser.errors.clear()

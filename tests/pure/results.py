@@ -1,0 +1,156 @@
+"""Small results of every kind that a page is made from."""
+
+from __future__ import annotations
+
+from narrowcast.ledger import Advice, CallKind, Cast, Ledger, Refusal
+from narrowcast.ledger.identity import CallId
+from narrowcast.report import Attempt, Comparison, Explanation, Failure, NotFinite, OutputError
+from narrowcast.report.differences import CallError, Differences, GradientError
+from narrowcast.report.findings import Finding, Watching
+from narrowcast.report.fit import fit
+from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
+
+SCRIPT = "<script>alert(1)</script>"
+FILE = "/home/me/<b>model</b>.py"
+LINEAR, SOFTMAX, ADD = "aten.linear.default", "aten.softmax.int", "aten.add.Tensor"
+
+
+def a_ledger(layers=3):
+    """Alike layers, a head of another format, and a module whose name is markup."""
+    made = Ledger()
+    for n in range(layers):
+        path = f"encoder.layer.{n}"
+        _call(made, LINEAR, f"{path}.dense", "fp32", "bf16", "lower", "fast")
+        _call(made, SOFTMAX, path, "bf16", "fp32", "full", "sums")
+        _call(made, ADD, path, "fp32", "fp32", "unlisted", "runs as its inputs are")
+        made.add(_cast(LINEAR, f"{path}.dense", "weight", "fp32", "bf16", "weight", "lower", 600))
+        made.add(_cast(LINEAR, f"{path}.dense", "input", "fp32", "bf16", "activation", "lower", 900, repeated=n > 0))
+        made.add(_cast(SOFTMAX, path, "self", "bf16", "fp32", "activation", "full", 5000))
+        made.count_match(f"{LINEAR}: lower (builtin/native_cpu.toml:29)", f"{path}.dense")
+    _call(made, LINEAR, SCRIPT, "fp32", "bf16", "lower", SCRIPT)
+    made.refusals.append(Refusal("aten.bce.default", SCRIPT, FILE, 9, "native", f"unsafe {SCRIPT}"))
+    made.advice[Advice("no casts", f"nothing {SCRIPT}", "open a region", SCRIPT, FILE, 3)] = 2
+    made.note(f"slow {SCRIPT}")
+    return made
+
+
+def _call(made, op, path, came, computes, action, reason):
+    kind = CallKind(op, path, FILE, 7, came, computes, computes, action, reason, "native")
+    made.count_call(kind, 4000, 1)
+
+
+def _cast(op, path, argument, src, dst, kind, action, moved, repeated=False):
+    return Cast(
+        op, argument, path, FILE, 7, src, dst, 100, moved, "copied", "forward", kind, action, f"{op}: {action}", "fast",
+        "torch", "native", repeated, 1,
+    )  # fmt: skip
+
+
+def a_run(layers=2):
+    """A linear layer whose result is seen as a view, and an infinity that the next one passes on."""
+    tensors, calls = [], []
+
+    def tensor(format, low, high, shape=(2, 8), infinite=0.0):
+        histogram = Histogram(-4, (1, 5, 9, 2))
+        facts = TensorFacts(format, shape, "cpu", 16, low, high, rms=1.0, infinite=infinite, exponents=histogram)
+        tensors.append(facts)
+        return len(tensors) - 1
+
+    x = tensor("fp32", -1.0, 1.0)
+    for n in range(layers):
+        path = f"layer.{n}"
+        weight, y = tensor("fp32", -0.5 - n, 0.5), tensor("bf16", -2.0 - n, 2.0)
+        view = tensor("bf16", -2.0 - n, 2.0, (4, 4))  # the same values, seen otherwise
+        z = tensor("bf16", -3.0, 3.0 + n, infinite=0.25 if n == layers - 1 else 0.0)
+        calls += [
+            _record(LINEAR, path, "fp32", "bf16", (("input", x), ("weight", weight)), y, "rule", "products"),
+            _record(ADD, path, "bf16", "bf16", (("self", view),), z, "", ""),
+        ]
+        x = z
+    mask = tensor("i64", 0.0, 0.0)
+    calls.append(_record("aten.ge.Scalar", "", "", "", (("self", mask),), mask, "", ""))
+    environment = {
+        "device": "a cpu",
+        "device_type": "cpu",
+        "policy": {"name": "native", "digest": "d" * 64, "low": "bf16"},
+    }
+    return Run(environment, calls, tensors, {}, [f"a note {SCRIPT}"])
+
+
+def _record(op, path, came, computes, inputs, output, rule, reason):
+    return CallRecord(CallId(path, op), FILE, 7, came, computes, rule, reason, inputs, (("result", output),))
+
+
+def differences():
+    """One call at fault, one within round-off, one exact."""
+    rows = [
+        CallError(CallId("embed", "aten.embedding.default"), FILE, 3, "fp32", "fp32", "exact"),
+        CallError(CallId("layer.0", LINEAR), FILE, 4, "bf16", "fp32", "round-off", own=2e-3, inherited=0.0, total=2e-3),
+        CallError(CallId("layer.1", LINEAR), FILE, 5, "bf16", "fp32", "fault", f"beyond its band {SCRIPT}", own=0.5,
+                  inherited=2e-3, total=0.5, alone=0.25),
+    ]  # fmt: skip
+    outputs = (OutputError("logits", "fp32 [2, 4]", "bf16", 6.0, 0.5, 3.0),)
+    gradients = [GradientError("w", "bf16", 0.1, 0.9, 0.0, "round-off")]
+    found = Differences(SCRIPT, "cpu", "native", "bf16", "fp32", rows, outputs, gradients, 0.01, "fault")
+    found.unmatched, found.notes = ["only here #1"], [f"a note {SCRIPT}"]
+    found.environment, found.runs = {"device": "a cpu"}, 6
+    return found
+
+
+def watching():
+    """An overflow, and a trend."""
+    facts = TensorFacts("fp16", (2,), "cpu", 2, -1.0, 65504.0, infinite=0.5)
+    made = Finding(
+        CallId("layer.1", "aten.mul.Tensor", 2), FILE, 12, "infinity", "format", "fp16", f"it overflows {SCRIPT}",
+        "Keep it in fp32.", (("self", facts),), (("result", facts),), 3,
+    )  # fmt: skip
+    trend = Finding(CallId("layer.0", "gradient.weight"), FILE, 0, "underflow", "trend", "", "it shrinks")
+    history = [{"step": 1, "norm": 2.0}, {"step": 2, "norm": 0.5}]
+    return Watching([made, trend], {"a mask": 4}, [f"a note {SCRIPT}"], history, 90, 5, 3)
+
+
+def a_fit():
+    """A run in fp32, one tensor of which is beyond fp16."""
+    huge = TensorFacts("fp32", (2, 8), "cpu", 16, -1e6, 1e6, exponents=Histogram(18, (8, 8)), looked_at=16)
+    small = TensorFacts("fp32", (2, 8), "cpu", 16, -1.0, 1.0, exponents=Histogram(-4, (8, 8)), looked_at=16)
+    calls = [
+        CallRecord(CallId("a", ADD), FILE, 1, "fp32", "fp32", inputs=(("self", 1),), outputs=(("result", 1),)),
+        CallRecord(CallId("b", ADD), FILE, 2, "fp32", "fp32", inputs=(("self", 1),), outputs=(("result", 0),)),
+    ]
+    return fit(Run({}, calls, [huge, small]))
+
+
+def explained(ledger=None, **more):
+    """An explanation of that ledger."""
+    return Explanation(SCRIPT, "cpu", "bf16", "native", "d" * 64, "fake tensors", "", ledger or a_ledger(), **more)
+
+
+def a_comparison():
+    """Slower than fp32, with one call at fault."""
+    return Comparison(
+        differences(), {"accuracy": 0.5}, {"accuracy": 0.25}, 10.0, 20.0, 2.0, (1.5, 2.5), 3, 100, 200, 2.0
+    )
+
+
+def a_failure():
+    """What raises under native, and not under safe."""
+    tried = (Attempt("safe", ""), Attempt("ipex", "it raises, too"))
+    return Failure("aten.lerp.Scalar", "bf16,fp32", SCRIPT, FILE, 5, "expected dtype", "native", tried)
+
+
+def not_finite():
+    """The comparison of a run whose output is not finite."""
+    found = differences()
+    found.not_finite = NotFinite(LINEAR, "layer.1", FILE, 5, "fp16", "infinity")
+    found.verdict = "not finite"
+    return found
+
+
+def all_results():
+    """One of each, by name."""
+    return {
+        "ledger": a_ledger(), "run": a_run(), "differences": differences(), "watching": watching(), "fit": a_fit(),
+        "explanation": explained(), "compared": explained(comparison=a_comparison()),
+        "failed": explained(failure=a_failure()), "empty": Ledger(), "empty run": Run(),
+        "empty watching": Watching(), "not finite": not_finite(),
+    }  # fmt: skip

@@ -1,0 +1,352 @@
+"""The page: what is on it, that what comes from users stays text, and that its script is the one of its sources."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import sys
+import tomllib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from program_text import parse_program
+from results import (
+    SCRIPT,
+    a_comparison,
+    a_failure,
+    a_fit,
+    a_ledger,
+    a_run,
+    all_results,
+    differences,
+    explained,
+    not_finite,
+    watching,
+)
+
+from narrowcast.errors import RunError
+from narrowcast.ledger.identity import CallId
+from narrowcast.page import page_of
+from narrowcast.page.html import BUILT
+from narrowcast.page.model import OUTSIDE
+from narrowcast.page.words import rule_text, split_identity
+from narrowcast.policy import Policy
+from narrowcast.report import CompiledGraph
+from narrowcast.report.flow import graph_flow
+
+ROOT = Path(__file__).parents[2]
+WEB = ROOT / "web"
+RESULTS = all_results()
+each = pytest.mark.parametrize("name", RESULTS)
+
+
+def page(result):
+    return page_of(result.page_data())
+
+
+class Elements(HTMLParser):
+    """The elements of a text, as a browser reads them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.scripts, self._in_script = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._in_script = False
+
+    def handle_data(self, data):
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+@each
+def test_the_data_of_each_page_is_json_and_each_row_has_its_columns(name):
+    """Under a version of its own; without NaN, which is no JSON."""
+    data = json.loads(json.dumps(page(RESULTS[name]).data(), allow_nan=False))
+    assert data["schema"] == "narrowcast.page/1" and data["verdict"]
+    graph = data["graph"]
+    assert all(len(row) == len(graph["node_columns"]) for row in graph["nodes"])
+    assert all(len(row) == len(graph["edge_columns"]) for row in graph["edges"])
+    end = graph["edge_columns"].index("end")
+    assert all(0 <= row[end] < len(graph["nodes"]) for row in graph["edges"])
+    for table in data["tables"]:
+        assert table["rows"] and all(len(row) == len(table["columns"]) for row in table["rows"]), table["name"]
+        assert len(table["rules"]) in (0, len(table["rows"])), table["name"]
+    for series in data["series"]:
+        assert all(len(values) == len(series["xs"]) for _, values in series["lines"])
+
+
+@each
+def test_what_comes_from_a_user_is_never_markup(name):
+    """A module named `<script>`: the file has the two scripts that it was made with, and notebooks have none."""
+    made = Elements(RESULTS[name].to_html())
+    assert len(made.scripts) == 2
+    assert [tag for tag, _ in made.found if tag in ("b", "img", "iframe", "link")] == []
+    assert json.loads(made.scripts[0])["schema"] == "narrowcast.page/1"
+    small = Elements(RESULTS[name]._repr_html_())
+    assert small.scripts == [] and "b" in {tag for tag, _ in small.found}
+    assert "model</b>" not in RESULTS[name]._repr_html_()
+
+
+@each
+def test_the_page_needs_nothing_but_itself(name):
+    """Its policy allows the one script and the one style that stand in it, by digest, and nothing from outside."""
+    text = RESULTS[name].to_html()
+    made = Elements(text)
+    (policy,) = [a["content"] for tag, a in made.found if a.get("http-equiv") == "Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    digest = base64.b64encode(hashlib.sha256(made.scripts[1].encode()).digest()).decode()
+    assert rules["script-src"] == f"'sha256-{digest}'"
+    assert "unsafe" not in policy and "http" not in policy
+    assert not [a for _, a in made.found if "src" in a or "href" in a or "style" in a or any(k[:2] == "on" for k in a)]
+
+
+def test_a_changed_script_is_not_allowed_by_the_policy():
+    """The digest above rejects one letter more."""
+    text = RESULTS["ledger"].to_html()
+    made = Elements(text.replace("</script>\n</body>", " </script>\n</body>"))
+    digest = base64.b64encode(hashlib.sha256(made.scripts[1].encode()).digest()).decode()
+    assert digest not in text
+
+
+def digest_of(folder):
+    """As web/build.mjs makes it."""
+    files = [f"src/{file.name}" for file in (folder / "src").iterdir()]
+    found = hashlib.sha256()
+    for name in sorted([*files, "build.mjs", "package-lock.json", "package.json", "tsconfig.json"]):
+        found.update(f"{name}\n".encode() + (folder / name).read_bytes())
+    return found.hexdigest()
+
+
+def test_the_built_files_are_what_the_sources_give():
+    """`make page` writes them, with the digest of what they were built from."""
+    for name in ("page.js", "page.css"):
+        written = re.search(r"sources ([0-9a-f]{64})", (BUILT / name).read_text(encoding="utf-8")).group(1)
+        assert written == digest_of(WEB), f"web/ has changed since {name} was built: make page"
+
+
+def test_a_changed_source_is_noticed(tmp_path):
+    """The check above rejects a source with one letter more."""
+    (tmp_path / "src").mkdir()
+    for file in [*WEB.glob("*.*"), *WEB.glob("src/*")]:
+        if file.is_file():
+            (tmp_path / file.relative_to(WEB)).write_bytes(file.read_bytes())
+    assert digest_of(tmp_path) == digest_of(WEB)
+    with (tmp_path / "src/words.ts").open("a") as source:
+        source.write(" ")
+    assert digest_of(tmp_path) != digest_of(WEB)
+
+
+def test_the_bundle_brings_the_licences_of_what_is_in_it():
+    """Of the three libraries, at the versions of the lock file."""
+    text = (BUILT / "page.js").read_text(encoding="utf-8")
+    lock = json.loads((WEB / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    for name in ("uplot", "@dagrejs/dagre", "@dagrejs/graphlib"):
+        assert f"{name} {lock[f'node_modules/{name}']['version']}" in text
+    assert text.count("Permission is hereby granted") == 3 and "Leon Sorokin" in text and "Chris Pettitt" in text
+    assert len(text) < 200_000
+
+
+def nodes(result):
+    graph = page(result).graph
+    return graph.nodes, graph.edges
+
+
+def test_a_ledger_has_a_node_for_each_kind_of_call_and_its_casts_from_outside():
+    """Nobody recorded who made what was cast."""
+    found, edges = nodes(a_ledger(2))
+    assert [(n.path, n.computes) for n in found[:3]] == [
+        ("encoder.layer.0.dense", "bf16"), ("encoder.layer.0", "fp32"), ("encoder.layer.0", "fp32"),
+    ]  # fmt: skip
+    assert len(found) == 7 and not page(a_ledger()).graph.flow
+    assert {e.start for e in edges} == {OUTSIDE}
+    assert [(e.end, e.argument, e.src, e.dst, e.bytes) for e in edges[:3]] == [
+        (0, "weight", "fp32", "bf16", 600), (0, "input", "fp32", "bf16", 900), (1, "self", "bf16", "fp32", 5000),
+    ]  # fmt: skip
+
+
+def test_a_ledger_says_what_is_worth_doing_with_the_rule():
+    """Its own advice first; then the op whose casts move most."""
+    first, again, most = page(a_ledger()).todos
+    assert first.what == "open a region"
+    assert "2 casts" in again.why and "1.8 KiB" in again.why
+    assert most.rule == {"op": "aten.softmax.int", "action": "follow", "reason": "no casts to fp32"}
+
+
+def test_a_run_shows_what_flows_through_views_and_which_tensors_were_cast():
+    """A view has another number in the table of tensors, and the same values."""
+    found, edges = nodes(a_run())
+    assert [n.op for n in found] == ["aten.linear.default", "aten.add.Tensor"] * 2  # and no call without floats
+    flow = [(e.start, e.end, e.argument, e.src, e.dst, e.kind) for e in edges]
+    assert flow == [
+        (OUTSIDE, 0, "input", "fp32", "bf16", "input"), (OUTSIDE, 0, "weight", "fp32", "bf16", "weight"),
+        (0, 1, "self", "bf16", "bf16", "activation"), (1, 2, "input", "bf16", "bf16", "activation"),
+        (OUTSIDE, 2, "weight", "fp32", "bf16", "weight"), (2, 3, "self", "bf16", "bf16", "activation"),
+    ]  # fmt: skip
+    assert edges[0].bytes == 16 * 4 + 16 * 2
+
+
+def test_a_run_s_call_that_is_not_finite_is_a_finding():
+    """And whether its inputs were finite."""
+    found, _ = nodes(a_run())
+    assert [n.finding for n in found] == ["", "", "", "result is not finite, and its inputs are"]
+    made = page(a_run())
+    assert made.tone == "bad" and made.todos[0].rule["module"] == "layer.1"
+    assert next((e.node, e.first, e.counts) for e in made.exponents) == (0, -4, [1, 5, 9, 2])
+
+
+def test_a_cast_that_is_a_call_is_on_the_edge_of_who_reads_it():
+    """The run's own casts are no nodes."""
+    run = a_run(1)
+    cast = run.calls[1]
+    run.calls[1] = type(cast)(cast.id, cast.file, 7, "", "", inputs=cast.inputs, outputs=cast.outputs, is_cast=True)
+    reader = type(cast)(cast.id, cast.file, 7, "bf16", "bf16", inputs=cast.outputs, outputs=(("result", 0),))
+    run.calls.append(reader)
+    found, edges = nodes(run)
+    assert len(found) == 2 and (edges[-1].start, edges[-1].end) == (0, 1)
+
+
+def test_a_comparison_shows_errors_by_depth_and_keeps_the_fault_in_fp32():
+    """The call at fault is the finding and the first thing to do."""
+    made = page(differences())
+    assert [n.finding for n in made.graph.nodes] == ["", "", f"beyond its band {SCRIPT}"]
+    assert made.todos[0].rule["module"] == "layer.1" and made.todos[0].rule["action"] == "full"
+    (series,) = made.series
+    assert series.lines[0] == ("own", [None, 2e-3, 0.5]) and series.nodes == [0, 1, 2]
+    assert {t.name for t in made.tables} >= {
+        "findings",
+        "errors",
+        "ops",
+        "modules",
+        "outputs",
+        "gradients",
+        "unmatched",
+    }
+
+
+def test_a_call_that_passed_on_what_is_not_finite_is_not_to_blame():
+    """The one that made it is; so say the verdict and what is worth doing."""
+    found = not_finite()
+    found.rows[2] = replace(found.rows[2], verdict="not finite", why="alone, it gives NaN", own=math.nan)
+    late = replace(
+        found.rows[2], id=CallId("head", "aten.mm.default"), why="NaN or infinity came with its inputs", own=0.1
+    )
+    found.rows.append(late)
+    made = page(found)
+    assert [bool(n.finding) for n in made.graph.nodes] == [False, False, True, False]
+    assert [todo.path for todo in made.todos] == ["layer.1", "layer.0"]
+    assert made.verdict == "Not finite, where fp32 is: infinity made by aten.linear.default in layer.1"
+
+
+def test_a_watch_shows_its_findings_and_the_figures_over_steps():
+    """A trend is no NaN."""
+    made = page(watching())
+    assert made.verdict == "1 call made a NaN or an infinity" and len(made.graph.nodes) == 2
+    assert (
+        made.todos[0].what == "Keep aten.mul.Tensor in layer.1 in fp32"
+        and made.todos[0].rule["op"] == "aten.mul.Tensor"
+    )
+    assert made.series[0].lines == [("norm", [2.0, 0.5])]
+    assert page(all_results()["empty watching"]).tone == "good"
+
+
+def test_a_fit_gives_each_call_the_first_format_that_it_fits():
+    """1e6 is beyond fp16, not beyond bf16."""
+    made = page(a_fit())
+    assert [n.computes for n in made.graph.nodes] == ["fp16", "bf16"]
+    assert made.todos[0].path == "b" and "result" in made.todos[0].why
+
+
+def test_an_explanation_says_first_what_raises_then_what_is_at_fault_then_what_costs():
+    """Each with what does it."""
+    failed = page(explained(failure=a_failure()))
+    assert failed.tone == "bad" and failed.todos[0].what == 'Use policy="safe", which runs it.'
+    compared = page(explained(comparison=a_comparison()))
+    assert compared.todos[0].rule["module"] == "layer.1"
+    assert "2.00 times the time" in compared.verdict
+    assert {f.name: f.value for f in compared.figures}["accuracy"] == "0.25"
+    alone = page(explained(ledger=type(a_ledger())()))
+    assert "explain --run" in alone.todos[0].what
+
+
+BEFORE = """
+program forward
+region 0: cpu bf16 enabled cached session 0 policy -
+block main(%0: fp32[2, 4] cpu, %1: fp32[8, 4] cpu weight) {
+  %2: bf16[2, 8] cpu = aten.linear.default(input=%0, weight=%1) computes in 0 #1 at 0: layer, model.py:3
+  %3: bf16[8, 2] cpu = aten.t.default(self=%2) ~0 in 0 #1 at 0: layer, model.py:3
+  %4: bf16[8, 2] cpu = aten.relu.default(self=%3) computes in 0 #1 at 0: layer, model.py:3
+  return %4
+}
+site 0: {"file": "model.py", "line": 3, "module_path": "layer"}
+"""
+AFTER = BEFORE.replace(
+    "  %2: bf16[2, 8] cpu = aten.linear.default(input=%0, weight=%1)",
+    "  %5: bf16[2, 4] cpu = cast(self=%0) in 0 #1 at 0: layer, model.py:3\n"
+    "  %6: bf16[8, 4] cpu = cast(self=%1) in 0 #1 at 0: layer, model.py:3\n"
+    "  %2: bf16[2, 8] cpu = aten.linear.default(input=%5, weight=%6)",
+)
+
+
+def test_a_graph_flows_through_casts_and_views():
+    """Which are no steps of their own."""
+    graph = CompiledGraph(0, before=parse_program(BEFORE.lstrip()), after=parse_program(AFTER.lstrip()))
+    flow = graph_flow(graph)
+    assert [(row[1], row[6], row[7], row[8]) for row in flow["steps"]] == [
+        ("aten.linear.default", "fp32", "bf16", "bf16"), ("aten.relu.default", "bf16", "bf16", "bf16"),
+    ]  # fmt: skip
+    assert flow["edges"] == [
+        [OUTSIDE, 0, "input", "fp32", "bf16", 48, "input", "copied"],
+        [OUTSIDE, 0, "weight", "fp32", "bf16", 192, "weight", "copied"],
+        [0, 1, "self", "bf16", "bf16", 32, "activation", ""],
+    ]
+    assert graph_flow(CompiledGraph(1)) == {"steps": [], "edges": []}
+    made = page(explained(graphs=(graph,), front_end="compile")).graph
+    assert made.flow and [(e.start, e.end) for e in made.edges] == [(OUTSIDE, 0), (OUTSIDE, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("aten.mm.default #2", ("", "aten.mm.default", "#2", "forward")),
+        ("a b.c aten.add.Tensor #1 turn 3 backward", ("a b.c", "aten.add.Tensor", "#1 turn 3", "backward")),
+    ],
+)
+def test_an_identity_is_taken_apart(text, parts):
+    """As the page lists it."""
+    assert split_identity(text) == parts
+
+
+def test_the_rules_of_a_page_are_those_of_a_policy_file(tmp_path):
+    """Whatever a module is called."""
+    name = 'a"b\\c\n<script>'
+    text = rule_text({"op": "aten.linear.default", "module": name, "action": "full", "reason": "tab\t"})
+    assert tomllib.loads(text)["rule"][0]["module"] == name
+    todos = [todo for result in RESULTS.values() for todo in page(result).todos if todo.rule]
+    assert len(todos) > 5
+    for todo in todos:
+        file = tmp_path / "p.toml"
+        file.write_text(f'name = "p"\nextends = "native"\n{rule_text(todo.rule)}\n')
+        assert Policy.load(file).rules
+
+
+def test_other_files_and_broken_records_have_no_page():
+    """With what is wrong."""
+    with pytest.raises(RunError, match=r"narrowcast\.profile/1"):
+        page_of({"schema": "narrowcast.profile/1"})
+    broken = {**RESULTS["run"].page_data(), "calls": [["one", "two"]]}
+    with pytest.raises(RunError, match="a record is broken"):
+        page_of(broken)

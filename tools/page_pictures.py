@@ -1,0 +1,102 @@
+"""Take the pictures of docs/reference/page.md, with the Chromium that the tests use: python tools/page_pictures.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import narrowcast as nc
+
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs/pictures"
+GRAPH = (
+    "document.querySelector('#graph').scrollIntoView(); document.querySelector('.stage').focus({preventScroll: true})"
+)
+
+
+def load(path: Path) -> Any:
+    """A file of Python as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Block(torch.nn.Module):
+    """A layer of a small GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.GELU(),
+            torch.nn.Linear(4 * width, width),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention, then the two products."""
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.mlp(x)
+
+
+class GPT(torch.nn.Module):
+    """Four layers; the third has weights with which fp16 overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(100, 64)
+        self.layers = torch.nn.ModuleList(Block(64) for _ in range(4))
+        self.head = torch.nn.Linear(64, 100)
+        with torch.no_grad():
+            self.layers[2].mlp[1].weight.mul_(1e5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def main() -> None:
+    """Three pages, three pictures."""
+    torch.manual_seed(0)
+    driver, minilm = load(ROOT / "tests/page/browser.py"), load(ROOT / "examples/minilm.py")
+    subject = minilm.subject()
+    with torch.no_grad():
+        slow = nc.explain(subject, dtype="bf16", run=True).to_html()
+        run = nc.capture(subject, policy="native", dtype="bf16").to_html()
+        overflow = nc.compare(GPT(), (torch.randint(0, 100, (2, 16)),), dtype="fp16").to_html()
+    overflow = overflow.replace(f"{ROOT}/", "")
+    browser = driver.Browser(driver.where())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "page.html"
+        file.write_text(slow, encoding="utf-8")
+        browser.open(file, width=1300, height=780)
+        browser.picture(PICTURES / "page-overview.png")
+        file.write_text(run, encoding="utf-8")
+        browser.open(file, width=1300, height=860)
+        browser.value(GRAPH)
+        browser.press("/", *"layer.0 query", "Enter")
+        browser.value(GRAPH)
+        browser.picture(PICTURES / "page-graph.png")
+        file.write_text(overflow, encoding="utf-8")
+        browser.open(file, width=1300, height=860)
+        browser.value(GRAPH)
+        browser.press("n")
+        browser.value(GRAPH)
+        browser.picture(PICTURES / "page-nan.png")
+    browser.close()
+    sys.stdout.write(f"wrote {PICTURES}/page-*.png\n")
+
+
+if __name__ == "__main__":
+    main()

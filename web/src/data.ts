@@ -1,0 +1,87 @@
+// The data of the page (narrowcast.page/1, see src/narrowcast/page/model.py), and what is asked of it.
+
+export interface Figure { name: string; value: string; detail: string; tone: string }
+export interface Bar { title: string; unit: "calls" | "bytes" | "ns"; parts: [string, number][] }
+export type Rule = Record<string, string>;
+export interface Todo { what: string; why: string; rule: Rule; path: string }
+export interface Column { name: string; kind: string }
+export type Cell = string | number | boolean | null;
+export interface TableData { name: string; title: string; columns: Column[]; rows: Cell[][]; rules: Rule[] }
+export interface Series {
+  title: string; x: string; y: string; xs: number[]; lines: [string, (number | null)[]][]; log: boolean; nodes: number[];
+}
+export interface Exponents { node: number; name: string; format: string; first: number; counts: number[] }
+export interface Range { bits: number; largest: number; normal: number; smallest: number }
+
+export interface Call {
+  index: number; path: string; op: string; label: string; times: number; direction: string; came: string;
+  computes: string; result: string; action: string; rule: string; reason: string; file: string; line: number;
+  bytes: number | null; ns: number | null; own: number | null; inherited: number | null; total: number | null;
+  verdict: string; finding: string; facts: [string, string][];
+}
+export interface Edge {
+  start: number; end: number; argument: string; src: string; dst: string; bytes: number; kind: string; how: string;
+  times: number;
+}
+interface Packed {
+  flow: boolean; note: string; node_columns: string[]; nodes: unknown[][]; edge_columns: string[]; edges: unknown[][];
+  text_columns: string[]; texts: string[];
+}
+export interface PageData {
+  schema: string; kind: string; title: string; verdict: string; tone: string; facts: [string, string][];
+  figures: Figure[]; bars: Bar[]; todos: Todo[]; tables: TableData[]; graph: Packed; series: Series[];
+  exponents: Exponents[]; notes: string[]; formats: Record<string, Range>;
+}
+
+function unpack(columns: string[], rows: unknown[][], graph: Packed): Record<string, unknown>[] {
+  const texts = new Set(graph.text_columns);
+  return rows.map((row) =>
+    Object.fromEntries(columns.map((name, i) => [name, texts.has(name) ? graph.texts[row[i] as number] : row[i]])),
+  );
+}
+
+export class Model {
+  readonly calls: Call[];
+  readonly edges: Edge[];
+  readonly castsInto: Edge[][];
+  constructor(readonly page: PageData) {
+    const graph = page.graph;
+    const nodes = unpack(graph.node_columns, graph.nodes, graph) as unknown as Call[];
+    this.calls = nodes.map((call, index) => ({ ...call, index }));
+    this.edges = unpack(graph.edge_columns, graph.edges, graph) as unknown as Edge[];
+    this.castsInto = this.calls.map(() => []);
+    for (const edge of this.edges) if (isCast(edge)) this.castsInto[edge.end]?.push(edge);
+  }
+  findings(): Call[] {
+    return this.calls.filter((call) => call.finding !== "");
+  }
+}
+
+export const isCast = (edge: Edge): boolean => edge.src !== edge.dst;
+
+// A call in fp32 that no rule asked to be there: what came made it so.
+export const isLeak = (call: Call): boolean =>
+  call.computes.split(",").includes("fp32") && (call.action === "" || call.action === "unlisted") && call.rule === "";
+
+export function sums(model: Model, calls: number[]): { calls: number; casts: number; castBytes: number; bytes: number } {
+  const found = { calls: 0, casts: 0, castBytes: 0, bytes: 0 };
+  for (const index of calls) {
+    const call = model.calls[index]!;
+    found.calls += call.times;
+    found.bytes += call.bytes ?? 0;
+    for (const cast of model.castsInto[index]!) {
+      found.casts += cast.times;
+      found.castBytes += cast.bytes;
+    }
+  }
+  return found;
+}
+
+export function byFormat(model: Model, calls: number[]): [string, number][] {
+  const found = new Map<string, number>();
+  for (const index of calls) {
+    const call = model.calls[index]!;
+    if (call.computes) found.set(call.computes, (found.get(call.computes) ?? 0) + call.times);
+  }
+  return [...found].sort((a, b) => b[1] - a[1]);
+}

@@ -1,0 +1,38 @@
+// Where boxes and links lie: dagre, for one opened module at a time.
+import { Graph, layout } from "@dagrejs/dagre";
+import type { Model } from "./data";
+import { LABEL, titleOf } from "./draw";
+import type { Box, Link, View } from "./tree";
+
+export interface Placed { box: Box; x: number; y: number; width: number; height: number }
+export interface Path { link: Link; points: { x: number; y: number }[]; label: { x: number; y: number } }
+export interface Layout { boxes: Placed[]; paths: Path[]; width: number; height: number }
+
+const LETTER = 7.9;
+
+function sizeOf(model: Model, box: Box): { width: number; height: number } {
+  const letters = Math.min(30, Math.max(titleOf(model, box).length, box.kind === "source" || box.kind === "outside" ? 8 : 17));
+  const width = Math.round(letters * LETTER + 26);
+  return { width, height: box.kind === "source" || box.kind === "outside" ? 26 : box.kind === "call" ? 48 : 62 };
+}
+
+export function place(model: Model, view: View, labelled: (link: Link) => boolean): Layout {
+  const graph = new Graph({ multigraph: false });
+  graph.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 34, marginx: 16, marginy: 16 });
+  graph.setDefaultEdgeLabel(() => ({}));
+  for (const box of view.boxes) graph.setNode(box.key, sizeOf(model, box));
+  for (const link of view.links)
+    graph.setEdge(link.from, link.to, labelled(link) ? { width: LABEL, height: 18, labelpos: "c" } : { width: 0, height: 0 });
+  layout(graph);
+  const boxes = view.boxes.map((box) => {
+    const { x, y, width, height } = graph.node(box.key) as { x: number; y: number; width: number; height: number };
+    return { box, x, y, width, height };
+  });
+  const paths = view.links.map((link) => {
+    const edge = graph.edge(link.from, link.to) as { points: { x: number; y: number }[]; x?: number; y?: number };
+    const middle = edge.points[Math.floor(edge.points.length / 2)]!;
+    return { link, points: edge.points, label: { x: edge.x ?? middle.x, y: edge.y ?? middle.y } };
+  });
+  const { width, height } = graph.graph() as { width: number; height: number };
+  return { boxes, paths, width, height };
+}

@@ -1,0 +1,73 @@
+// The first screen: what was looked at, the verdict, the figures, shares by format, what is worth doing.
+import type { Bar, Model, Todo } from "./data";
+import { button, copy, h } from "./dom";
+import { formatClass, inBytes, inTime, percent, ruleText } from "./words";
+
+export function overview(model: Model, open: (path: string) => void): HTMLElement {
+  const page = model.page;
+  const figures = page.figures.map((figure) =>
+    h("div", { class: `figure ${figure.tone}` },
+      h("dt", {}, figure.name), h("dd", {}, h("strong", {}, figure.value), h("span", {}, figure.detail))));
+  return h("section", { id: "overview", "aria-labelledby": "overview-title" },
+    h("div", { class: "facts-row" },
+      h("h2", { id: "overview-title", class: `verdict ${page.tone}` }, page.verdict),
+      h("dl", { class: "facts" }, ...page.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
+    h("dl", { class: "figures" }, ...figures),
+    h("div", { class: "columns" },
+      page.bars.length > 0 && h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
+      todos(page.todos, open)),
+    page.notes.length > 0 && h("div", { class: "notes" }, ...page.notes.map((note) => h("p", {}, note))));
+}
+
+function amount(bar: Bar, value: number): string {
+  if (bar.unit === "bytes") return inBytes(value);
+  return bar.unit === "ns" ? inTime(value) : `${value} calls`;
+}
+
+// room: how many letters fit into the whole bar.
+export function shareBar(parts: [string, number][], described: (name: string, value: number) => string, room = 70): HTMLElement {
+  const whole = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
+  return h("div", { class: "bar", role: "img", "aria-label": parts.map(([n, v]) => described(n, v)).join("; ") },
+    ...parts.map(([name, value]) => {
+      const share = value / whole;
+      const part = h("div", { class: `part ${formatClass(name)}`, title: described(name, value) });
+      part.style.flexGrow = String(Math.max(share, 0.004));
+      const text = `${name} ${percent(share)}`;
+      if (share * room > text.length) part.append(h("span", {}, text));
+      return part;
+    }));
+}
+
+function bar(of: Bar): HTMLElement {
+  return h("div", { class: "bar-block" }, h("h3", {}, of.title),
+    shareBar(of.parts, (name, value) => `${name}: ${amount(of, value)}`));
+}
+
+function legend(bars: Bar[]): HTMLElement | null {
+  const names = [...new Set(bars.flatMap((b) => b.parts.map(([name]) => name)))];
+  if (names.length === 0) return null;
+  const items = names.map((name) => {
+    const sums = bars.map((b) => {
+      const part = b.parts.find(([n]) => n === name);
+      return part ? amount(b, part[1]) : null;
+    });
+    return h("li", {}, h("i", { class: `swatch ${formatClass(name)}` }), `${name}: ${sums.filter(Boolean).join(", ")}`);
+  });
+  return h("ul", { class: "legend" }, ...items);
+}
+
+function todos(found: Todo[], open: (path: string) => void): HTMLElement {
+  const items = found.map((todo) =>
+    h("li", {},
+      h("p", {}, h("strong", {}, todo.what)),
+      h("p", { class: "quiet" }, todo.why),
+      Object.keys(todo.rule).length > 0 && ruleBlock(ruleText(todo.rule)),
+      todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
+  return h("div", { class: "todos" }, h("h3", {}, "Most worth doing"),
+    found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "Nothing stands out."));
+}
+
+export function ruleBlock(text: string): HTMLElement {
+  return h("div", { class: "rule" }, h("pre", { tabindex: 0, "aria-label": "rule for a policy file" }, text),
+    button("Copy", () => void copy(text, "the rule"), { "aria-label": "Copy the rule" }));
+}

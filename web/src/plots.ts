@@ -1,0 +1,143 @@
+// Plots, with uPlot: errors by depth, figures over steps, histograms of exponents under the formats' ranges.
+import uPlot from "uplot";
+import type { Call, Exponents, Model, Series } from "./data";
+import { h, on } from "./dom";
+import { errorText, identity } from "./words";
+
+const HEIGHT = 300;
+const RANGES = ["fp32", "bf16", "fp16", "e5m2", "e4m3fn"];
+const colour = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const LINES = ["--line1", "--line2", "--line3", "--line4", "--line5"];
+
+function axis(label: string, values?: uPlot.Axis["values"]): uPlot.Axis {
+  const made: uPlot.Axis = {
+    label, stroke: colour("--text"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--grid"), width: 1 },
+    font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
+  };
+  return values ? { ...made, values } : made;
+}
+
+export class Plots {
+  readonly element: HTMLElement;
+  private readonly holders: { holder: HTMLElement; make: (width: number) => uPlot }[] = [];
+  private drawn: uPlot[] = [];
+  private readonly chosen = h("select", { id: "exponents", "aria-label": "Whose exponents" });
+
+  constructor(private readonly model: Model, private readonly reveal: (call: Call) => void) {
+    const { series, exponents } = model.page;
+    const blocks = series.map((one) => this.block(one.title, describe(one), (width) => this.lines(one, width)));
+    if (exponents.length > 0) blocks.push(this.histograms());
+    this.element = h("section", { id: "plots", "aria-labelledby": "plots-title" }, h("h2", { id: "plots-title" }, "Plots"), ...blocks);
+    this.element.hidden = blocks.length === 0;
+    window.addEventListener("resize", () => this.draw());
+  }
+
+  get any(): boolean {
+    return !this.element.hidden;
+  }
+
+  has(call: Call): boolean {
+    return this.model.page.exponents.some((row) => row.node === call.index);
+  }
+
+  show(call: Call): void {
+    this.chosen.value = String(this.model.page.exponents.findIndex((row) => row.node === call.index));
+    this.draw();
+    this.chosen.scrollIntoView({ block: "center" });
+    this.chosen.focus({ preventScroll: true });
+  }
+
+  draw(): void {
+    for (const plot of this.drawn) plot.destroy();
+    this.drawn = this.holders.map(({ holder, make }) => {
+      const plot = make(Math.max(260, holder.clientWidth));
+      holder.replaceChildren(plot.root);
+      return plot;
+    });
+  }
+
+  private block(title: string, said: string, make: (width: number) => uPlot, ...tools: HTMLElement[]): HTMLElement {
+    const holder = h("div", { class: "plot", role: "img", "aria-label": said });
+    this.holders.push({ holder, make });
+    return h("div", { class: "plot-block" }, h("h3", {}, title), ...tools, holder, h("p", { class: "quiet" }, said));
+  }
+
+  private lines(one: Series, width: number): uPlot {
+    const made = new uPlot({
+      width, height: HEIGHT, scales: { x: { time: false }, y: one.log ? { distr: 3, log: 10 } : {} },
+      axes: [axis(one.x), axis(one.y, one.log ? (_, ticks) => ticks.map((v) => (v === null ? "" : errorText(v))) : undefined)],
+      series: [
+        { label: one.x },
+        ...one.lines.map(([label], i) => ({
+          label, stroke: colour(LINES[i % LINES.length]!), width: label === "own" ? 0 : 1.5,
+          points: { show: label === "own", size: 6, fill: colour(LINES[i % LINES.length]!) }, spanGaps: true,
+          value: (_: uPlot, v: number | null, __: number, i: number | null) => (i === null ? "" : v === null ? "0" : errorText(v)),
+        })),
+      ],
+    }, [one.xs, ...one.lines.map(([, values]) => values)] as uPlot.AlignedData);
+    if (one.nodes.length > 0) {
+      made.over.title = "A click shows the call in the graph";
+      made.over.addEventListener("click", () => {
+        const call = this.model.calls[one.nodes[made.cursor.idx ?? -1] ?? -1];
+        if (call) this.reveal(call);
+      });
+    }
+    return made;
+  }
+
+  private histograms(): HTMLElement {
+    const rows = this.model.page.exponents;
+    rows.forEach((row, i) => this.chosen.append(h("option", { value: i }, `${identity(this.model.calls[row.node]!)}, ${row.name}`)));
+    on(this.chosen, { change: () => this.draw() });
+    const said = "How often each power of two occurs among the values that are not zero; above, which of them each format holds (thin: with fewer digits).";
+    return this.block("Exponents", said, (width) => exponents(rows[Number(this.chosen.value) || 0]!, this.model, width), this.chosen);
+  }
+}
+
+function describe(one: Series): string {
+  const known = one.lines.flatMap(([, values]) => values).filter((v): v is number => v !== null);
+  const most = known.length > 0 ? errorText(Math.max(...known)) : "none";
+  return `${one.lines.map(([name]) => name).join(", ")} over ${one.xs.length} points; the largest is ${most}.${one.nodes.length > 0 ? " A click shows the call in the graph." : ""}`;
+}
+
+function exponents(row: Exponents, model: Model, width: number): uPlot {
+  const ranges = RANGES.filter((name) => model.page.formats[name]);
+  const low = Math.min(row.first, -26) - 1, high = Math.max(row.first + row.counts.length, 17) + 1;
+  const xs = Array.from({ length: high - low + 1 }, (_, i) => low + i);
+  const total = row.counts.reduce((a, b) => a + b, 0) || 1;
+  const ys = xs.map((x) => { const n = row.counts[x - row.first]; return n ? n / total : null; });
+  const top = 16 * ranges.length + 8;
+  const bars = uPlot.paths.bars!({ size: [0.86, 40] });
+  return new uPlot({
+    width, height: HEIGHT + top, padding: [top, 8, 0, 0], legend: { show: true }, scales: { x: { time: false, range: [low, high] }, y: { range: (_, __, max) => [0, max || 1] } },
+    axes: [{ ...axis("exponent e: values from 2^e to 2^(e+1)"), incrs: [1, 2, 4, 8, 16, 32] }, axis("share of values")],
+    series: [{ label: "exponent" }, { label: `share, ${row.format}`, stroke: colour("--line1"), fill: colour("--line1"), paths: bars, points: { show: false }, value: (_, v) => (v === null ? "" : `${(100 * v).toFixed(1)} %`) }],
+    hooks: { draw: [(plot) => drawRanges(plot, ranges, model, low, high)] },
+  }, [xs, ys]);
+}
+
+function drawRanges(plot: uPlot, names: string[], model: Model, low: number, high: number): void {
+  const { ctx } = plot;
+  const ratio = uPlot.pxRatio;
+  ctx.save();
+  ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+  ctx.textBaseline = "middle";
+  names.forEach((name, i) => {
+    const range = model.page.formats[name]!;
+    const y = (8 + 16 * i) * ratio;
+    const at = (e: number) => plot.valToPos(Math.max(low, Math.min(high, e)), "x", true);
+    ctx.strokeStyle = ctx.fillStyle = colour(`--${/^e/.test(name) ? "fp8" : name}`);
+    for (const [from, to, thick] of [[range.smallest, range.normal, 2], [range.normal, range.largest + 1, 6]] as const) {
+      if (to <= low) continue;
+      ctx.lineWidth = thick * ratio;
+      ctx.beginPath();
+      ctx.moveTo(at(from), y);
+      ctx.lineTo(at(to), y);
+      ctx.stroke();
+    }
+    ctx.textAlign = "right";
+    ctx.fillStyle = colour("--text");
+    ctx.fillText(name, plot.bbox.left - 6 * ratio, y);
+  });
+  ctx.restore();
+}

@@ -1,0 +1,59 @@
+// Numbers, names and rules in words; colours by name.
+import type { Call, Edge, Rule } from "./data";
+
+export function inBytes(count: number): string {
+  for (const unit of ["B", "KiB", "MiB"]) {
+    if (Math.abs(count) < 1024) return unit === "B" ? `${Math.round(count)} B` : `${count.toFixed(1)} ${unit}`;
+    count /= 1024;
+  }
+  return `${count.toFixed(1)} GiB`;
+}
+
+export const inTime = (ns: number): string =>
+  ns >= 1e6 ? `${(ns / 1e6).toPrecision(3)} ms` : ns >= 1e3 ? `${(ns / 1e3).toPrecision(3)} µs` : `${Math.round(ns)} ns`;
+
+export const errorText = (value: number): string => (value === 0 ? "0" : value.toExponential(1));
+
+export const percent = (share: number): string =>
+  share > 0 && share < 0.001 ? "< 0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+
+export const counted = (n: number, one: string): string => `${n} ${one}${n === 1 ? "" : "s"}`;
+
+export const shortOp = (op: string): string =>
+  op.replace(/^(aten|torch|prims)\./, "").replace(/\.default$/, "");
+
+// Files of installed packages by their package; the whole path stands in the title.
+export const packageFile = (file: string): string => file.replace(/^.*\/(site|dist)-packages\//, "");
+
+export const shortFile = (file: string): string => file.split("/").slice(-1)[0] ?? file;
+
+export const formatClass = (format: string): string => {
+  const known = ["fp64", "fp32", "bf16", "fp16"];
+  if (known.includes(format)) return format;
+  return format.includes(",") ? "mixed" : /^e[45]m/.test(format) ? "fp8" : "other";
+};
+
+export const identity = (call: Call): string =>
+  [call.path, call.op, call.label, call.direction === "forward" ? "" : call.direction].filter(Boolean).join(" ");
+
+export function castText(edge: Edge): string {
+  const how = edge.how === "copied" || edge.how === "" ? "" : `, ${edge.how}`;
+  const times = edge.times > 1 ? ` × ${edge.times}` : "";
+  return `${edge.src} → ${edge.dst}${times}, ${inBytes(edge.bytes)}${how}`;
+}
+
+const quoted = (value: string): string =>
+  `"${value
+    .replace(/\\/g, "\\\\")
+    .replace(/"/g, '\\"')
+    .replace(/[\u0000-\u001f\u007f]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`)}"`;
+
+export const ruleText = (rule: Rule): string =>
+  ["[[rule]]", ...Object.entries(rule).map(([key, value]) => `${key} = ${quoted(value)}`)].join("\n");
+
+// The rule that changes in which format a call computes.
+export function changingRule(call: Call, everywhere: boolean): Rule {
+  const low = ["bf16", "fp16"].some((name) => call.computes.split(",").includes(name));
+  const module: Rule = call.path && !everywhere ? { module: call.path } : {};
+  return { op: call.op, ...module, action: low ? "full" : "lower" };
+}
