@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import replace_text
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 
 SCHEMA = "narrowcast.compare/1"
 

@@ -11,7 +11,7 @@ from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.output.files import replace_text
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.run import Histogram, Run, TensorFacts

@@ -14,7 +14,7 @@ from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import replace_bytes
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 
 SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
