@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from browser import Browser, where
 from results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
-from narrowcast.page import page_html, page_of
+from narrowcast.page.html import page_html
 from narrowcast.page.model import Edge, Graph, Node, Page
+from narrowcast.page.read import page_of
 
 RESULTS = all_results()
 

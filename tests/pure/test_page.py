@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -31,9 +32,9 @@ from results import (
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
-from narrowcast.page import page_of
 from narrowcast.page.html import BUILT
 from narrowcast.page.model import OUTSIDE
+from narrowcast.page.read import page_of
 from narrowcast.page.words import rule_text, split_identity
 from narrowcast.policy import Policy
 from narrowcast.report import CompiledGraph
@@ -178,6 +179,17 @@ def test_a_ledger_has_a_node_for_each_kind_of_call_and_its_casts_from_outside():
     ]  # fmt: skip
 
 
+def test_a_ledger_whose_casts_are_only_counted_shows_how_many_there_were(monkeypatch):
+    """As many on edges and in the table as were made."""
+    monkeypatch.setattr("narrowcast.ledger.ledger.LISTED", 2)
+    ledger = a_ledger(3)
+    assert ledger.counted
+    made = page(ledger)
+    assert sum(e.times for e in made.graph.edges) == ledger.totals().casts == 9
+    (casts,) = [table for table in made.tables if table.name == "casts"]
+    assert sum(row[8] for row in casts.rows) == 9
+
+
 def test_a_ledger_says_what_is_worth_doing_with_the_rule():
     """Its own advice first; then the op whose casts move most."""
     first, again, most = page(a_ledger()).todos
@@ -267,7 +279,10 @@ def test_a_fit_gives_each_call_the_first_format_that_it_fits():
     """1e6 is beyond fp16, not beyond bf16."""
     made = page(a_fit())
     assert [n.computes for n in made.graph.nodes] == ["fp16", "bf16"]
-    assert made.todos[0].path == "b" and "result" in made.todos[0].why
+    assert made.todos[0].path == "b" and made.todos[0].why == "result does not fit fp16: 1 of it overflow, by 3.9 bits"
+    (table,) = [table for table in made.tables if table.name == "fit"]
+    assert [row[:4] for row in table.rows][-1] == ["b", "aten.add.Tensor", "#1", "result"]
+    assert table.rows[-1][5:] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_an_explanation_says_first_what_raises_then_what_is_at_fault_then_what_costs():
@@ -316,6 +331,13 @@ def test_a_graph_flows_through_casts_and_views():
     assert graph_flow(CompiledGraph(1)) == {"steps": [], "edges": []}
     made = page(explained(graphs=(graph,), front_end="compile")).graph
     assert made.flow and [(e.start, e.end) for e in made.edges] == [(OUTSIDE, 0), (OUTSIDE, 0), (0, 1)]
+
+
+def test_nothing_of_the_page_is_imported_before_one_is_made():
+    """A program that shows none does not pay for it."""
+    code = "import sys, narrowcast; print([n for n in sys.modules if n.startswith('narrowcast.page.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['narrowcast.page.shown']"
 
 
 @pytest.mark.parametrize(

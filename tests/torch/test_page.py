@@ -3,8 +3,8 @@
 import torch
 
 import narrowcast as nc
-from narrowcast.page import page_of
 from narrowcast.page.model import OUTSIDE
+from narrowcast.page.read import page_of
 
 
 class Block(torch.nn.Module):

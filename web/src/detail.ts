@@ -64,7 +64,7 @@ function ofCall(model: Model, call: Call, doings: Doings): Node[] {
     parts.push(h("h4", {}, "Casts for it"),
       h("ul", { class: "casts" }, ...casts.map((cast) => h("li", {}, h("b", {}, cast.argument), ` (${cast.kind}) ${castText(cast)}`))));
   if (doings.has(call)) parts.push(button("Its exponents", () => doings.histogram(call), { class: "link" }));
-  if (call.direction === "forward") {
+  if (call.direction === "forward" && call.computes) {
     const here = ruleText(changingRule(call, false)), everywhere = ruleText(changingRule(call, true));
     parts.push(h("h4", {}, "The rule that would change it"), ruleBlock(here));
     if (call.path) parts.push(h("details", {}, h("summary", {}, "In every module"), ruleBlock(everywhere)));

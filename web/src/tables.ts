@@ -116,6 +116,6 @@ class TableView {
   }
 
   private toml(): string {
-    return `${[...new Set(this.rows().map((i) => ruleText(this.table.rules[i]!)))].join("\n\n")}\n`;
+    return `${[...new Set(this.rows().map((i) => this.table.rules[i]!).filter((rule) => rule.op).map(ruleText))].join("\n\n")}\n`;
   }
 }

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from narrowcast.errors import Origin, TargetError
 from narrowcast.output.files import replace_text
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.runs.subject import Subject
 
 _ADVICE = (

@@ -12,7 +12,7 @@ from typing import Any
 from narrowcast.errors import LedgerError, Origin
 from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 from narrowcast.output.files import replace_text
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 
 SCHEMA = "narrowcast.ledger/1"
 LISTED = 100_000

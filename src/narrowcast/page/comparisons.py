@@ -42,7 +42,7 @@ def comparison_page(data: Data) -> Page:
                "SQNR dB:number, largest error:error",
                [[o["name"], o["reference"], o["found"], number(o["relative_error"]), number(o["sqnr_db"]),
                  number(o["largest_error"])] for o in data["outputs"]]),
-        *table("gradients", "Gradients", "parameter:module, format:format, relative error:error, cosine:number, "
+        *table("gradients", "Gradients", "parameter, format:format, relative error:error, cosine:number, "
                "underflow:share, verdict",
                [[g["parameter"], g["format"], number(g["relative_error"]), number(g["cosine"]), number(g["underflow"]),
                  g["verdict"]] for g in data["gradients"]]),

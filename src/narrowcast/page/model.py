@@ -56,7 +56,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that can be sorted and filtered. rules: for each row the rule that would change it; or none at all."""
+    """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
+    where none does; or none at all.
+    """
 
     name: str
     title: str

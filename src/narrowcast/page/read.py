@@ -8,9 +8,10 @@ from typing import Any
 from narrowcast.errors import RunError
 from narrowcast.page.comparisons import comparison_page
 from narrowcast.page.explanations import explanation_page
+from narrowcast.page.fits import fit_page
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.model import Page
-from narrowcast.page.runs import fit_page, run_page, watch_page
+from narrowcast.page.runs import run_page, watch_page
 
 _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.explanation/1": explanation_page,

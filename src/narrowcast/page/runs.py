@@ -1,4 +1,4 @@
-"""The pages of a captured run, of what a watch found, and of what would fit."""
+"""The pages of a captured run, and of what a watch found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from narrowcast.page.tables import finding_table, module_table, op_table, table
 from narrowcast.page.words import call_rule, counted, number, place, split_identity
 
 Data = Mapping[str, Any]
-FIT_FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 
 
 def run_page(data: Data) -> Page:
@@ -139,60 +138,3 @@ def _history(history: list[Data]) -> list[Series]:
     xs = [float(row.get("step", i)) for i, row in enumerate(history, 1)]
     lines = [(name, [number(row.get(name)) for row in history]) for name in names]
     return [Series("Over training steps", "step", "figure", xs, lines, log=True)]
-
-
-def fit_page(data: Data) -> Page:
-    """The page of what would fit: a box for each call, with what it would lose without a scale."""
-    nodes: list[Node] = []
-    at: dict[str, int] = {}
-    losing: dict[str, set[int]] = {name: set() for name in FIT_FORMATS}
-    worst: dict[int, tuple[float, str]] = {}
-    rows = []
-    for row in data["rows"]:
-        i = at.setdefault(row["id"], len(nodes))
-        if i == len(nodes):
-            path, op, label, direction = split_identity(row["id"])
-            file, _, line = data["places"].get(row["id"], ":0").rpartition(":")
-            nodes.append(Node(path, op, label, 1, direction, file=file, line=int(line or 0)))
-        if row["scale"] != "unscaled":
-            continue
-        loses = row["overflow"] > 0 or row["underflow"] > data["tolerance"]
-        if loses:
-            losing[row["format"]].add(i)
-            loss = row["overflow"] * 1e6 + row["underflow"]
-            if row["format"] == "fp16" and loss > worst.get(i, (0.0, ""))[0]:
-                worst[i] = loss, row["argument"]
-        n = nodes[i]
-        rows.append(
-            [n.path, n.op, n.label, row["argument"], row["format"], row["overflow"], row["underflow"],
-             row["subnormal"], number(row["headroom_bits"]), loses]
-        )  # fmt: skip
-    for i, n in enumerate(nodes):
-        n.computes = next((name for name in FIT_FORMATS if i not in losing[name]), "fp32")
-        if i in worst:
-            n.finding = f"{worst[i][1]} does not fit fp16"
-    unfit = losing["fp16"]
-    verdict = f"{len(unfit)} of {len(nodes)} calls do not fit fp16" if unfit else "Everything fits fp16"
-    page = Page("fit", "Would it fit?", verdict, "bad" if unfit else "good")
-    page.graph = Graph(
-        nodes, [], note="Each call has the first of fp16, bf16, e4m3 and e5m2 that it fits without a scale."
-    )
-    page.facts = [("calls", str(len(nodes))), ("may underflow", f"{data['tolerance']:.0%} of a tensor")]
-    page.figures = [
-        Figure(name, str(len(losing[name])), "calls would lose something", "bad" if losing[name] else "good")
-        for name in FIT_FORMATS
-    ]
-    page.notes = list(data["notes"])
-    order = sorted(worst, key=lambda i: -worst[i][0])[:3]
-    page.todos = [
-        Todo(f"Keep {nodes[i].op} in {nodes[i].path or 'the root'} in fp32 beside fp16", nodes[i].finding,
-             call_rule(nodes[i].op, nodes[i].path, "full", nodes[i].finding), nodes[i].path)
-        for i in order
-    ]  # fmt: skip
-    columns = (
-        "module:module, op:op, call, tensor, format:format, overflow:share, underflow:share, subnormal:share, "
-        "headroom bits:number, loses"
-    )
-    rules = [call_rule(row[1], row[0], "full") for row in rows]
-    page.tables = [*finding_table(nodes), *table("fit", "Each tensor in each format, unscaled", columns, rows, rules)]
-    return page

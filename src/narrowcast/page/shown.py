@@ -7,13 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from narrowcast.page.html import page_html
-from narrowcast.page.notebook import notebook_html
-from narrowcast.page.read import page_of
-
 
 class Shown(ABC):
-    """A result that has `to_json`."""
+    """A result that has `to_json`. How pages are made is imported when one is: most programs make none."""
 
     __slots__ = ()
 
@@ -28,7 +24,13 @@ class Shown(ABC):
 
     def to_html(self) -> str:
         """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
+        from narrowcast.page.html import page_html
+        from narrowcast.page.read import page_of
+
         return page_html(page_of(self.page_data()))
 
     def _repr_html_(self) -> str:
+        from narrowcast.page.notebook import notebook_html
+        from narrowcast.page.read import page_of
+
         return notebook_html(page_of(self.page_data()))

@@ -36,7 +36,7 @@ def op_table(nodes: Iterable[Node]) -> list[Table]:
     columns = (
         "op:op, direction, calls:number, came:format, computes:format, gave:format, bytes:bytes, modules:number, why"
     )
-    rules = [{"op": row[0], "action": "full" if row[4] != "fp32" else "lower"} for row in rows]
+    rules = [call_rule(row[0], "", "full" if row[4] != "fp32" else "lower") if row[4] else {} for row in rows]
     return table("ops", "Each op: in which format it computes, and why", columns, rows, rules)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.report.lines import WIDTH, cut, number_text, without_specials, wrapped
 
 SCHEMA = "narrowcast.compare/1"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from narrowcast.ledger import Cast, Ledger, Tally
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.policy import Rule
 from narrowcast.report.differences import (
     SHOWN,

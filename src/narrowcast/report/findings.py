@@ -10,7 +10,7 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.report.run import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"

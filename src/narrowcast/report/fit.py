@@ -12,7 +12,7 @@ from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.ops import NORM, op_kind
 from narrowcast.output.files import save_result
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts, short_file

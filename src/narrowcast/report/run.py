@@ -14,7 +14,7 @@ from narrowcast.errors import Origin, RunError
 from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
-from narrowcast.page import Shown
+from narrowcast.page.shown import Shown
 from narrowcast.report.sketch import sketch_rows
 
 SCHEMA = "narrowcast.run/1"
