@@ -48,12 +48,12 @@ class Block(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """Four layers; the third has weights with which fp16 overflows."""
+    """A stack of layers; the third has weights with which fp16 overflows."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.tokens = torch.nn.Embedding(100, 64)
-        self.layers = torch.nn.ModuleList(Block(64) for _ in range(4))
+        self.layers = torch.nn.ModuleList(Block(64) for _ in range(layers))
         self.head = torch.nn.Linear(64, 100)
         with torch.no_grad():
             self.layers[2].mlp[1].weight.mul_(1e5)
@@ -74,7 +74,7 @@ def main() -> None:
     with torch.no_grad():
         slow = nc.explain(subject, dtype="bf16", run=True).to_html()
         run = nc.capture(subject, policy="native", dtype="bf16").to_html()
-        overflow = nc.compare(GPT(), (torch.randint(0, 100, (2, 16)),), dtype="fp16").to_html()
+        overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), dtype="fp16").to_html()
     overflow = overflow.replace(f"{ROOT}/", "")
     browser = driver.Browser(driver.where())
     with tempfile.TemporaryDirectory() as folder:

@@ -177,12 +177,12 @@ class Page:
     def data(self) -> dict[str, Any]:
         """The page as JSON has it: nodes and edges as rows under their columns, texts of nodes in a table of texts."""
         texts: dict[str, int] = {"": 0}
-        nodes = [_row(node, texts) for node in self.graph.nodes]
-        edges = [_row(edge, texts) for edge in self.graph.edges]
+        nodes = [_row(node, _NODE, texts) for node in self.graph.nodes]
+        edges = [_row(edge, _EDGE, texts) for edge in self.graph.edges]
         graph = {
             "flow": self.graph.flow, "note": self.graph.note,
-            "node_columns": [f.name for f in fields(Node)], "nodes": nodes,
-            "edge_columns": [f.name for f in fields(Edge)], "edges": edges,
+            "node_columns": list(_NODE), "nodes": nodes,
+            "edge_columns": list(_EDGE), "edges": edges,
             "text_columns": sorted(_TEXTS), "texts": list(texts),
         }  # fmt: skip
         plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "graph"}
@@ -193,13 +193,18 @@ _TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.ty
 """Columns of which many rows have the same text."""
 
 
-def _row(record: Node | Edge, texts: dict[str, int]) -> list[Any]:
-    row = [(f.name, getattr(record, f.name)) for f in fields(record)]
+_NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
+
+
+def _row(record: Node | Edge, columns: tuple[str, ...], texts: dict[str, int]) -> list[Any]:
+    row = [(name, getattr(record, name)) for name in columns]
     return [texts.setdefault(value, len(texts)) if name in _TEXTS else _plain(value) for name, value in row]
 
 
 def _plain(value: Any) -> Any:
     """As JSON can have it: records as objects; a number that is not finite is not known; six digits are enough."""
+    if value is None or isinstance(value, (str, int)):
+        return value
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):

@@ -6,7 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ class Run(Shown):
             "schema": SCHEMA,
             "environment": self.environment,
             "notes": self.notes,
-            "tensor_columns": [f.name for f in fields(TensorFacts)],
+            "tensor_columns": list(_TENSOR_COLUMNS),
             "tensors": [_tensor_row(t) for t in self.tensors],
             "call_columns": [f.name for f in fields(CallRecord)],
             "calls": [_call_row(c) for c in self.calls],
@@ -251,8 +251,11 @@ def _flat(values: Any) -> Iterator[Any]:
         yield values
 
 
+_TENSOR_COLUMNS = tuple(f.name for f in fields(TensorFacts))
+
+
 def _tensor_row(tensor: TensorFacts) -> list[Any]:
-    row = asdict(tensor)
+    row = {name: getattr(tensor, name) for name in _TENSOR_COLUMNS}  # asdict copies, and takes four times as long
     for name in ("exponents", "below"):
         value = getattr(tensor, name)
         row[name] = [value.first, *value.counts]
