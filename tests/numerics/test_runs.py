@@ -12,6 +12,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import NotFiniteError, RunError
+from narrowcast.runs import observer
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
@@ -72,6 +73,14 @@ class TestIdentity:
         if when == "before":
             compiled(x)
         assert calls(nc.capture(compiled, (x,), backward=True)) == calls(eager)
+
+    def test_is_the_same_where_there_is_an_accelerator_too(self, model, x, monkeypatch):
+        """Whose lists name ops, `softmax.int` and `layer_norm`, that those of the model's own device do not."""
+        alone = nc.capture(model, (x,), dtype="bf16")
+        program = nc.export(model, (x,), dtype="bf16")
+        monkeypatch.setattr(observer, "present_device_types", lambda: ["cpu", "cuda"])
+        assert calls(nc.capture(model, (x,), dtype="bf16")) == calls(alone)
+        assert calls(nc.capture(program, (x,))) == calls(alone)
 
     def test_is_the_same_in_exported_code_also_when_loaded(self, model, x, tmp_path):
         eager = nc.capture(model, (x,), dtype="bf16", backward=True)

@@ -209,6 +209,19 @@ class TestCompareRuns:
         assert found.verdict == "values differ" and str(found.first_value.a[0]) == "layers.2 aten.linear.default #1"
         assert "first in value (1 in all)" in str(found) and len(str(found).splitlines()) <= 25
 
+    def test_other_numbers_are_named_also_where_the_ops_are_two_of_one_family(self):
+        """A norm is `layer_norm` in one run and `native_layer_norm`, what it calls, in the other."""
+
+        def norm(op, eps, change=None):
+            run = a_chain(change, length=1)
+            run.calls = [replace(run.calls[0], id=CallId("norm", f"aten.{op}.default"), given=(("eps", eps),))]
+            return run
+
+        found = compare_runs(norm("layer_norm", "1e-05"), norm("native_layer_norm", "0.01", 0))
+        assert found.first_value.given == (("eps", "1e-05", "0.01"),)
+        found = compare_runs(norm("layer_norm", "1e-05"), norm("native_layer_norm", "1e-05"))
+        assert found.verdict == "alike" and not found.rows[0].given
+
     def test_formats_alone_are_said_as_such(self):
         found = compare_runs(a_chain(), a_chain(format="bf16"))
         assert found.verdict == "formats differ" and len(found.formats) == 6 and not found.producers
@@ -233,6 +246,15 @@ class TestCompareRuns:
         found = compare_runs(a_chain(), other)
         assert found.environment[:2] == [("packages.torch", "2.13.0", "2.15.0"), ("device", "a cpu", "a gpu")]
         assert str(found).splitlines()[2] == "environments: packages.torch 2.13.0 / 2.15.0"
+
+    def test_a_device_is_not_another_one_for_its_torch(self):
+        """Its text names torch's version, which is told already."""
+        runs = [a_chain(), a_chain()]
+        for run, version, build in zip(runs, ("2.13.0", "2.15.0"), ("2.13.0+cpu", "2.15.0+cu132"), strict=True):
+            run.environment = {"device": f"a cpu (cpu, 1 threads), torch {build}", "packages": {"torch": version}}
+        assert [name for name, _, _ in compare_runs(*runs).environment] == ["packages.torch"]
+        runs[1].environment["device"] = "a cpu (cpu, 2 threads), torch 2.13.0"
+        assert [name for name, _, _ in compare_runs(*runs).environment] == ["packages.torch", "device"]
 
     def test_log_probabilities_are_compared_as_long_as_tokens_are_the_same(self):
         a, b = a_chain(), a_chain()

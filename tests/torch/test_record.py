@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
+from narrowcast.eager.watch import present_device_types
 from narrowcast.errors import RefusedError
 
 x = torch.randn(4, 8)
@@ -328,3 +329,12 @@ def test_compiled_code_stays_compiled_after_it_was_recorded():
     assert len(ran) == 1 and len(ledger.casts) == 3
     compiled(x)
     assert len(ran) == 2
+
+
+def test_an_accelerator_that_torch_is_only_built_for_is_not_present(monkeypatch):
+    """A build for CUDA names it on machines without one; its lists would give the cpu's calls other names."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *a, **k: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert present_device_types() == ["cpu"]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert present_device_types() == ["cpu", "cuda"]

@@ -14,7 +14,7 @@ from narrowcast.eager.kernels import gather, slots_of
 from narrowcast.eager.watch import DecidedCall, Watcher, stepping, told
 from narrowcast.policy import Policy, Site
 from narrowcast.sites.graph_nodes import Outside, at_site, graph_call, node_site
-from narrowcast.torch_bridge import op_facts
+from narrowcast.torch_bridge import device_type_of, op_facts
 from narrowcast.torch_surface.dispatch import OpOverload
 
 _NO_POLICY = Policy("graph", extends=())
@@ -40,7 +40,8 @@ class Stepwise(torch.fx.Interpreter):
         if not isinstance(target, OpOverload):
             return super().call_function(target, args, kwargs)
         facts = op_facts(target)
-        watching = [watcher for watcher in self._watching if facts.id in watcher.whole]
+        device_type = device_type_of(args, kwargs) or "cpu"
+        watching = [watcher for watcher in self._watching if watcher.wants_whole(facts.id, device_type)]
         if not watching:
             return super().call_function(target, args, kwargs)
         slots = slots_of(facts, args, kwargs)

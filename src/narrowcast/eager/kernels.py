@@ -162,7 +162,7 @@ class Kernel:
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
         if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
-            watching = tuple(watcher for watcher in watching if self.facts.id in watcher.whole)
+            watching = tuple(w for w in watching if w.wants_whole(self.facts.id, self.device_type))
         if not watching:
             return self.run(decided, region, keyset, args, kwargs)
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))

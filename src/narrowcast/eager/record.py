@@ -76,7 +76,6 @@ def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
 class Recorder(DispatchMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
 
-    whole: frozenset[str] = frozenset()
     steps_graphs = False
 
     def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
@@ -179,6 +178,10 @@ class Recorder(DispatchMode):
         call = self._state.calls.pop().decided
         if call.plan.refused is not None:
             self.ledger.refusals.append(Refusal(call.facts.id, *call.site.at, call.policy.name, call.plan.refused))
+
+    def wants_whole(self, op: str, device_type: str) -> bool:
+        """What an op calls is recorded."""
+        return False
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these."""

@@ -11,6 +11,7 @@ import torch
 
 from narrowcast.decide import Plan
 from narrowcast.policy import DEVICE_TYPES, Policy, Site
+from narrowcast.profiles.device import is_here
 from narrowcast.torch_bridge import OpFacts, Slot
 from narrowcast.torch_surface.dispatch import OpOverload
 
@@ -62,11 +63,9 @@ class ThreadState:
 class Watcher(Protocol):
     """Told of every call that reaches one of our kernels: first begin, then end or fail. Calls nest.
 
-    whole: ids of ops of which it is told although the policy leaves them to what they call. steps_graphs: whether
-    compiled graphs are to run step by step, so that it is told of their calls, too.
+    steps_graphs: whether compiled graphs are to run step by step, so that it is told of their calls, too.
     """
 
-    whole: frozenset[str]
     steps_graphs: bool
 
     def begin(self, call: DecidedCall) -> None:
@@ -80,6 +79,9 @@ class Watcher(Protocol):
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call(args, kwargs)`, a module's call; asked of those whose `steps_graphs` holds."""
+
+    def wants_whole(self, op: str, device_type: str) -> bool:
+        """Whether it is told of an op that the policy leaves to what the op calls; else it is told of that."""
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these, not even weak ones: they are to be swapped."""
@@ -116,9 +118,7 @@ def remove_watcher(watcher: Watcher) -> None:
 
 def present_device_types() -> list[str]:
     """cpu and the accelerator that this machine has."""
-    accelerator = torch.accelerator.current_accelerator()
-    types = {"cpu", accelerator.type} if accelerator is not None else {"cpu"}
-    return [device_type for device_type in DEVICE_TYPES if device_type in types]
+    return [device_type for device_type in DEVICE_TYPES if is_here(device_type)]
 
 
 def told(watching: Sequence[Watcher], call: DecidedCall, run: Callable[[], Any]) -> Any:

@@ -79,6 +79,10 @@ class EagerCalls:
         """The call that began last has raised."""
         self._open.pop()
 
+    def wants_whole(self, op: str, device_type: str) -> bool:
+        """Recurrent ops are one call."""
+        return op in self.whole
+
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Nothing to do: no tensor of a call is kept here, only its sizes."""
 

@@ -133,8 +133,8 @@ class Observer(DispatchMode):
         super().__init__()
         self._device_types = present_device_types()
         self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
-        self._ops = _listed_ops(self._device_types, policies)
-        self.whole = frozenset(op_facts(op).id for op in self._ops)
+        self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
+        self._whole = {(op_facts(op).id, device_type) for device_type, ops in self._ops.items() for op in ops}
         self._local = _ThreadState()
         self._turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._outside: Counter[tuple[str, str, str]] = Counter()
@@ -167,8 +167,8 @@ class Observer(DispatchMode):
         """Look at what runs inside."""
         ask_at_calls()
         with ExitStack() as stack:
-            for device_type in self._device_types:
-                install_visiting(self._ops, device_type)
+            for device_type, ops in self._ops.items():
+                install_visiting(ops, device_type)
                 stack.callback(remove_visiting, device_type)
             stack.enter_context(CompiledCode(on=False))
             stack.enter_context(told_of_script_sites())
@@ -232,6 +232,10 @@ class Observer(DispatchMode):
         """The call that began last has raised."""
         if self._local.decided.pop() is not None:
             self._local.starts.pop()
+
+    def wants_whole(self, op: str, device_type: str) -> bool:
+        """What eager code tells of on that device: its lists are not another's."""
+        return (op, device_type) in self._whole
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Nothing is kept by tensors' identity."""
@@ -353,13 +357,11 @@ class Observer(DispatchMode):
 never_begin_at(Observer.called)
 
 
-def _listed_ops(device_types: list[str], policies: tuple[Policy, ...]) -> tuple[OpOverload, ...]:
+def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> tuple[OpOverload, ...]:
     """The ops that native autocast, or one of these policies, decides about by name."""
-    found: dict[OpOverload, None] = {}
-    for device_type in device_types:
-        found.update(dict.fromkeys(_native_ops(device_type)))
-        for policy in policies:
-            found.update(dict.fromkeys(_named_ops(policy.resolve(device_type))))
+    found = dict.fromkeys(_native_ops(device_type))
+    for policy in policies:
+        found.update(dict.fromkeys(_named_ops(policy.resolve(device_type))))
     return tuple(found)
 
 

@@ -79,11 +79,12 @@ class Values:
     def given(self, pair: Aligned) -> tuple[tuple[str, str, str], ...]:
         """Numbers and weights that differ: name, in a, in b."""
         a, b = pair.a[0].call, pair.b[0].call
-        if a.id.op != b.id.op:
-            return self._other_weight(pair.a, pair.b)
-        numbers_a, numbers_b = dict(a.given), dict(b.given)
+        is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in TOLD_APART
+        numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
         found = [(n, x, y) for n, x in numbers_a.items()
                  if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
+        if a.id.op != b.id.op:
+            return (*found, *self._other_weight(pair.a, pair.b))
         for name in self._names(pair):
             if self._is_given(pair, name):
                 apart = _worst(self._between(pair, _input(name), join) for join in (in_turn, beside))

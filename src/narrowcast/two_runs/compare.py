@@ -141,7 +141,13 @@ def _environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, 
     """What differs, by name; versions first."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
-    return [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
+    found = [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
+    return [row for row in found if row[0] != "device" or len({_device(text) for text in row[1:]}) > 1]
+
+
+def _device(text: str) -> str:
+    """Without the version of torch, which its text ends with, and which is told as such."""
+    return text.rpartition(", torch ")[0] or text
 
 
 _FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
