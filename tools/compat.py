@@ -3,9 +3,10 @@
     python tools/compat.py                      each version in a .venv of its own, removed afterwards
     python tools/compat.py --only 2.15          one version; the rows of the others stay
     python tools/compat.py --keep FOLDER        keep the environments there, and use those that are there
+    python tools/compat.py --runs               no tests; models are captured and compared (version_runs.py) alone
 
 torch comes in its default build, which runs on a CPU and brings some gigabytes. What was found is kept beside the page,
-in docs/reference/compatibility.json.
+in docs/reference/compatibility.json. Models are compared with the torch of the interpreter that runs this: 2.13.0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
+
+from version_runs import REFERENCE, capture_with, compare_versions, section
 
 ROOT = Path(__file__).parent.parent
 PAGE, DATA = ROOT / "docs/reference/compatibility.md", ROOT / "docs/reference/compatibility.json"
@@ -62,9 +66,7 @@ def environment(torch: str, folder: Path) -> Path:
     python = folder / torch / "bin/python"
     if python.exists():
         return python
-    wanted = shutil.which(f"python{MATRIX[torch]}")
-    base = wanted if wanted and subprocess.run([wanted, "-V"], capture_output=True).returncode == 0 else sys.executable
-    subprocess.run([base, "-m", "venv", str(folder / torch)], check=True)
+    subprocess.run([_base(MATRIX[torch]), "-m", "venv", str(folder / torch)], check=True)
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     constraints = folder / f"{torch}.txt"
     constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")
@@ -74,6 +76,15 @@ def environment(torch: str, folder: Path) -> Path:
     subprocess.run([*pip, f"{ROOT}[zoo,dev]", f"torch=={torch}"], check=True)
     subprocess.run([*pip, "--no-deps", *ALONE], check=True)
     return python
+
+
+def _base(version: str) -> str:
+    """The interpreter of a version of Python, also where pyenv has it and does not show it; else the one that runs."""
+    installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for one in (shutil.which(f"python{version}"), *map(str, installed)):
+        if one and subprocess.run([one, "-V"], capture_output=True).returncode == 0:
+            return one
+    return sys.executable
 
 
 def test(python: Path) -> dict[str, object]:
@@ -92,29 +103,32 @@ def test(python: Path) -> dict[str, object]:
         parts.setdefault(part, Counter())[outcome] += 1
         if outcome in ("failure", "error"):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
+    return {"failed": failed, "parts": {part: dict(sorted(counts.items())) for part, counts in sorted(parts.items())}}
+
+
+def versions_of(python: Path) -> dict[str, str]:
+    """Of torch and of Python."""
     says = "import platform, torch; print(torch.__version__, platform.python_version())"
-    versions = subprocess.run([str(python), "-c", says], capture_output=True, text=True, check=True).stdout.split()
-    return {
-        "torch": versions[0], "python": versions[1], "failed": failed,
-        "parts": {part: dict(sorted(counts.items())) for part, counts in sorted(parts.items())},
-    }  # fmt: skip
+    found = subprocess.run([str(python), "-c", says], capture_output=True, text=True, check=True).stdout.split()
+    return {"torch": found[0], "python": found[1]}
 
 
 def page(rows: dict[str, dict]) -> str:
     """The document."""
-    names = sorted({part for row in rows.values() for part in row["parts"]})
+    tested = [row for row in rows.values() if "parts" in row]
+    names = sorted({part for row in tested for part in row["parts"]})
     head = "| torch | Python | " + " | ".join(names) + " |"
     lines = [head, "|" + "---|" * (len(names) + 2)]
-    for row in rows.values():
+    for row in tested:
         cells = []
         for part in names:
             counts = row["parts"].get(part, {})
             bad = counts.get("failure", 0) + counts.get("error", 0)
             cells.append(f"{counts.get('passed', 0)} passed" + (f", **{bad} failed**" if bad else ""))
         lines.append(f"| {row['torch']} | {row['python']} | " + " | ".join(cells) + " |")
-    failed = [f"- {row['torch']}: `{name}`" for row in rows.values() for name in row["failed"]]
+    failed = [f"- {row['torch']}: `{name}`" for row in tested for name in row["failed"]]
     ran = f"Run on {platform.machine()}, {os.cpu_count()} cores, without a GPU. Expected failures count as skipped."
-    shown = [INTRODUCTION, *lines, "", ran, "", "## What differs", "", DIFFERENCES]
+    shown = [INTRODUCTION, *lines, "", ran, "", "## What differs", "", DIFFERENCES, *section(rows)]
     return "\n".join([*shown, *(["## What fails", "", *failed, ""] if failed else [])])
 
 
@@ -123,22 +137,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="one version, 2.15 or 2.15.0")
     parser.add_argument("--keep", type=Path, help="a folder for the environments, which then stay")
+    parser.add_argument("--runs", action="store_true", help="capture and compare models, and run no tests")
     given = parser.parse_args()
+    if version("torch").partition("+")[0] != REFERENCE:
+        raise SystemExit(f"Models are compared with torch {REFERENCE}; here is {version('torch')}. Run make compat.")
+    with tempfile.TemporaryDirectory(prefix="narrowcast-runs-") as runs:
+        reference = capture_with(sys.executable, _folder(runs, "reference"))
+        for torch in MATRIX:
+            if given.only and not torch.startswith(given.only):
+                continue
+            sys.stdout.write(f"== torch {torch}\n")
+            sys.stdout.flush()
+            folder = given.keep or Path(tempfile.mkdtemp(prefix="narrowcast-compat-"))
+            try:
+                python = environment(torch, folder)
+                captured = capture_with(python, _folder(runs, torch))
+                found = {"runs": {**versions_of(python), **compare_versions(reference, captured)}}
+                found.update({} if given.runs else {**versions_of(python), **test(python)})
+            finally:
+                if given.keep is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+            _write(torch, found)
+
+
+def _folder(parent: str, name: str) -> Path:
+    made = Path(parent) / name
+    made.mkdir()
+    return made
+
+
+def _write(torch: str, found: dict[str, object]) -> None:
+    """What was found, beside what was found earlier of this version and of the others."""
     rows = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
-    for torch in MATRIX:
-        if given.only and not torch.startswith(given.only):
-            continue
-        sys.stdout.write(f"== torch {torch}\n")
-        sys.stdout.flush()
-        folder = given.keep or Path(tempfile.mkdtemp(prefix="narrowcast-compat-"))
-        try:
-            rows[torch] = test(environment(torch, folder))
-        finally:
-            if given.keep is None:
-                shutil.rmtree(folder, ignore_errors=True)
-        ordered = {name: rows[name] for name in MATRIX if name in rows}
-        DATA.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(ordered), encoding="utf-8")
+    rows[torch] = {**rows.get(torch, {}), **found}
+    ordered = {name: rows[name] for name in MATRIX if name in rows}
+    DATA.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(ordered), encoding="utf-8")
 
 
 if __name__ == "__main__":
