@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from browser import Browser, where
-from results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
+from page_results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
 from narrowcast.page.html import page_html
 from narrowcast.page.model import Edge, Graph, Node, Page

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from program_text import parse_program
-from results import (
+from page_results import (
     SCRIPT,
     a_comparison,
     a_failure,
@@ -29,6 +28,7 @@ from results import (
     not_finite,
     watching,
 )
+from program_text import parse_program
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
