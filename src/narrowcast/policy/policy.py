@@ -142,9 +142,9 @@ class Policy:
                 advice=f"Merge the other way round, or let {self.name} extend {', '.join(extra)} itself.",
             )
         settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
-        settings |= {"allowances": self.allowances + other.allowances, "name": f"{self.name}+{other.name}"}
-        settings |= {"description": self.description or other.description}
-        return Policy(layers=self.layers + other.layers, extends=self.extends + extra, **settings)
+        settings["allowances"] = self.allowances + other.allowances
+        said = f"{self.name}+{other.name}", self.layers + other.layers, self.extends + extra
+        return Policy(*said, self.description or other.description, **settings)
 
     def resolve(self, device_type: str) -> Policy:
         """This policy with the built-in layers for one device type written out. Cheap after the first time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from narrowcast.runs.trial import Trial
 from narrowcast.testing.updating import is_updating
 
 Model = Callable[..., Any] | Subject
+Expected = TypeVar("Expected")
 ANEW = (
     "If this is meant, write it anew and commit the difference: pytest --narrowcast-update, or narrowcast check "
     "--update."
@@ -97,13 +98,13 @@ def assert_formats(
     device or this torch.
     """
     __tracebackhide__ = True
-    _check_one("assert_formats", snapshot, expected)
+    given: str | Path | Mapping[str, Any] | Snapshot = _one_of("assert_formats", snapshot, expected)
     asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
-    if isinstance(expected, Mapping):
+    if isinstance(given, Mapping):
         found = take_snapshot(model, args, kwargs, **asked)
-        _check_expected(found, expected)
+        _check_expected(found, given)
         return found
-    check = _check(model, args, kwargs, snapshot, expected, asked, torch_versions)
+    check = _check(model, args, kwargs, given, asked, torch_versions)
     if not check.is_same:
         raise failure(check)
     return check.now
@@ -128,9 +129,9 @@ def assert_no_new_casts(
     casts, are no failure. A conversion that the model's own code makes is a cast, too.
     """
     __tracebackhide__ = True
-    _check_one("assert_no_new_casts", snapshot, expected)
+    given = _one_of("assert_no_new_casts", snapshot, expected)
     asked: dict[str, Any] = {"policy": policy, "dtype": dtype, "device_type": device_type, "region": region}
-    check = _check(model, args, kwargs, snapshot, expected, asked, torch_versions).new_casts()
+    check = _check(model, args, kwargs, given, asked, torch_versions).new_casts()
     if not check.is_same:
         raise failure(check)
     return check.now
@@ -179,28 +180,30 @@ def failure(check: SnapshotCheck) -> CheckError:
 
 
 def _check(
-    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, snapshot: str | Path | None,
-    expected: Snapshot | None, asked: Mapping[str, Any], torch_versions: str,
+    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, given: str | Path | Snapshot,
+    asked: Mapping[str, Any], torch_versions: str,
 ) -> SnapshotCheck:  # fmt: skip
     __tracebackhide__ = True
-    if expected is None:
-        if snapshot is None:
-            raise SnapshotError("formats", "neither a snapshot nor what is expected", advice="Give one of them.")
+    if not isinstance(given, Snapshot):
         update = is_updating()
         try:
             return check_formats(
-                model, args, kwargs, snapshot=snapshot, torch_versions=torch_versions, update=update, **asked
+                model, args, kwargs, snapshot=given, torch_versions=torch_versions, update=update, **asked
             )
         except SnapshotError as error:  # a reader looks for the line of the test
             raise error.with_traceback(None) from None
-    was = expected if expected.file else replace(expected, file=f"the snapshot of {expected.model}")
+    was = given if given.file else replace(given, file=f"the snapshot of {given.model}")
     return compare_snapshots(was, take_snapshot(model, args, kwargs, **asked))
 
 
-def _check_one(verb: str, snapshot: object, expected: object) -> None:
-    if (snapshot is None) == (expected is None):
-        found = "neither is given" if snapshot is None else "both are given"
-        raise SnapshotError(f"{verb} with a snapshot or with what is expected", found, advice="Give one of them.")
+def _one_of(verb: str, snapshot: str | Path | None, expected: Expected | None) -> str | Path | Expected:
+    """The file, or what is expected. SnapshotError if it is neither, or both."""
+    if snapshot is not None and expected is None:
+        return snapshot
+    if expected is not None and snapshot is None:
+        return expected
+    found = "neither is given" if snapshot is None else "both are given"
+    raise SnapshotError(f"{verb} with a snapshot or with what is expected", found, advice="Give one of them.")
 
 
 def _check_expected(found: Snapshot, expected: Mapping[str, Any]) -> None:
