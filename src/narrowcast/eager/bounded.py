@@ -136,7 +136,7 @@ def policy_on(device_type: str) -> Policy:
 
 # -- for recordings ----------------------------------------------------------------------------------------------------
 
-_FACTS = OpFacts(object(), MODULE_CALL_OP, (), None, True, False, False, False)  # type: ignore[arg-type]
+_FACTS = OpFacts(object(), MODULE_CALL_OP, (), None, True, False, False, False, False)  # type: ignore[arg-type]
 
 
 def _named(boundary: Boundary, args: Any, kwargs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:

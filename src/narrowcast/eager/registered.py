@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 from narrowcast.eager.kernels import Kernel
 from narrowcast.torch_bridge import op_facts
-from narrowcast.torch_surface.dispatch import OpOverload, op_name, overload_name, registered_kernel, release
+from narrowcast.torch_surface.dispatch import OpOverload, computed_kernel, register, release
 from narrowcast.torch_surface.patches import note_staying
 from narrowcast.torch_surface.state import autocast_key_name
 
@@ -31,21 +30,20 @@ class Registration:
     def __init__(self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
         self._of = [(op, device_type) for op, _ in kernels]
         self.ids = frozenset(op_facts(op).id for op, _ in kernels)
-        self._libraries = {op.namespace: torch.library.Library(op.namespace, "IMPL") for op, _ in kernels}
-        key = autocast_key_name(device_type)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
-            for op, kernel in kernels:
-                name = op_name(op) if overload_name(op) == "default" else f"{op_name(op)}.{overload_name(op)}"
-                self._libraries[op.namespace].impl(name, kernel, key, with_keyset=True, allow_override=True)
+        of_namespace: defaultdict[str, list[tuple[OpOverload, Callable[..., Any]]]] = defaultdict(list)
+        for op, kernel in kernels:
+            of_namespace[op.namespace].append((op, kernel))
+        self._libraries = [torch.library.Library(namespace, "IMPL") for namespace in of_namespace]
+        for library in self._libraries:
+            register(library, of_namespace[library.ns], device_type)
 
     def remove(self) -> bool:
         """Give the ops back what they had. False, and they keep these kernels, after many removals in one minute."""
         now, removed = time.monotonic(), self._removed
         if len(removed) == removed.maxlen and now - removed[0][0] < 60.0:
             return False
-        removed.append((now, [registered_kernel(op, device_type) for op, device_type in self._of]))
-        for library in self._libraries.values():
+        removed.append((now, [computed_kernel(op, device_type) for op, device_type in self._of]))
+        for library in self._libraries:
             release(library)
         return True
 

@@ -13,7 +13,7 @@ from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.report.findings import Watching
 from narrowcast.runs.by_storage import ByStorage
-from narrowcast.runs.finiteness import is_floating
+from narrowcast.runs.finiteness import came_in, is_floating
 from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.raising import Raising
 from narrowcast.runs.reference import Kept, kept_of
@@ -89,7 +89,7 @@ class Looking(WatchCalls):
         """What is not finite, who made it, and whether it is low."""
         super().after(call)
         results = [t for t in call.results if is_floating(t)]
-        read = [t for t in call.notes["came"] if is_floating(t)]
+        read = came_in(call)
         if call.is_cast:
             self._pass_on_makers(call.id, read, results)
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.observer import SeenCall
 from narrowcast.torch_bridge import FORMATS
@@ -18,6 +19,17 @@ Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 def is_floating(tensor: torch.Tensor) -> bool:
     """Whether the tensor has floating values that can be looked at."""
     return tensor.dtype in FORMATS and has_storage(tensor)
+
+
+def inputs_of(call: SeenCall) -> Named:
+    """The floating arguments of a call by name; where it writes to some and was told of before, their copies."""
+    return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+
+
+def came_in(call: SeenCall) -> list[torch.Tensor]:
+    """The same arguments themselves, also those that it writes to."""
+    came: list[torch.Tensor] | None = call.notes.get("came")
+    return [t for _, t in inputs_of(call)] if came is None else came
 
 
 class Flags:
@@ -100,7 +112,7 @@ def mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
     """Why an infinite result is meant: all of it is -inf, where an argument has the lowest value of its format."""
     if any(bool(torch.isnan(t).any()) or bool((t == math.inf).any()) for t in results):
         return ""
-    for name, tensor in call.notes["inputs"]:
+    for name, tensor in inputs_of(call):
         if tensor.numel() and is_lowest(float(tensor.detach().min()), tensor):
             return f"a mask of the lowest value of {FORMATS[tensor.dtype]} ({name})"
     return ""

@@ -7,9 +7,8 @@ else computes. Compiled graphs are run step by step meanwhile (`regions.stepwise
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -26,10 +25,11 @@ from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site, find_allowance
 from narrowcast.regions.stack import innermost
+from narrowcast.runs.turns import Turns
 from narrowcast.runs.written import Weights
-from narrowcast.sites.graph_nodes import GraphCall, current_graph_call, current_site
+from narrowcast.sites.graph_nodes import current_site
 from narrowcast.sites.numbering import coming_round
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import find_line, find_site
 from narrowcast.sites.script_sites import script_site, told_of_script_sites
 from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
 from narrowcast.torch_surface.autograd import (
@@ -96,20 +96,10 @@ class SeenCall:
         return tensors_in(self.result)
 
 
-@dataclass(slots=True)
-class _Called:
-    """One call of a module, on its way: which one of this module, and how many calls of each op it has made."""
-
-    module: Any
-    turn: int
-    numbers: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.decided: list[SeenCall | None] = []
         self.starts: list[int] = []
-        self.modules: list[_Called] = []
         self.executing = False
         self.looking = False
 
@@ -136,19 +126,24 @@ class Observer(DispatchMode):
         self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
         self._whole = {(op_facts(op).id, device_type) for device_type, ops in self._ops.items() for op in ops}
         self._local = _ThreadState()
-        self._turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._outside: Counter[tuple[str, str, str]] = Counter()
+        self._turns = Turns()
         self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
-        self._graph_turns: Counter[str] = Counter()
-        self._graph_calls: dict[tuple[str, GraphCall], _Called] = {}
-        self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Dynamo gives up for good on code that it meets under a mode which does not say this."""
         return True
 
+    @property
+    def roots(self) -> Iterable[torch.nn.Module]:
+        """The outermost modules that were called."""
+        return self._turns.roots
+
     # -- what those who look are told --------------------------------------------------------------------------------
+
+    def looks_before(self, facts: OpFacts) -> bool:
+        """Whether `before` is to be told of calls of this op: each telling costs as much as a small op."""
+        return True
 
     def before(self, call: SeenCall) -> None:
         """A call is about to run."""
@@ -180,16 +175,12 @@ class Observer(DispatchMode):
             yield
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call: which one of this module it is. Exported programs run call by call."""
-        modules = self._local.modules
-        if not modules:
-            self.roots.add(module)
-        turn = self._turns[module] = self._turns.get(module, 0) + 1
-        modules.append(_Called(module, turn))
+        """A module's call. Exported programs run call by call."""
+        self._turns.begin(module)
         try:
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
         finally:
-            modules.pop()
+            self._turns.end()
 
     def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of a script function or method of torch's own, in the thread that is observed."""
@@ -213,7 +204,8 @@ class Observer(DispatchMode):
         computes = came if rule is None else planned_names(call.plan, call.tensors)
         seen = self._seen(call.facts, call.site, call.args, call.kwargs, came, computes)
         seen.plan, seen.rule = call.plan, rule
-        self._look(self.before, seen)
+        if self.looks_before(call.facts):
+            self._look(self.before, seen)
         state.starts.append(next_sequence_number())
         state.decided.append(seen)
 
@@ -261,7 +253,8 @@ class Observer(DispatchMode):
             return result if around is None else self.gives(around, facts, args, kwargs, result)
         came = format_names([t.dtype for t in tensors_in(args, kwargs)])
         seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
-        self._look(self.before, seen)
+        if self.looks_before(facts):
+            self._look(self.before, seen)
         seen.result = self.gives(seen, facts, args, kwargs, self._execute(func, args, kwargs))
         if seen.id.direction != BACKWARD and torch.is_grad_enabled():
             # an op without a gradient makes no node: the last one is another's
@@ -303,43 +296,27 @@ class Observer(DispatchMode):
         direction, forward = self._direction()
         if direction == BACKWARD:
             of, site, policy = forward or (None, site or find_site(with_names=False), None)
-            path = of.module_path if of is not None else site.module_path
-            turn = of.turn if of is not None else 1
-            identity = CallId(path, facts.id, self._number(path, facts.id, turn), turn, direction)
+            path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
+            identity = self._turns.backward_identity(path, facts.id, turn)
             return SeenCall(
                 identity, site, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast, policy=policy
             )
-        if site is None:
-            site = current_site() or script_site() or find_site(with_names=False)
-        path = site.module_path
-        op = facts.id
-        modules = self._local.modules
-        graph_call = current_graph_call()
-        if graph_call is not None:
-            called = self._in_graph(path, graph_call)
-            numbers, turn = called.numbers, called.turn
-        else:
-            numbers, turn = (modules[-1].numbers, modules[-1].turn) if modules else (self._outside, 1)
-        key = (path, op, "cast" if is_cast else direction)
-        numbers[key] += 1
-        identity = CallId(path, op, numbers[key], turn, direction)
+        site = site or self._place(direction)
+        identity = self._turns.identity(site.module_path, facts.id, direction, is_cast)
         region = innermost()
         policy = region.prepared.policy if region is not None else None
         return SeenCall(identity, site, facts, args, kwargs, came, computes, is_cast=is_cast, policy=policy)
 
-    def _in_graph(self, path: str, call: GraphCall) -> _Called:
-        """The call of a module inside a graph that a node stands in."""
-        found = self._graph_calls.get((path, call))
-        if found is None:
-            turn = self._graph_turns[path] = self._graph_turns[path] + 1
-            found = self._graph_calls[path, call] = _Called(None, turn)
-        return found
-
-    def _number(self, path: str, op: str, turn: int) -> int:
-        """Which call of the op in the backward of one call of a module."""
-        key = (path, op, f"{BACKWARD} {turn}")
-        self._outside[key] += 1
-        return self._outside[key]
+    def _place(self, direction: str) -> Site:
+        """Where a call of the forward is: a node of a graph, of a script, or a line of the user's Python."""
+        site = current_site() or script_site()
+        if site is not None:
+            return site
+        path = self._turns.path() if direction == FORWARD else None
+        if path is None:
+            return find_site(with_names=False)
+        file, line = find_line()
+        return Site(path, file=file, line=line)
 
     def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
         """Forward, backward or recomputation; and of a backward call the forward call."""

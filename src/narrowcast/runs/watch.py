@@ -23,14 +23,22 @@ from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
 from narrowcast.policy import Policy
 from narrowcast.report import NotFinite
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
-from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.culprit import cast_finding, find_culprit, finding_of, overflowing_casts
-from narrowcast.runs.finiteness import Flags, is_finite, is_floating, mask_like, numbers_not_finite
+from narrowcast.runs.finiteness import (
+    Flags,
+    came_in,
+    inputs_of,
+    is_finite,
+    is_floating,
+    mask_like,
+    numbers_not_finite,
+)
 from narrowcast.runs.observer import Observer, SeenCall, quietly
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written
 from narrowcast.runs.trends import Trends
+from narrowcast.torch_bridge import OpFacts
 from narrowcast.torch_surface.dispatch import storage_key
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
@@ -163,17 +171,16 @@ class WatchCalls(Observer):
 
     # -- as calls end --------------------------------------------------------------------------------------------------
 
+    def looks_before(self, facts: OpFacts) -> bool:
+        """What an op does not write to is there afterwards, too, and looked at only if something is wrong."""
+        return facts.overwrites
+
     def before(self, call: SeenCall) -> None:
-        """What came in, before an op may write to it."""
-        inputs = _floating(call)
-        came = call.notes["came"] = [t for _, t in inputs]
-        looks_now = self._looks_now(came)
-        if not looks_now or any(slot.written for slot in call.facts.slots):
-            call.notes["flags"] = [self._flags.number(t) for t in came]  # else only if something is wrong: see `_came`
-        if call.facts.writes and looks_now:
+        """What came in, before the op writes to it."""
+        came = call.notes["came"] = came_in(call)
+        call.notes["flags"] = [self._flags.number(t) for t in came]
+        if call.facts.writes and self._looks_now(came):
             call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
-            inputs = _floating(call)
-        call.notes["inputs"] = inputs
 
     def after(self, call: SeenCall) -> None:
         """What went out."""
@@ -182,7 +189,7 @@ class WatchCalls(Observer):
         if call.facts.writes:
             for tensor in results:
                 self._flags.written(tensor)
-        if not self._looks_now(results or call.notes["came"]):
+        if not self._looks_now(results or came_in(call)):
             self._later.append((_light(call), self._came(call), [self._flags.number(t) for t in results]))
             return
         gave_finite = all(is_finite(tensor) for tensor in results)
@@ -197,23 +204,23 @@ class WatchCalls(Observer):
             self._judge(call, results)
 
     def _came(self, call: SeenCall) -> list[int]:
-        """The flags of what came in: looked at late, what is not written to costs nothing while all goes well."""
+        """The flags of what came in."""
         flags: list[int] | None = call.notes.get("flags")
-        return [self._flags.number(t) for t in call.notes["came"]] if flags is None else flags
+        return [self._flags.number(t) for t in came_in(call)] if flags is None else flags
 
     def _looks_now(self, tensors: list[torch.Tensor]) -> bool:
         return self._at == "op" or (self._at == "auto" and all(t.device.type == "cpu" for t in tensors))
 
     def _mask(self, call: SeenCall) -> None:
         """All it gave is finite: an exact limit among its inputs was masked in time."""
-        for tensor in call.notes["came"] if self._limits else ():
+        for tensor in came_in(call) if self._limits else ():
             if self._limits.get(tensor) is not None:
                 self._limits.drop(tensor)
                 self._meant.put(tensor, "an exact limit, masked before anything came of it")
                 self._count_meant("an exact limit, masked before anything came of it")
 
     def _judge(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        pairs = zip(call.notes["inputs"], call.notes["came"], self._came(call), strict=True)
+        pairs = zip(inputs_of(call), came_in(call), self._came(call), strict=True)
         bad = [(name, tensor, came) for (name, tensor), came, flag in pairs if not self._flags.is_finite(flag)]
         if bad:
             self._pass_on(call, bad, results)
@@ -223,7 +230,7 @@ class WatchCalls(Observer):
             self._mean(results, why)
             self._count_meant(why)
             return
-        finding, is_limit = find_culprit(call, call.notes["inputs"], results)
+        finding, is_limit = find_culprit(call, inputs_of(call), results)
         if not is_limit:
             self._report(call, finding)
             return
@@ -252,7 +259,7 @@ class WatchCalls(Observer):
         elif meant is None and not self._given(call, bad, nan_came):
             self._note_told(results)
         elif has_nan and not nan_came and not self._is_allowed(call):
-            finding, _ = find_culprit(call, call.notes["inputs"], results)
+            finding, _ = find_culprit(call, inputs_of(call), results)
             why = meant or "given from outside"
             self._report(call, replace(finding, sentence=f"NaN out of infinities that were meant: {why}"))
         else:
@@ -268,7 +275,7 @@ class WatchCalls(Observer):
         kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
         sentence = f"its argument {name}, {kind}, holds NaN: {int(value.isnan().sum())} of {value.numel()} elements"
         advice = "Look at the data and the weights, and at what made them."
-        self._report(call, finding_of(call, call.notes["inputs"], "nan", GIVEN, sentence, advice))
+        self._report(call, finding_of(call, inputs_of(call), "nan", GIVEN, sentence, advice))
         self._note_told([tensor])
         return False
 
@@ -339,10 +346,6 @@ class WatchCalls(Observer):
         if final:
             for limit in dict.fromkeys(self._limits.living()):
                 self._report_limit(limit, "what it gave is there at the end, and nothing masked it")
-
-
-def _floating(call: SeenCall) -> Named:
-    return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
 
 
 def _light(call: SeenCall) -> SeenCall:

@@ -65,8 +65,8 @@ def _carried(frame: FrameType) -> Around | None:
     return found
 
 
-def called_modules() -> list[Module]:
-    """The modules that are being called on this thread's Python stack, innermost first.
+def modules_on_stack() -> list[Module]:
+    """The modules that are being called on this thread's Python stack, innermost first, of graphs and wrappers, too.
 
     Where a checkpoint recomputes its forward, those of the forward.
     """
@@ -81,8 +81,13 @@ def called_modules() -> list[Module]:
             found += carried.modules
             break
         frame = frame.f_back
-    found = [m for m in found if not isinstance(m, torch.fx.GraphModule)]
-    while found and _is_wrapper(found[-1]):
+    return found
+
+
+def called_modules() -> list[Module]:
+    """The modules that are being called on this thread's Python stack, innermost first: the user's alone."""
+    found = [m for m in modules_on_stack() if not isinstance(m, torch.fx.GraphModule)]
+    while found and is_wrapper(found[-1]):
         found.pop()
     return found
 
@@ -143,6 +148,16 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     )
 
 
+def find_line() -> tuple[str, int]:
+    """File and line of the user's innermost code on the Python stack; ("", 0) without any."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return NOWHERE.file, NOWHERE.line
+
+
 def innermost_frame(error: BaseException) -> FrameType | None:
     """The frame that raised an error."""
     traceback = error.__traceback__
@@ -192,12 +207,12 @@ def module_path(modules: list[Module]) -> str:
 
 def _outermost(modules: list[Module]) -> int:
     outermost = len(modules) - 1
-    while outermost > 0 and _is_wrapper(modules[outermost]):
+    while outermost > 0 and is_wrapper(modules[outermost]):
         outermost -= 1
     return outermost
 
 
-def _is_wrapper(module: Module) -> bool:
+def is_wrapper(module: Module) -> bool:
     """Whether a module only stands around the user's: of torch's own, or torch.export's while it traces."""
     return type(module).__name__ in _WRAPPERS or "_export_root" in children(module)
 

@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What the schema of an overload says."""
+    """What the schema of an overload says. `overwrites`: one of its slots is written to, whether declared or not."""
 
     op: OpOverload
     id: str
@@ -44,6 +44,7 @@ class OpFacts:
     computes: bool
     is_view: bool
     writes: bool
+    overwrites: bool
     has_lists: bool
 
 
@@ -76,7 +77,8 @@ def op_facts(op: OpOverload) -> OpFacts:
     )  # fmt: skip
     has_lists = any(slot.is_list for slot in slots)
     is_view = aliases and not writes
-    return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, is_view, writes, has_lists)
+    overwrites = any(slot.written for slot in slots)
+    return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, is_view, writes, overwrites, has_lists)
 
 
 def find_op(identity: str) -> OpOverload | None:

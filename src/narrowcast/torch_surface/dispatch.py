@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -113,6 +114,26 @@ def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
     if not has_kernel(op, autocast_key_name(device_type)):
         return None
     return torch.library.get_kernel(op.name(), autocast_key(device_type))
+
+
+def computed_kernel(op: OpOverload, device_type: str) -> Any:
+    """The same of an op that is known to have one; a tenth of a millisecond less for each hundred ops."""
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(op.name(), autocast_key(device_type))
+
+
+def register(
+    library: torch.library.Library, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str
+) -> None:
+    """Register `kernel(keyset, *args, **kwargs)` for ops of the library's namespace at the device type's Autocast key.
+
+    What `Library.impl` does for overloads that exist, without its checks, which take as long again.
+    """
+    key = autocast_key_name(device_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+        for op, kernel in kernels:
+            name = op_name(op) if overload_name(op) == "default" else f"{op_name(op)}.{overload_name(op)}"
+            library.m.impl(name, key, kernel, True)  # type: ignore[union-attr]
 
 
 def registered_ops(device_type: str) -> tuple[str, ...]:
