@@ -156,8 +156,10 @@ class Kernel:
         if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
             region = native_region(self.device_type)
         tensors = gather(self.facts, args, kwargs)
-        site = _noted_site() or find_site(region.prepared.policy.table.asks_for_names)
-        place = NOWHERE if tracing_compiled_code() else site
+        noted = _noted_site()
+        if noted is None and region.prepared.policy.asks_where(self.facts.id, self.facts.computes):
+            noted = find_site(region.prepared.policy.table.asks_for_names)
+        place = NOWHERE if noted is None or tracing_compiled_code() else noted
         decided = self._decide(tensors, args, kwargs, region, number, place)
         if not region.prepared.trains:
             _watch_gradients(decided, region, tensors)
@@ -167,7 +169,7 @@ class Kernel:
             return self.run(decided, region, keyset, args, kwargs)
         pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
         call = DecidedCall(
-            self.facts, decided.plan, site, pairs, policy, region.prepared.facts.cache, args, kwargs, number
+            self.facts, decided.plan, noted, pairs, policy, region.prepared.facts.cache, args, kwargs, number
         )
         return told(watching, call, lambda: self.run(decided, region, keyset, args, kwargs))
 

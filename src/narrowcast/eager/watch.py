@@ -12,27 +12,36 @@ import torch
 from narrowcast.decide import Plan
 from narrowcast.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.profiles.device import is_here
+from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import OpFacts, Slot
 from narrowcast.torch_surface.dispatch import OpOverload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecidedCall:
     """A call with its tensors as they came, what will be done with it, and by which policy.
 
-    `caches`: whether the region casts weights once. `args`, `kwargs`: all that was given; empty for modules' calls.
-    `number`: which call of the op it is in its module's call, from 1; 0 where nobody counted.
+    `noted`: where it is, as a graph or a boundary says. `caches`: whether the region casts weights once. `args`,
+    `kwargs`: all that was given; empty for modules' calls. `number`: which call of the op it is in its module's call,
+    from 1; 0 where nobody counted.
     """
 
     facts: OpFacts
     plan: Plan
-    site: Site
+    noted: Site | None
     tensors: list[tuple[Slot, torch.Tensor | None]]
     policy: Policy
     caches: bool
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     number: int = 0
+
+    @property
+    def site(self) -> Site:
+        """Where it is. What nobody noted is read off the Python stack, and so has to be asked for while it runs."""
+        if self.noted is None:
+            self.noted = find_site(self.policy.table.asks_for_names)
+        return self.noted
 
 
 @dataclass(slots=True)

@@ -25,11 +25,11 @@ from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site, find_allowance
 from narrowcast.regions.stack import innermost
-from narrowcast.runs.turns import Turns
+from narrowcast.runs.turns import Turns, Who
 from narrowcast.runs.written import Weights
 from narrowcast.sites.graph_nodes import current_site
 from narrowcast.sites.numbering import coming_round
-from narrowcast.sites.python_stack import find_line, find_site
+from narrowcast.sites.python_stack import find_site
 from narrowcast.sites.script_sites import script_site, told_of_script_sites
 from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
 from narrowcast.torch_surface.autograd import (
@@ -66,8 +66,7 @@ class SeenCall:
     conversion between formats, of autocasting's or of the user's.
     """
 
-    id: CallId
-    site: Site
+    who: Who
     facts: OpFacts
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -80,6 +79,16 @@ class SeenCall:
     result: Any = None
     notes: dict[str, Any] = field(default_factory=dict)
     policy: Policy | None = None
+
+    @property
+    def id(self) -> CallId:
+        """Its identity, asked for while it runs."""
+        return self.who.id
+
+    @property
+    def site(self) -> Site:
+        """Its place, asked for while it runs."""
+        return self.who.site
 
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
         """The rule that allows what is not finite here, in an argument or in what the call gives."""
@@ -202,7 +211,7 @@ class Observer(DispatchMode):
         came = format_names([t.dtype for t in tensors])
         rule = deciding_rule(call.plan)
         computes = came if rule is None else planned_names(call.plan, call.tensors)
-        seen = self._seen(call.facts, call.site, call.args, call.kwargs, came, computes)
+        seen = self._seen(call.facts, call.noted, call.args, call.kwargs, came, computes)
         seen.plan, seen.rule = call.plan, rule
         if self.looks_before(call.facts):
             self._look(self.before, seen)
@@ -219,6 +228,7 @@ class Observer(DispatchMode):
             self._nodes[number] = (seen.id, seen.site, seen.policy)
         seen.result = result
         self._look(self.after, seen)
+        seen.who.end()
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
@@ -240,6 +250,8 @@ class Observer(DispatchMode):
         kwargs = kwargs or {}
         state = self._local
         facts = op_facts(func)
+        if facts.is_view and not state.decided:
+            return func(*args, **kwargs)
         is_nobodys = state.looking or facts.id.startswith("prim.")
         if is_nobodys or (types and any(issubclass(t, FakeTensor) for t in types)):
             return func(*args, **kwargs)
@@ -248,7 +260,7 @@ class Observer(DispatchMode):
                 self.weights.before_write(facts, args, kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
-            result = func(*args, **kwargs) if facts.is_view else self._execute(func, args, kwargs)
+            result = self._execute(func, args, kwargs)
             around = state.decided[0] if state.decided else None
             return result if around is None else self.gives(around, facts, args, kwargs, result)
         came = format_names([t.dtype for t in tensors_in(args, kwargs)])
@@ -256,10 +268,11 @@ class Observer(DispatchMode):
         if self.looks_before(facts):
             self._look(self.before, seen)
         seen.result = self.gives(seen, facts, args, kwargs, self._execute(func, args, kwargs))
-        if seen.id.direction != BACKWARD and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and seen.id.direction != BACKWARD:
             # an op without a gradient makes no node: the last one is another's
             self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
         self._look(self.after, seen)
+        seen.who.end()
         return seen.result
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,33 +303,20 @@ class Observer(DispatchMode):
     # -- identities ----------------------------------------------------------------------------------------------------
 
     def _seen(
-        self, facts: OpFacts, site: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], came: str,
+        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], came: str,
         computes: str, is_cast: bool = False,
     ) -> SeenCall:  # fmt: skip
         direction, forward = self._direction()
         if direction == BACKWARD:
-            of, site, policy = forward or (None, site or find_site(with_names=False), None)
+            of, site, policy = forward or (None, noted or find_site(with_names=False), None)
             path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
-            identity = self._turns.backward_identity(path, facts.id, turn)
-            return SeenCall(
-                identity, site, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast, policy=policy
-            )
-        site = site or self._place(direction)
-        identity = self._turns.identity(site.module_path, facts.id, direction, is_cast)
+            who = Who(self._turns.of_backward(path, facts.id, turn), site)
+            return SeenCall(who, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast, policy=policy)
         region = innermost()
         policy = region.prepared.policy if region is not None else None
-        return SeenCall(identity, site, facts, args, kwargs, came, computes, is_cast=is_cast, policy=policy)
-
-    def _place(self, direction: str) -> Site:
-        """Where a call of the forward is: a node of a graph, of a script, or a line of the user's Python."""
-        site = current_site() or script_site()
-        if site is not None:
-            return site
-        path = self._turns.path() if direction == FORWARD else None
-        if path is None:
-            return find_site(with_names=False)
-        file, line = find_line()
-        return Site(path, file=file, line=line)
+        with_names = policy is not None and policy.table.asks_for_names
+        who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
+        return SeenCall(who, facts, args, kwargs, came, computes, is_cast=is_cast, policy=policy)
 
     def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
         """Forward, backward or recomputation; and of a backward call the forward call."""

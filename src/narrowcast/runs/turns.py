@@ -1,26 +1,26 @@
-"""Which call of a run something is: the modules that are being called, their paths, and the numbers of calls in them.
+"""Who a call of a run is: the modules that are being called, their paths, and the numbers of calls in them.
 
-Modules tell when they are called (`Observer.called`), so a path is put together once for each call of a module:
-reading it off the Python stack, op by op, takes longer than small ops do.
+Modules tell when they are called (`Observer.called`), so a path is put together once for each call of a module, and
+only if someone asks: reading it off the Python stack, op by op, takes longer than small ops do.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
+from narrowcast.policy import Site
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call
-from narrowcast.sites.python_stack import is_wrapper, module_path, modules_on_stack, name_in
+from narrowcast.sites.python_stack import find_line, find_site, is_wrapper, module_path, modules_on_stack, name_in
 
 Key = tuple[str, str, str]
-"""Module path, op, direction; of a cast the word cast."""
+"""Module path, op, direction. The path is empty for what the module that is called computes itself."""
 
 
 @dataclass(slots=True)
@@ -32,9 +32,64 @@ class _Turn:
 
     module: Any
     number: int
-    counts: Counter[Key] = field(default_factory=Counter)
+    counts: dict[Key, int] = field(default_factory=dict)
     path: str | None = None
     is_found: bool = False
+
+    def count(self, path: str, op: str, direction: str) -> int:
+        """The number of the next call."""
+        key = (path, op, direction)
+        number = self.counts[key] = self.counts.get(key, 0) + 1
+        return number
+
+
+class Who:
+    """The identity and the place of a call; those of the forward are put together when they are first asked for.
+
+    So they have to be asked for while the call runs, or whoever looks at it is told.
+    """
+
+    __slots__ = ("_asked", "_id", "_site")
+
+    def __init__(self, identity: CallId | None, site: Site | None, asked: _Asked | None = None) -> None:
+        self._id, self._site, self._asked = identity, site, asked
+
+    @property
+    def id(self) -> CallId:
+        """The identity."""
+        return self._id or self._found()[0]
+
+    @property
+    def site(self) -> Site:
+        """The place."""
+        return self._site or self._found()[1]
+
+    def known(self) -> Who:
+        """The same, found now, for whoever keeps the call."""
+        if self._id is None:
+            self._found()
+        return self
+
+    def end(self) -> None:
+        """The call is over: what has not been asked for is not known any more."""
+        self._asked = None
+
+    def _found(self) -> tuple[CallId, Site]:
+        if self._asked is None:
+            raise RuntimeError("who the call was is asked for after it has ended: keep `call.who.known()`")
+        turns, op, number, with_names = self._asked
+        path = None if with_names else _path(turns)
+        if path is None:
+            self._site = find_site(with_names)
+        else:
+            file, line = find_line()
+            self._site = Site(path, file=file, line=line)
+        self._id = CallId(self._site.module_path, op, number, turns[-1].number, FORWARD)
+        return self._id, self._site
+
+
+_Asked = tuple[list[_Turn], str, int, bool]
+"""What a call is found by: the modules being called, its op and number, whether names are wanted."""
 
 
 class _Called(threading.local):
@@ -47,9 +102,9 @@ class Turns:
 
     def __init__(self) -> None:
         self._called = _Called()
-        self._of_module: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._outside: Counter[Key] = Counter()
-        self._of_path: Counter[str] = Counter()
+        self._of_module: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self._outside = _Turn(None, 1)
+        self._of_path: dict[str, int] = {}
         self._in_graphs: dict[tuple[str, GraphCall], _Turn] = {}
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """The outermost modules that were called."""
@@ -59,48 +114,54 @@ class Turns:
         turns = self._called.turns
         if not turns:
             self.roots.add(module)
-        number = self._of_module[module] = self._of_module.get(module, 0) + 1
-        turns.append(_Turn(module, number))
+        number = self._of_module.get(module)
+        if number is None:
+            number = self._of_module[module] = [0]
+        number[0] += 1
+        turns.append(_Turn(module, number[0]))
 
     def end(self) -> None:
         """The call that began last on this thread has ended."""
         self._called.turns.pop()
 
-    def path(self) -> str | None:
-        """The path of the module whose call is on its way; None where the Python stack has to be asked."""
-        turns = self._called.turns
-        if not turns:
-            return None
-        if not turns[-1].is_found:
-            _find_paths(turns)
-        return turns[-1].path
+    def who(self, op: str, direction: str, is_cast: bool, noted: Site | None, with_names: bool) -> Who:
+        """Who the next call of an op is, forward or recomputed. Casts are counted apart.
 
-    def identity(self, path: str, op: str, direction: str, is_cast: bool) -> CallId:
-        """The next call of an op there, forward or recomputed."""
-        graph_call = current_graph_call()
+        noted: its place, if a graph or a script says it. with_names: else with the names of classes and functions.
+        """
         turns = self._called.turns
+        counted = "cast" if is_cast else direction
+        if noted is None and turns and direction == FORWARD:
+            return Who(None, None, (turns, op, turns[-1].count("", op, counted), with_names))
+        site = noted or find_site(with_names)
+        graph_call = current_graph_call()
+        turn = turns[-1] if turns else self._outside
+        path = site.module_path
         if graph_call is not None:
             turn = self._in_graph(path, graph_call)
-            counts, number = turn.counts, turn.number
-        else:
-            counts, number = (turns[-1].counts, turns[-1].number) if turns else (self._outside, 1)
-        key = (path, op, "cast" if is_cast else direction)
-        counts[key] += 1
-        return CallId(path, op, counts[key], number, direction)
+        elif turns and path == _path(turns):
+            path = ""
+        number = turn.count(path, op, counted)
+        return Who(CallId(site.module_path, op, number, turn.number, direction), site)
 
-    def backward_identity(self, path: str, op: str, turn: int) -> CallId:
+    def of_backward(self, path: str, op: str, turn: int) -> CallId:
         """The next call of an op in the backward of one call of a module."""
-        key = (path, op, f"{BACKWARD} {turn}")
-        self._outside[key] += 1
-        return CallId(path, op, self._outside[key], turn, BACKWARD)
+        return CallId(path, op, self._outside.count(path, op, f"{BACKWARD} {turn}"), turn, BACKWARD)
 
     def _in_graph(self, path: str, call: GraphCall) -> _Turn:
         """The call of a module inside a graph that a node stands in."""
         found = self._in_graphs.get((path, call))
         if found is None:
-            self._of_path[path] += 1
-            found = self._in_graphs[path, call] = _Turn(None, self._of_path[path])
+            number = self._of_path[path] = self._of_path.get(path, 0) + 1
+            found = self._in_graphs[path, call] = _Turn(None, number)
         return found
+
+
+def _path(turns: list[_Turn]) -> str | None:
+    """The path of the module whose call began last; None where the Python stack has to be asked."""
+    if not turns[-1].is_found:
+        _find_paths(turns)
+    return turns[-1].path
 
 
 def _find_paths(turns: list[_Turn]) -> None:
@@ -111,8 +172,7 @@ def _find_paths(turns: list[_Turn]) -> None:
     """
     first = turns[0]
     if not first.is_found:
-        modules = modules_on_stack()
-        around = modules[len(turns) - 1 :]
+        around = modules_on_stack()[len(turns) - 1 :]
         if around and around[0] is first.module and not is_wrapper(around[-1]):
             first.path = module_path(around)
         first.is_found = True

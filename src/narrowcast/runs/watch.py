@@ -351,7 +351,7 @@ class WatchCalls(Observer):
 def _light(call: SeenCall) -> SeenCall:
     """What is kept of a call until its step ends: not its tensors."""
     why = numbers_not_finite(call)
-    return replace(call, args=(), kwargs={}, result=None, plan=None, notes={"numbers": why})
+    return replace(call, who=call.who.known(), args=(), kwargs={}, result=None, plan=None, notes={"numbers": why})
 
 
 def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
