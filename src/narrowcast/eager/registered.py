@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,9 +27,11 @@ class Registration:
 
     _removed: ClassVar[deque[tuple[float, list[Any]]]] = deque(maxlen=128)
 
-    def __init__(self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str) -> None:
+    def __init__(
+        self, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], ids: Set[str], device_type: str
+    ) -> None:
         self._of = [(op, device_type) for op, _ in kernels]
-        self.ids = frozenset(op_facts(op).id for op, _ in kernels)
+        self.ids = ids
         of_namespace: defaultdict[str, list[tuple[OpOverload, Callable[..., Any]]]] = defaultdict(list)
         for op, kernel in kernels:
             of_namespace[op.namespace].append((op, kernel))
@@ -72,22 +74,23 @@ def install(ops: tuple[OpOverload, ...], ids: frozenset[str], device_type: str) 
         for op in ops:
             identity = op_facts(op).id
             if identity not in staying:
-                staying[identity] = Registration([(op, _kernel(op, device_type))], device_type)
+                staying[identity] = Registration([(op, _kernel(op, device_type, identity))], {identity}, device_type)
                 note_staying(f"{identity} at {autocast_key_name(device_type)}", "a region's policy changes this op")
 
 
-def install_visiting(ops: tuple[OpOverload, ...], device_type: str) -> None:
+def install_visiting(ops: Iterable[OpOverload], device_type: str) -> None:
     """Register our kernels for these ops until `remove_visiting`. Visits to one device type overlap as they like: what
     one has brought stays until the last has ended.
     """
+    new = {op_facts(op).id: op for op in ops}
     with _lock:
         visits = _visiting[device_type]
         there = {*_staying.get(device_type, {}), *(op for made in visits.registrations for op in made.ids)}
-        new = {op_facts(op).id: op for op in ops if op_facts(op).id not in there}
+        new = {identity: op for identity, op in new.items() if identity not in there} if there else new
         visits.count += 1
         if new:
-            made = Registration([(op, _kernel(op, device_type)) for op in new.values()], device_type)
-            visits.registrations.append(made)
+            kernels = [(op, _kernel(op, device_type, identity)) for identity, op in new.items()]
+            visits.registrations.append(Registration(kernels, new.keys(), device_type))
 
 
 def remove_visiting(device_type: str) -> None:
@@ -99,10 +102,9 @@ def remove_visiting(device_type: str) -> None:
             visits.registrations = [made for made in visits.registrations if not made.remove()]
 
 
-def _kernel(op: OpOverload, device_type: str) -> Kernel:
+def _kernel(op: OpOverload, device_type: str, identity: str) -> Kernel:
     """The one kernel object of an op and device type, made while torch's own kernel is the registered one."""
-    pair = (op_facts(op).id, device_type)
-    kernel = _kernels.get(pair)
+    kernel = _kernels.get((identity, device_type))
     if kernel is None:
-        kernel = _kernels[pair] = Kernel(op, device_type)
+        kernel = _kernels[identity, device_type] = Kernel(op, device_type)
     return kernel

@@ -88,13 +88,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
     """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu."""
-    x = tensor.detach()
+    x = tensor.detach() if tensor.requires_grad else tensor
     if not x.numel():
         return True
     if FORMATS[x.dtype].bits < 16:
         x = x.float()
-    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)
-    if x.device.type != "cpu":
+    total = x.sum(dtype=torch.float32) if x.dtype is torch.float16 else x.sum()
+    if not x.is_cpu:
         return total.float()
     return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
 

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -61,17 +61,16 @@ _KEPT_NODES = 200_000
 class SeenCall:
     """A call of a run. args, kwargs: as the op was called, before the casts of the plan.
 
-    came, computes: the formats of its tensors as they came, and as the op reads them. forward: of a backward call, the
-    forward call whose gradients it computes. policy: of the region that is open, or was at the forward. is_cast: a
-    conversion between formats, of autocasting's or of the user's.
+    formats: those of its tensors as they came, and as the op reads them; None: it reads them as they came. forward: of
+    a backward call, the forward call whose gradients it computes. policy: of the region that is open, or was at the
+    forward. is_cast: a conversion between formats, of autocasting's or of the user's.
     """
 
     who: Who
     facts: OpFacts
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    came: str
-    computes: str
+    formats: tuple[str, str] | None = None
     plan: Plan | None = None
     rule: Rule | None = None
     forward: CallId | None = None
@@ -89,6 +88,27 @@ class SeenCall:
     def site(self) -> Site:
         """Its place, asked for while it runs."""
         return self.who.site
+
+    @property
+    def came(self) -> str:
+        """The formats of its tensors as they came."""
+        return self._formats()[0]
+
+    @property
+    def computes(self) -> str:
+        """The formats in which the op reads them."""
+        return self._formats()[1]
+
+    def _formats(self) -> tuple[str, str]:
+        if self.formats is None:
+            names = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
+            self.formats = names, names
+        return self.formats
+
+    def without_tensors(self) -> SeenCall:
+        """The call for whoever keeps it, and not its tensors."""
+        who = self.who.known()
+        return replace(self, who=who, formats=self._formats(), args=(), kwargs={}, result=None, plan=None, notes={})
 
     def allows_nonfinite(self, argument: str = "") -> Rule | None:
         """The rule that allows what is not finite here, in an argument or in what the call gives."""
@@ -133,7 +153,6 @@ class Observer(DispatchMode):
         self._device_types = present_device_types()
         self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
         self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
-        self._whole = {(op_facts(op).id, device_type) for device_type, ops in self._ops.items() for op in ops}
         self._local = _ThreadState()
         self._turns = Turns()
         self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
@@ -172,7 +191,7 @@ class Observer(DispatchMode):
         ask_at_calls()
         with ExitStack() as stack:
             for device_type, ops in self._ops.items():
-                install_visiting(ops, device_type)
+                install_visiting(ops.values(), device_type)
                 stack.callback(remove_visiting, device_type)
             stack.enter_context(CompiledCode(on=False))
             stack.enter_context(told_of_script_sites())
@@ -211,7 +230,7 @@ class Observer(DispatchMode):
         came = format_names([t.dtype for t in tensors])
         rule = deciding_rule(call.plan)
         computes = came if rule is None else planned_names(call.plan, call.tensors)
-        seen = self._seen(call.facts, call.noted, call.args, call.kwargs, came, computes)
+        seen = self._seen(call.facts, call.noted, call.args, call.kwargs, (came, computes))
         seen.plan, seen.rule = call.plan, rule
         if self.looks_before(call.facts):
             self._look(self.before, seen)
@@ -237,7 +256,7 @@ class Observer(DispatchMode):
 
     def wants_whole(self, op: str, device_type: str) -> bool:
         """What eager code tells of on that device: its lists are not another's."""
-        return (op, device_type) in self._whole
+        return op in self._ops[device_type]
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Nothing is kept by tensors' identity."""
@@ -263,8 +282,7 @@ class Observer(DispatchMode):
             result = self._execute(func, args, kwargs)
             around = state.decided[0] if state.decided else None
             return result if around is None else self.gives(around, facts, args, kwargs, result)
-        came = format_names([t.dtype for t in tensors_in(args, kwargs)])
-        seen = self._seen(facts, None, args, kwargs, came, came, is_cast)
+        seen = self._seen(facts, None, args, kwargs, None, is_cast)
         if self.looks_before(facts):
             self._look(self.before, seen)
         seen.result = self.gives(seen, facts, args, kwargs, self._execute(func, args, kwargs))
@@ -295,28 +313,32 @@ class Observer(DispatchMode):
         state = self._local
         state.looking = True
         try:
-            with below_modes(), autocast_off(), torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-                told(seen)
+            with below_modes(), autocast_off():
+                if torch.is_grad_enabled():
+                    with torch.no_grad():
+                        told(seen)
+                else:
+                    told(seen)
         finally:
             state.looking = False
 
     # -- identities ----------------------------------------------------------------------------------------------------
 
     def _seen(
-        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], came: str,
-        computes: str, is_cast: bool = False,
+        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any],
+        formats: tuple[str, str] | None, is_cast: bool = False,
     ) -> SeenCall:  # fmt: skip
         direction, forward = self._direction()
         if direction == BACKWARD:
             of, site, policy = forward or (None, noted or find_site(with_names=False), None)
             path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
             who = Who(self._turns.of_backward(path, facts.id, turn), site)
-            return SeenCall(who, facts, args, kwargs, came, computes, forward=of, is_cast=is_cast, policy=policy)
+            return SeenCall(who, facts, args, kwargs, formats, forward=of, is_cast=is_cast, policy=policy)
         region = innermost()
         policy = region.prepared.policy if region is not None else None
         with_names = policy is not None and policy.table.asks_for_names
         who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
-        return SeenCall(who, facts, args, kwargs, came, computes, is_cast=is_cast, policy=policy)
+        return SeenCall(who, facts, args, kwargs, formats, is_cast=is_cast, policy=policy)
 
     def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
         """Forward, backward or recomputation; and of a backward call the forward call."""
@@ -334,17 +356,15 @@ class Observer(DispatchMode):
 never_begin_at(Observer.called)
 
 
-def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> tuple[OpOverload, ...]:
-    """The ops that native autocast, or one of these policies, decides about by name."""
-    found = dict.fromkeys(_native_ops(device_type))
-    for policy in policies:
-        found.update(dict.fromkeys(_named_ops(policy.resolve(device_type))))
-    return tuple(found)
+def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:
+    """The ops that native autocast, or one of these policies, decides about by name; by their ids."""
+    named = [op for policy in policies for op in _named_ops(policy.resolve(device_type))]
+    return _native_ops(device_type) | {op_facts(op).id: op for op in named} if named else _native_ops(device_type)
 
 
 @cache
-def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
-    return _named_ops(Policy.native(device_type))
+def _native_ops(device_type: str) -> dict[str, OpOverload]:
+    return {op_facts(op).id: op for op in _named_ops(Policy.native(device_type))}
 
 
 def _named_ops(policy: Policy) -> tuple[OpOverload, ...]:

@@ -83,7 +83,7 @@ def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None
 def _light(call: SeenCall) -> SeenCall:
     """The call without its tensors, of which dtypes alone are left."""
     return SeenCall(
-        call.who.known(), call.facts, *_emptied(call.args, call.kwargs), call.came, call.computes, call.plan,
+        call.who.known(), call.facts, *_emptied(call.args, call.kwargs), (call.came, call.computes), call.plan,
         call.rule, call.forward, call.is_cast,
     )  # fmt: skip
 

@@ -209,7 +209,7 @@ class WatchCalls(Observer):
         return [self._flags.number(t) for t in came_in(call)] if flags is None else flags
 
     def _looks_now(self, tensors: list[torch.Tensor]) -> bool:
-        return self._at == "op" or (self._at == "auto" and all(t.device.type == "cpu" for t in tensors))
+        return self._at == "op" or (self._at == "auto" and all(t.is_cpu for t in tensors))
 
     def _mask(self, call: SeenCall) -> None:
         """All it gave is finite: an exact limit among its inputs was masked in time."""
@@ -350,8 +350,9 @@ class WatchCalls(Observer):
 
 def _light(call: SeenCall) -> SeenCall:
     """What is kept of a call until its step ends: not its tensors."""
-    why = numbers_not_finite(call)
-    return replace(call, who=call.who.known(), args=(), kwargs={}, result=None, plan=None, notes={"numbers": why})
+    why, light = numbers_not_finite(call), call.without_tensors()
+    light.notes["numbers"] = why
+    return light
 
 
 def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:

@@ -53,9 +53,15 @@ def op_id(op: OpOverload) -> str:
     return f"{op.namespace}.{op_name(op)}.{overload_name(op)}"
 
 
-@cache
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of an overload, read from its schema once."""
+    return _facts.get(id(op)) or _facts.setdefault(id(op), _read_facts(op))
+
+
+_facts: dict[int, OpFacts] = {}  # by the id of the overload, which stays: torch hashes overloads in Python
+
+
+def _read_facts(op: OpOverload) -> OpFacts:
     schema = schema_of(op)
     slots = []
     dtype_position = None

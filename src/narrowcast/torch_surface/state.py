@@ -99,11 +99,12 @@ def autocast_was_on(keys: tuple[DispatchKey, ...]) -> tuple[DispatchKey, ...]:
 
     torch switches autocast off while a dispatch mode runs; an op whose kernel calls other ops would see it on.
     """
-    keys = tuple(key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+    is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
+    keys = tuple([key for key in keys if is_off(key)])
     if not keys:
         return ()
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        on = tuple(key for key in keys if not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+        on = tuple([key for key in keys if not is_off(key)])
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     # On its way out that guard takes the present state for the snapshot. Leaving it again in the old state mends it.
     restore = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
