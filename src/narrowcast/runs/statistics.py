@@ -1,4 +1,4 @@
-"""Statistics of tensors, in one pass each: the range exactly, the rest of a sample; on accelerators read at the end.
+"""Statistics of tensors, in one pass each: the range exactly, the rest of a sample, which is looked at at the end.
 
 A tensor that was not written to since is looked at once, however many calls read it.
 """
@@ -17,26 +17,34 @@ import numpy as np
 import torch
 
 from narrowcast.errors import Origin, RunError
-from narrowcast.report.run import Histogram, TensorFacts
-from narrowcast.report.sketch import SUMS, sketch_text, sketched_rows, sketched_step
+from narrowcast.report.run import TensorFacts
+from narrowcast.report.sketch import SUMS, sketched_rows, sketched_step
 from narrowcast.runs.by_storage import has_storage
+from narrowcast.runs.sampled import Taken, facts_of, taken
 from narrowcast.torch_bridge import FORMATS, short_type
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
 
 SAMPLE = 4096
 """How many elements of a tensor the sampled statistics look at."""
-_HELD_BYTES = 1 << 28
-"""Samples that wait on an accelerator are read when they take this much."""
+_HELD_BYTES = 1 << 26
+"""Samples that wait to be looked at together are looked at when they take this much."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What was taken of a tensor and not read yet."""
+    """What was taken of a tensor on an accelerator and not read yet."""
 
     facts: TensorFacts
     range: tuple[torch.Tensor, torch.Tensor]
     sample: torch.Tensor
     rows: torch.Tensor
+
+    def read(self, everything: torch.Tensor | None = None) -> Taken:
+        """The same, read now."""
+        low, high = self.range[0].item(), self.range[1].item()
+        is_finite = math.isfinite(low) and math.isfinite(high)
+        values = None if is_finite or everything is None else _numpy(everything)
+        return taken(self.facts, low, high, _numpy(self.sample), _numpy(self.rows), values)
 
 
 class Statistics:
@@ -53,7 +61,7 @@ class Statistics:
         self.folder, self._left = folder, limit_bytes
         self.not_written = 0
         self._written: list[Path] = []
-        self._rows: list[TensorFacts | _Pending] = []
+        self._rows: list[TensorFacts | Taken | _Pending] = []
         self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
         self._held_bytes = 0
 
@@ -86,7 +94,7 @@ class Statistics:
         self._read()
         return [row for row in self._rows if isinstance(row, TensorFacts)]
 
-    def _look(self, tensor: torch.Tensor) -> TensorFacts | _Pending:
+    def _look(self, tensor: torch.Tensor) -> TensorFacts | Taken | _Pending:
         if not has_storage(tensor):
             return _unseen(tensor)
         x = tensor.detach()
@@ -101,16 +109,27 @@ class Statistics:
         if FORMATS[x.dtype].bits < 16:
             x = x.float()
         pending = _Pending(facts, torch.aminmax(x), x if self._whole else sample_of(x), rows_of(x))
-        if x.device.type == "cpu":
-            return _read(pending, x)
-        pending.sample, pending.rows = pending.sample.clone(), pending.rows.clone()
-        self._held_bytes += pending.sample.nbytes + pending.rows.nbytes
+        found: Taken | _Pending = pending
+        if not x.is_cpu:
+            pending.sample, pending.rows = pending.sample.clone(), pending.rows.clone()
+        elif self._whole:
+            return facts_of([pending.read(x)])[0]
+        else:
+            found = pending.read(x)
+            found.sample, found.rows = np.array(found.sample), np.array(found.rows)  # not the tensor's own memory
+        self._held_bytes += found.sample.nbytes + found.rows.nbytes
         if self._held_bytes > _HELD_BYTES:
+            self._rows.append(found)
             self._read()
-        return pending
+            return self._rows.pop()
+        return found
 
     def _read(self) -> None:
-        self._rows = [_read(row) if isinstance(row, _Pending) else row for row in self._rows]
+        """Look at all that waits, together."""
+        waiting = {n: row for n, row in enumerate(self._rows) if not isinstance(row, TensorFacts)}
+        found = facts_of([row.read() if isinstance(row, _Pending) else row for row in waiting.values()])
+        for number, facts in zip(waiting, found, strict=True):
+            self._rows[number] = facts
         self._held_bytes = 0
 
     def _kept(self, x: torch.Tensor, facts: TensorFacts) -> TensorFacts:
@@ -185,21 +204,6 @@ def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Te
     return tuple(torch.from_numpy(np.ascontiguousarray(n)).to(device) for n in numbers)
 
 
-def _sketch(rows: torch.Tensor) -> str:
-    """The sums and the length of each row, as a run keeps them."""
-    values = _numpy(rows).astype(np.float64)
-    with np.errstate(all="ignore"):
-        lengths = np.sqrt(np.einsum("ij,ij->i", values, values))
-        sums = values @ _sums_of(values.shape[1])
-        return sketch_text(np.concatenate([sums, lengths[:, None]], axis=1).astype("<f4").tobytes())
-
-
-@lru_cache(maxsize=16)
-def _sums_of(columns: int) -> Any:
-    """A matrix that sums every sixteenth element: a product takes a fifth of the time of numpy's sum."""
-    return np.tile(np.eye(SUMS), (-(-columns // SUMS), 1))[:columns]
-
-
 def _product(sizes: Any) -> int:
     found = 1
     for size in sizes:
@@ -207,77 +211,9 @@ def _product(sizes: Any) -> int:
     return found
 
 
-def _read(pending: _Pending, x: torch.Tensor | None = None) -> TensorFacts:
-    """The facts, with what was taken read. x: the tensor, where it is at hand."""
-    facts = pending.facts
-    low, high = pending.range[0].item(), pending.range[1].item()
-    format = _FORMATS[facts.format]
-    values = np.atleast_2d(_numpy(pending.sample))
-    looked_at = values.size
-    is_finite = math.isfinite(low) and math.isfinite(high)
-    nan = infinite = 0.0
-    if not is_finite:
-        everything = values if x is None else _numpy(x)
-        nan = float(np.isnan(everything).mean())
-        infinite = float(np.isinf(everything).mean())
-        nan = max(nan, 1 / facts.elements) if math.isnan(low) else nan
-        infinite = max(infinite, 1 / facts.elements) if math.isinf(low) or math.isinf(high) else infinite
-        finite = everything[np.isfinite(everything)]
-        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-        values = np.where(np.isfinite(values), values, 0)
-    exponents, is_zero = _exponents(values)
-    zeros = int(np.count_nonzero(is_zero))
-    top = exponents.max(axis=-1, keepdims=True)
-    below = top - exponents
-    if zeros:
-        exponents, below = exponents[~is_zero], below[~is_zero]
-    counts = _histogram(exponents)
-    smallest = math.frexp(format.smallest_normal)[1] - 1
-    subnormal = sum(counts.counts[: smallest - counts.first]) if counts.counts and counts.first < smallest else 0
-    is_saturated = max(-low, high) >= format.max
-    flat = values.ravel().astype(np.float64)
-    return replace(
-        facts, low=low, high=high, nan=nan, infinite=infinite, looked_at=looked_at,
-        mean=float(flat.sum() / looked_at), rms=math.sqrt(flat @ flat / looked_at),
-        zeros=zeros / looked_at if is_finite else zeros / looked_at - nan - infinite,
-        subnormal=subnormal / looked_at,
-        saturated=float(np.count_nonzero(np.abs(values) == format.max) / looked_at) if is_saturated else 0.0,
-        exponents=counts, below=_histogram(below),
-        sketch=_sketch(pending.rows) if pending.rows is not None else "",
-    )  # fmt: skip
-
-
-def _exponents(values: Any) -> tuple[Any, Any]:
-    """The binary exponent of each number, far below all others for zeros; and which are zeros. Read off the bits: that
-    takes a fifth of the time of frexp, which is asked where there are fp32's or fp64's own subnormal numbers.
-    """
-    mantissa_bits, integer = (23, np.int32) if values.dtype == np.float32 else (52, np.int64)
-    bits = values.view(integer) & np.iinfo(integer).max
-    is_zero = bits == 0
-    exponents = (bits >> mantissa_bits).astype(np.int32, copy=False)
-    exponents -= (1 << (30 if mantissa_bits == 23 else 62) - mantissa_bits) - 1
-    lowest = -126 if mantissa_bits == 23 else -1022
-    is_low = exponents < lowest
-    if is_low.any():
-        exponents[is_low] = np.frexp(values[is_low])[1] - 1
-        exponents[is_zero] = _UNDER_ALL
-    return exponents, is_zero
-
-
-_UNDER_ALL = -(1 << 20)
-_FORMATS = {str(f): f for f in FORMATS.values()}
-
-
 def _numpy(x: torch.Tensor) -> Any:
     x = x.detach().cpu()
     return (x if x.dtype in (torch.float32, torch.float64) else x.float()).numpy()
-
-
-def _histogram(exponents: Any) -> Histogram:
-    if not exponents.size:
-        return Histogram()
-    first = int(exponents.min())
-    return Histogram(first, tuple(np.bincount(exponents.ravel() - first).tolist()))
 
 
 def _version(tensor: torch.Tensor) -> int:
