@@ -29,7 +29,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Shares of a whole by format. unit: `calls`, `bytes` or `ns`."""
+    """Shares of a whole by format; of `pairs` by verdict, too. unit: `calls`, `bytes`, `ns` or `pairs`."""
 
     title: str
     unit: str
@@ -48,7 +48,9 @@ class Todo:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. kind: `text`, `number`, `bytes`, `share`, `error`, `format`, `op`, `module` or `line`."""
+    """A column of a table. kind: `text`, `number`, `bytes`, `share`, `error`, `format`, `op`, `module` or `line`;
+    `call` or `call_b`: identities of calls of the first run, or of the second, with ` + ` between several.
+    """
 
     name: str
     kind: str = "text"
@@ -152,12 +154,46 @@ class Exponents:
     counts: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """Calls of two runs that are the same ones: their numbers among the nodes of either graph, and what was found.
+
+    format_a, format_b: in which they compute. difference, inputs, band: relative, None if not known.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    verdict: str
+    difference: float | None
+    inputs: float | None
+    band: float | None
+    measured_by: str
+    aligned_by: str
+    format_a: str
+    format_b: str
+    given: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The second of two runs, which calls of the first its calls are, and the mapping that was given, as its file has
+    it. names: of both runs.
+    """
+
+    names: tuple[str, str]
+    graph: Graph
+    rows: list[PairRow]
+    mapping: str
+
+
 @dataclass(slots=True)
 class Page:
     """Everything that one page shows.
 
-    kind: of what (`explanation`, `run`, `comparison`, `watch`, `fit`, `ledger`). facts: what was looked at, by name.
-    verdict: one sentence; tone as of a figure. todos: most worth doing first.
+    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`). facts: what was
+    looked at, by name. verdict: one sentence; tone as of a figure. todos: most worth doing first. pair: the second run,
+    where two are shown side by side; graph is then the first's.
     """
 
     kind: str
@@ -173,20 +209,33 @@ class Page:
     series: list[Series] = field(default_factory=list)
     exponents: list[Exponents] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    pair: Pair | None = None
 
     def data(self) -> dict[str, Any]:
         """The page as JSON has it: nodes and edges as rows under their columns, texts of nodes in a table of texts."""
-        texts: dict[str, int] = {"": 0}
-        nodes = [_row(node, _NODE, texts) for node in self.graph.nodes]
-        edges = [_row(edge, _EDGE, texts) for edge in self.graph.edges]
-        graph = {
-            "flow": self.graph.flow, "note": self.graph.note,
-            "node_columns": list(_NODE), "nodes": nodes,
-            "edge_columns": list(_EDGE), "edges": edges,
-            "text_columns": sorted(_TEXTS), "texts": list(texts),
-        }  # fmt: skip
-        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "graph"}
-        return {"schema": SCHEMA, **plain, "graph": graph, "formats": _ranges()}
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in ("graph", "pair")}
+        made = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
+        if self.pair is not None:
+            columns = tuple(f.name for f in fields(PairRow))
+            made["pair"] = {
+                "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
+                "columns": list(columns),
+                "rows": [[_plain(getattr(row, name)) for name in columns] for row in self.pair.rows],
+            }  # fmt: skip
+        return made
+
+
+def _packed(graph: Graph) -> dict[str, Any]:
+    """A graph whose texts stand once each."""
+    texts: dict[str, int] = {"": 0}
+    nodes = [_row(node, _NODE, texts) for node in graph.nodes]
+    edges = [_row(edge, _EDGE, texts) for edge in graph.edges]
+    return {
+        "flow": graph.flow, "note": graph.note,
+        "node_columns": list(_NODE), "nodes": nodes,
+        "edge_columns": list(_EDGE), "edges": edges,
+        "text_columns": sorted(_TEXTS), "texts": list(texts),
+    }  # fmt: skip
 
 
 _TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.type == "str")

@@ -67,6 +67,8 @@ def compare_runs(
     found.notes = [*_notes(sides, found), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
     found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
+    found.by_hand = asked or RunMapping()
+    found.compared_runs = tuple(side.runs[0] for side in sides)
     return found
 
 
