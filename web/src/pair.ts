@@ -153,7 +153,9 @@ export class PairView {
     const both = boxes[0] !== null && boxes[1] !== null;
     const inHand = boxes.map((box, side) => box?.kind === "call" && this.partners.verdict(side as Side, box.calls[0]!) === BY_HAND);
     this.bar.replaceChildren(
-      h("h3", {}, "Pair by hand"), h("ul", {}, ...chosen),
+      h("h3", {}, "Pair by hand"),
+      h("p", { class: "quiet" }, "Select a call, or a module, in each graph. Figures of newly paired calls come with the next narrowcast compare."),
+      h("ul", {}, ...chosen),
       h("p", { class: "actions" },
         button("Pair these", () => this.pair(false), { id: "pair", disabled: !both, title: "These two are the same (m)" }),
         button("Add to its pair", () => this.pair(true), { id: "add", disabled: !both || inHand[0] === inHand[1], title: "One call is several in the other run, as fused projections are" }),
@@ -169,8 +171,7 @@ export class PairView {
     const all: Line[] = [...lines];
     this.hand.replaceChildren(
       h("h3", {}, `Mapping: ${counted(lines.length + given.length, "line")}`),
-      h("p", { class: "quiet" }, `What the runs are still shown with is what was found. Figures of newly paired calls come with the next `,
-        h("code", {}, `narrowcast compare RUN_A RUN_B --mapping ${FILE}`), "."),
+      h("p", { class: "quiet" }, "The next comparison reads it: ", h("code", {}, `narrowcast compare RUN_A RUN_B --mapping ${FILE}`)),
       h("ul", { class: "lines" },
         ...all.map((line) => row(lineText(line), () => this.partners.remove([line]), line.modules ? " modules, new " : " calls, new ")),
         ...given.map((line) => row(line, () => this.partners.removeGiven(line), " as given "))),

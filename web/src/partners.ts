@@ -25,6 +25,7 @@ export class Partners {
   private readonly head: string[];
   private readonly found: Pair[];
   private at: [Map<number, Pair>, Map<number, Pair>] = [new Map(), new Map()];
+  private paired: [Map<string, number>, Map<string, number>] = [new Map(), new Map()]; // calls with a partner, in each module
   private modules: [Map<string, string | null>, Map<string, string | null>] = [new Map(), new Map()];
   private readonly listeners: (() => void)[] = [];
 
@@ -57,11 +58,10 @@ export class Partners {
   module(side: Side, path: string): string | null {
     const known = this.modules[side].get(path);
     if (known !== undefined) return known;
+    if (path === "") return "";
     const there = this.models[other(side)];
-    const inside = (of: string) => (call: { path: string }) => of === "" || call.path === of || call.path.startsWith(`${of}.`);
-    // Calls without a partner say nothing for or against a module.
-    const paired = (at: Side, of: string) => this.models[at].calls.filter((call) => inside(of)(call) && this.of(at, call.index)).map((call) => call.index);
-    const calls = paired(side, path);
+    const inside = (of: string) => (call: { path: string }) => call.path === of || call.path.startsWith(`${of}.`);
+    const calls = this.models[side].calls.filter(inside(path)).map((call) => call.index);
     const counts = new Map<string, number>();
     for (const partner of this.across(side, calls))
       for (let at = there.calls[partner]!.path; ; at = parentOf(at)) {
@@ -73,10 +73,9 @@ export class Partners {
     for (const [to, count] of counts) {
       const likeName = to === path ? 2e-3 : to.slice(to.lastIndexOf(".") + 1) === name ? 1e-3 : 0;
       const likeDepth = -1e-4 * Math.abs(to.split(".").length - path.split(".").length);
-      const points = (2 * count) / (calls.length + paired(other(side), to).length) + likeName + likeDepth;
+      const points = (2 * count) / ((this.paired[side].get(path) ?? 0) + this.paired[other(side)].get(to)!) + likeName + likeDepth;
       if (points > most) { best = to; most = points; }
     }
-    if (path === "" && best !== null) best = "";
     this.modules[side].set(path, best);
     return best;
   }
@@ -236,7 +235,19 @@ export class Partners {
         this.modules[1].set(line.names[1][0]!, line.names[0][0]!);
       }
     }
+    this.paired = ([0, 1] as Side[]).map((side) => this.counted(side)) as [Map<string, number>, Map<string, number>];
     for (const listener of this.listeners) listener();
+  }
+
+  // Calls without a partner say nothing for or against a module.
+  private counted(side: Side): Map<string, number> {
+    const counts = new Map<string, number>();
+    for (const index of this.at[side].keys())
+      for (let at = this.models[side].calls[index]!.path; ; at = parentOf(at)) {
+        counts.set(at, (counts.get(at) ?? 0) + 1);
+        if (at === "") break;
+      }
+    return counts;
   }
 }
 

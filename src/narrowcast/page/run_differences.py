@@ -87,10 +87,9 @@ def _figures(data: Data) -> list[Figure]:
     formats = sum(row["format_a"] != row["format_b"] for row in rows)
     alone = [sum(one["run"] == run for one in data["unaligned"]) for run in "ab"]
     compared = sum(bool(row["measured_by"]) for row in rows)
-    beyond = f"{counted(len(made), 'call')}, {inherit} inherit one"
     found = [
         Figure("pairs of calls", str(len(rows)), f"{compared} compared"),
-        Figure("make a difference", str(len(made)), beyond, "bad" if made else "good"),
+        Figure("make a difference", str(len(made)), f"{inherit} inherit one", "bad" if made else "good"),
         Figure("in other formats", str(formats), "pairs"),
         Figure("without a partner", str(sum(alone)), f"{alone[0]} of a, {alone[1]} of b"),
     ]
@@ -159,7 +158,8 @@ def _tables(data: Data) -> list[Table]:
     rows = data["rows"]
     columns = (
         "call of a:call, call of b:call_b, in a:format, in b:format, verdict, difference:error, "
-        "round-off may make:error, inputs differ by:error, measured by, paired by, given, why, line of a:line, line of b:line"
+        "round-off may make:error, inputs differ by:error, measured by, paired by, given, why, "
+        "line of a:line, line of b:line"
     )
 
     def cells(row: Data) -> list[Any]:

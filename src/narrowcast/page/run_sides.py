@@ -77,16 +77,20 @@ def _listed(data: Data, side: str) -> Graph:
     for one in data["unaligned"]:
         if one["run"] == side:
             after.setdefault(one["after"], []).append(one)
-    nodes = [_named(one["id"], one["place"]) for one in after.pop("", [])]
+    nodes = [_alone(one) for one in after.pop("", [])]
     for row in data["rows"]:
         for identity in row[side]:
             nodes.append(_named(identity, row[f"place_{side}"], row[f"format_{side}"]))
-            nodes += [_named(one["id"], one["place"]) for one in after.pop(identity, [])]
-    nodes += [_named(one["id"], one["place"]) for left in after.values() for one in left]
+            nodes += [_alone(one) for one in after.pop(identity, [])]
+    nodes += [_alone(one) for left in after.values() for one in left]
     return Graph(nodes, [], note=LISTED)
 
 
-def _named(identity: str, place: str, computes: str = "") -> Node:
+def _alone(one: Data) -> Node:
+    return _named(one["id"], one["place"], one.get("format", ""))
+
+
+def _named(identity: str, place: str, computes: str) -> Node:
     path, op, label, direction = split_identity(identity)
     file, _, line = place.rpartition(":")
     return Node(path, op, label, 1, direction, computes=computes, file=file, line=int(line or 0))

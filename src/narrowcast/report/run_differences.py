@@ -62,13 +62,17 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Unaligned:
-    """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known."""
+    """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known.
+
+    format: in which it computes.
+    """
 
     run: str
     id: CallId
     place: str
     after: str = ""
     why: str = ""
+    format: str = ""
 
 
 @dataclass(frozen=True, slots=True)

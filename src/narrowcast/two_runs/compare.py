@@ -180,7 +180,7 @@ def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallI
                 continue
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
             why = f"left out by {left_out[bundle.id]}" if bundle.id in left_out else why
-            found.append(Unaligned(name, bundle.id, _place([bundle]), after, why))
+            found.append(Unaligned(name, bundle.id, _place([bundle]), after, why, _formats([bundle])))
     return found
 
 
