@@ -156,6 +156,7 @@ export class GraphView {
       map.follow(camera);
       camera.fit();
       this.camera = camera;
+      this.lookAt(this.selected);
     }
     if (view.left > 0 || this.from > 0) this.stage.append(this.pages(view.left));
     const none = this.findings().length === 0;
@@ -202,10 +203,14 @@ export class GraphView {
   private select(key: string, quiet = false): void {
     this.selected = key;
     for (const group of this.stage.querySelectorAll(".box")) group.classList.toggle("selected", group.getAttribute("data-key") === key);
-    const placed = this.layout.boxes.find((p) => p.box.key === key);
-    if (placed) this.camera?.show(placed.x, placed.y, placed.width, placed.height);
+    this.lookAt(key);
     this.say();
     if (!quiet) this.setting.moved(false);
+  }
+
+  private lookAt(key: string): void {
+    const placed = this.layout.boxes.find((p) => p.box.key === key);
+    if (placed) this.camera?.show(placed.x, placed.y, placed.width, placed.height);
   }
 
   private click(event: MouseEvent): void {
