@@ -98,6 +98,9 @@ def test_what_is_opened_and_selected_in_one_is_so_in_the_other(show):
     assert chosen(page) == [f"blocks.2.act {TANH}", f"layers.2.proj {LINEAR} #1"]
     page.press("t", "Backspace")
     assert crumbs(page) == ["blocks.2", ""]
+    page.press("/")
+    assert page.value("document.activeElement.id") == "search-b"
+    page.press("Escape")
     page.press("t")
     focus(page, 0)
     page.press("Backspace")
@@ -289,10 +292,13 @@ def test_two_runs_are_not_cut_off_sideways(show, window):
 def test_paper_has_no_controls(show, browser):
     """Both graphs are printed, without what one presses."""
     page = show(a_pair())
+    focus(page, 0)
+    page.press("n")
     browser.ask("Emulation.setEmulatedMedia", media="print")
     shown = "[...document.querySelectorAll('{}')].map(e => getComputedStyle(e).display)"
     assert page.value(shown.format(".pairing, .both .tools, .minimap")) == ["none"] * 5
     assert "none" not in page.value(shown.format(".stage"))
+    assert page.value("[...document.querySelectorAll('.side')].every(s => s.scrollHeight <= s.clientHeight + 1)")
     browser.ask("Emulation.setEmulatedMedia", media="")
 
 

@@ -110,6 +110,18 @@ def test_a_file_of_before_has_a_page(tmp_path):
     assert len(made.graph.nodes) == 8 and len(page_of(data).pair.rows) == 5
 
 
+def test_a_text_of_many_rows_is_in_the_file_once():
+    """Rows have its number, in the columns that say so."""
+    made = page(a_pair())
+    data = made.data()
+    assert len(set(data["texts"])) == len(data["texts"]) and SCRIPT not in json.dumps(data["tables"])
+    for table, packed in zip(made.tables, data["tables"], strict=True):
+        assert packed["texts"]
+        for row, numbers in zip(table.rows, packed["rows"], strict=True):
+            assert [row[n] for n in packed["texts"]] == [data["texts"][numbers[n]] for n in packed["texts"]]
+            assert all(not isinstance(value, str) for value in numbers)
+
+
 def test_what_is_not_known_is_no_number():
     """A pair that could not be compared."""
     found = a_pair()

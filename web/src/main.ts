@@ -1,6 +1,6 @@
 // The page: its data is read once, then drawn section by section.
 import { Controls } from "./controls";
-import { type Call, type PageData, Model } from "./data";
+import { type Call, type PageData, Model, unpackTables } from "./data";
 import { button, h } from "./dom";
 import type { GraphView } from "./graph";
 import { overview } from "./overview";
@@ -43,6 +43,7 @@ function graphs(data: PageData, model: Model, scope: Scope, plots: Plots): Graph
 
 function main(): void {
   const data = JSON.parse(document.getElementById("data")!.textContent!) as PageData;
+  unpackTables(data);
   const model = new Model(data, data.graph, data.pair ? data.pair.names[0] : data.title);
   const scope = new Scope();
   const plots: Plots = new Plots(model, (call) => shown.views[0]!.reveal(call));

@@ -28,6 +28,7 @@ export class PairView {
   readonly views: [GraphView, GraphView];
   private together = true;
   private moving = false;
+  private last: Side = 0;
   private readonly follows = h("input", { type: "checkbox", id: "together", checked: true });
   private readonly bar = h("div", { class: "pairing" });
   private readonly hand = h("div", { class: "hand" });
@@ -47,6 +48,9 @@ export class PairView {
       h("p", { class: "quiet keys" }, "Keys, in the graph that has the focus (Tab goes to the other): arrows move, Enter opens, Backspace goes up, "
         + "/ searches, n and p go through findings, o shows only this module, m pairs what is selected, u leaves it without a partner, t moves both or one, w a s d pan, + − 0 zoom."),
       ...[...notes].map((note) => h("p", { class: "quiet" }, note)));
+    this.views.forEach((view, side) => {
+      for (const part of [view.tools, view.crumbs, view.stage, view.side]) on(part, { focusin: () => { this.last = side as Side; } });
+    });
     partners.changed(() => { for (const view of this.views) view.again(); this.say(); });
     this.say();
   }
@@ -58,10 +62,9 @@ export class PairView {
     this.follow(0, true);
   }
 
-  // In the graph that has the focus; in the first, if none has.
+  // Of the graph that had the focus last.
   focusSearch(): void {
-    const at = this.views.findIndex((view) => view.stage.contains(document.activeElement));
-    this.views[Math.max(0, at) as Side].search.focus();
+    this.views[this.last].search.focus();
   }
 
   private view(side: Side): GraphView {

@@ -1,5 +1,5 @@
 // Which calls of one run are those of the other: as they were found, and as somebody pairs them by hand.
-import type { Model, PairData, Side } from "./data";
+import { type Model, type PairData, type Side, unpack } from "./data";
 import type { Mark } from "./draw";
 import { type Box, parentOf } from "./tree";
 import { counted, errorText, identity, verdictClass } from "./words";
@@ -30,7 +30,7 @@ export class Partners {
   private readonly listeners: (() => void)[] = [];
 
   constructor(readonly models: [Model, Model], data: PairData) {
-    this.found = data.rows.map((row) => Object.fromEntries(data.columns.map((name, i) => [name, row[i]])) as unknown as Pair);
+    this.found = unpack(data.columns, data.rows, data.text_columns, models[0].page.texts) as unknown as Pair[];
     const lines = data.mapping.split("\n").filter(Boolean);
     this.head = lines.filter((line) => line.startsWith("#"));
     this.given = lines.filter((line) => !line.startsWith("#"));

@@ -212,24 +212,42 @@ class Page:
     pair: Pair | None = None
 
     def data(self) -> dict[str, Any]:
-        """The page as JSON has it: nodes and edges as rows under their columns, texts of nodes in a table of texts."""
-        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in ("graph", "pair")}
+        """The page as JSON has it: nodes and edges as rows under their columns; texts of nodes in a table of texts, and
+        those of tables and pairs in another, since many stand in more than one row.
+        """
+        left_out = ("graph", "pair", "tables")
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
+        texts: dict[str, int] = {"": 0}
         made = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
+        made["tables"] = [_packed_table(table, texts) for table in self.tables]
         if self.pair is not None:
             columns = tuple(f.name for f in fields(PairRow))
             made["pair"] = {
                 "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
-                "columns": list(columns),
-                "rows": [[_plain(getattr(row, name)) for name in columns] for row in self.pair.rows],
+                "columns": list(columns), "text_columns": sorted(_PAIR_TEXTS),
+                "rows": [_row(row, columns, texts, _PAIR_TEXTS) for row in self.pair.rows],
             }  # fmt: skip
-        return made
+        return made | {"texts": list(texts)}
+
+
+def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
+    """A table in whose columns of texts, and only there, numbers stand for these."""
+    are_texts = [all(isinstance(row[n], str | None) for row in table.rows) for n in range(len(table.columns))]
+    rows = [
+        [texts.setdefault(value, len(texts)) if is_text and value is not None else _plain(value)
+         for value, is_text in zip(row, are_texts, strict=True)]
+        for row in table.rows
+    ]  # fmt: skip
+    columns = [_plain(column) for column in table.columns]
+    packed = {"columns": columns, "rows": rows, "texts": [n for n, is_text in enumerate(are_texts) if is_text]}
+    return {"name": table.name, "title": table.title, **packed, "rules": _plain(table.rules)}
 
 
 def _packed(graph: Graph) -> dict[str, Any]:
     """A graph whose texts stand once each."""
     texts: dict[str, int] = {"": 0}
-    nodes = [_row(node, _NODE, texts) for node in graph.nodes]
-    edges = [_row(edge, _EDGE, texts) for edge in graph.edges]
+    nodes = [_row(node, _NODE, texts, _TEXTS) for node in graph.nodes]
+    edges = [_row(edge, _EDGE, texts, _TEXTS) for edge in graph.edges]
     return {
         "flow": graph.flow, "note": graph.note,
         "node_columns": list(_NODE), "nodes": nodes,
@@ -240,14 +258,16 @@ def _packed(graph: Graph) -> dict[str, Any]:
 
 _TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.type == "str")
 """Columns of which many rows have the same text."""
-
+_PAIR_TEXTS = frozenset(f.name for f in fields(PairRow) if f.type == "str")
 
 _NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
 
 
-def _row(record: Node | Edge, columns: tuple[str, ...], texts: dict[str, int]) -> list[Any]:
+def _row(
+    record: Node | Edge | PairRow, columns: tuple[str, ...], texts: dict[str, int], of_texts: frozenset[str]
+) -> list[Any]:
     row = [(name, getattr(record, name)) for name in columns]
-    return [texts.setdefault(value, len(texts)) if name in _TEXTS else _plain(value) for name, value in row]
+    return [texts.setdefault(value, len(texts)) if name in of_texts else _plain(value) for name, value in row]
 
 
 def _plain(value: Any) -> Any:
