@@ -194,6 +194,25 @@ def test_modules_are_paired_by_the_parts_of_one_name(show, tmp_path):
     assert paired[f"blocks.2.proj {LINEAR} #1", f"layers.2.proj {LINEAR} #1"].aligned_by == "mapping"
 
 
+def test_modules_are_left_without_a_partner(show, tmp_path):
+    """Line by line where they make calls; two calls that one is in the other run, in one line."""
+    found = compare_runs(
+        *two_runs(), mapping=RunMapping.parse(f"embed {LINEAR} #1 + {SCRIPT} {LINEAR} #1 = embed {LINEAR} #1\n")
+    )
+    page = show(found)
+    click(page, 0, "blocks.0")
+    press_button(page, "#unpair")
+    click(page, 0, "embed")
+    press_button(page, "#unpair")
+    assert lines(page)[:6] == [
+        "blocks.0.proj = -", "blocks.0.act = -", "- = layers.0.proj", "- = layers.0.act",
+        f"embed {LINEAR} #1 + {SCRIPT} {LINEAR} #1 = -", f"- = embed {LINEAR} #1",
+    ]  # fmt: skip
+    again = compare_runs(*two_runs(), mapping=saved_mapping(page, tmp_path))
+    assert sum(one.why.startswith("left out by") for one in again.unaligned) == 7
+    assert not any("embed" in a or "blocks.0" in a for a, _ in rows(again))
+
+
 def test_several_calls_are_added_to_one(show, tmp_path):
     """As fused projections are."""
     page = show(a_pair())

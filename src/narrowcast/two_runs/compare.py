@@ -168,7 +168,7 @@ def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallId, str]) -> list[Unaligned]:
+def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str]) -> list[Unaligned]:
     found = []
     has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
     for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
@@ -179,7 +179,7 @@ def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallI
                 after = str(bundle.id)
                 continue
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
-            why = f"left out by {left_out[bundle.id]}" if bundle.id in left_out else why
+            why = f"left out by {left_out[bundle]}" if bundle in left_out else why
             found.append(Unaligned(name, bundle.id, _place([bundle]), after, why, _formats([bundle])))
     return found
 
