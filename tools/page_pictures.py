@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModel
 
 import narrowcast as nc
 
@@ -67,13 +68,16 @@ class GPT(torch.nn.Module):
 
 
 def main() -> None:
-    """Three pages, three pictures."""
+    """Four pages, four pictures."""
     torch.manual_seed(0)
     driver, minilm = load(ROOT / "tests/page/browser.py"), load(ROOT / "examples/minilm.py")
     subject = minilm.subject()
     with torch.no_grad():
         slow = nc.explain(subject, dtype="bf16", run=True).to_html()
-        run = nc.capture(subject, policy="native", dtype="bf16").to_html()
+        run = nc.capture(subject, policy="native", dtype="bf16")
+        written_out = AutoModel.from_pretrained(minilm.WEIGHTS, attn_implementation="eager").eval()
+        other = nc.capture(written_out, subject.args, subject.kwargs, policy="native", dtype="bf16")
+        pair = nc.compare_runs(run, other, names=("MiniLM, fused attention", "MiniLM, written out")).to_html()
         overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), dtype="fp16").to_html()
     overflow = overflow.replace(f"{ROOT}/", "")
     browser = driver.Browser(driver.where())
@@ -82,12 +86,17 @@ def main() -> None:
         file.write_text(slow, encoding="utf-8")
         browser.open(file, width=1300, height=780)
         browser.picture(PICTURES / "page-overview.png")
-        file.write_text(run, encoding="utf-8")
+        file.write_text(run.to_html(), encoding="utf-8")
         browser.open(file, width=1300, height=860)
         browser.value(GRAPH)
         browser.press("/", *"layer.0 query", "Enter")
         browser.value(GRAPH)
         browser.picture(PICTURES / "page-graph.png")
+        file.write_text(pair, encoding="utf-8")
+        browser.open(file, width=1300, height=900)
+        browser.press("/", *"layer.0 query", "Enter")
+        browser.value(GRAPH)
+        browser.picture(PICTURES / "page-pair.png")
         file.write_text(overflow, encoding="utf-8")
         browser.open(file, width=1300, height=860)
         browser.value(GRAPH)

@@ -100,7 +100,12 @@ def test_two_saved_runs_are_compared_with_a_mapping_that_is_written_and_read(cli
     assert (code, err) == (0, "") and out.startswith("a.json.gz against b.json.gz: 2 pairs of calls\nFORMATS DIFFER")
     assert "0 = 0\n" in pairs.read_text() and out.splitlines()[-1] == f"wrote {pairs}: mend it, and give it again"
     assert cli("report", tmp_path / "d.json")[1].splitlines() == out.splitlines()[:-1]
-    assert "read" in cli("compare", a, b, "--mapping", pairs)[1].splitlines()[-1]
+    page = tmp_path / "page.html"
+    assert "read" in cli("compare", a, b, "--mapping", pairs, "--html", page)[1].splitlines()[-1]
+    assert has_page(page, "comparison of runs") and "0 = 0\\n" in page.read_text()
+    assert (
+        cli("report", tmp_path / "d.json", "--html", page)[0] == 0 and "not in a saved comparison" in page.read_text()
+    )
     code, out, _ = cli("compare", a, c)
     assert code == 1 and "VALUES DIFFER" in out and "give both runs the same weight there" in out
     assert cli("compare", a, c, "--all")[1].count("  a: ") == 2

@@ -1,15 +1,9 @@
 """The page in a headless Chromium: drawn, clicked, and used with keys alone; skipped where no browser is."""
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
-from browser import Browser, where
 from page_results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
 from narrowcast.page.html import page_html
@@ -17,30 +11,6 @@ from narrowcast.page.model import Edge, Graph, Node, Page
 from narrowcast.page.read import page_of
 
 RESULTS = all_results()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    program = where()
-    if program is None:
-        pytest.skip("no browser: install Chromium, or name one in NARROWCAST_BROWSER")
-    made = Browser(program)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def show(browser, tmp_path):
-    """Open a result's page; what went wrong on it by the end of the test fails the test."""
-
-    def open_page(result, **window):
-        file = tmp_path / "page.html"
-        file.write_text(result if isinstance(result, str) else result.to_html(), encoding="utf-8")
-        browser.open(file, **window)
-        return browser
-
-    yield open_page
-    assert browser.errors == []
 
 
 def drawn(browser, kind=""):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from narrowcast.ledger import Advice, CallKind, Cast, Ledger, Refusal
 from narrowcast.ledger.identity import CallId
 from narrowcast.report import Attempt, Comparison, Explanation, Failure, NotFinite, OutputError
@@ -9,6 +11,7 @@ from narrowcast.report.differences import CallError, Differences, GradientError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import fit
 from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
+from narrowcast.two_runs.compare import compare_runs
 
 SCRIPT = "<script>alert(1)</script>"
 FILE = "/home/me/<b>model</b>.py"
@@ -79,6 +82,51 @@ def a_run(layers=2):
 
 def _record(op, path, came, computes, inputs, output, rule, reason):
     return CallRecord(CallId(path, op), FILE, 7, came, computes, rule, reason, inputs, (("result", output),))
+
+
+def a_side(stack, activation, turns=1, off=0.0, **layer_1):
+    """A run of an embedding, of three layers in `stack`, each with a product and an activation, and of a head whose
+    name is markup. layer_1: of its product, which is off by that share.
+    """
+    run = Run({"device": "a cpu", "packages": {"torch": "2.13.0", stack: SCRIPT}}, notes=[f"a note {SCRIPT}"])
+
+    def tensor(format, low, high):
+        run.tensors.append(TensorFacts(format, (2, 8), "cpu", 16, low, high, 0.1, 1.0, looked_at=16))
+        return len(run.tensors) - 1
+
+    def call(op, path, format, x, low, high, turn=1, **given):
+        y = tensor(format, low, high)
+        named = tuple((name, value) for name, value in given.items())
+        run.calls.append(CallRecord(CallId(path, op, turn=turn), FILE, 7, format, format, inputs=(("input", x),),
+                                    outputs=(("result", y),), given=named))  # fmt: skip
+        return y
+
+    for turn in range(1, turns + 1):
+        x = call(LINEAR, "embed", "fp32", tensor("fp32", -1.0, 1.0), -1.5, 1.25, turn)
+        for n in range(3):
+            more = 1 + off if n else 1.0
+            given = layer_1 if n == 1 else {}
+            path = f"{stack}.{n}"
+            x = call(LINEAR, f"{path}.proj", "bf16" if given else "fp32", x, -2.5 - n, (2.0 + n) * more, turn, **given)
+            bounds = (-0.75, 0.875) if activation == "tanh" else (0.125, 0.9375)
+            call(f"aten.{activation}.default", f"{path}.act", "fp32", x, *bounds, turn)
+        call(LINEAR, SCRIPT, "fp32", x, -9.0, 9.0 * (1 + off), turn)
+    return run
+
+
+def two_runs():
+    """A trainer and its engine: activations that are not paired by themselves, and a product given something else."""
+    return a_side("blocks", "tanh", eps="1e-05"), a_side("layers", "sigmoid", 2, 0.25, eps="0.01")
+
+
+def a_pair():
+    """The comparison of the two."""
+    return compare_runs(*two_runs(), names=(SCRIPT, "engine"))
+
+
+def saved(pair):
+    """The same comparison as its file has it: without the runs."""
+    return replace(pair, compared_runs=())
 
 
 def differences():
@@ -152,5 +200,5 @@ def all_results():
         "ledger": a_ledger(), "run": a_run(), "differences": differences(), "watching": watching(), "fit": a_fit(),
         "explanation": explained(), "compared": explained(comparison=a_comparison()),
         "failed": explained(failure=a_failure()), "empty": Ledger(), "empty run": Run(),
-        "empty watching": Watching(), "not finite": not_finite(),
+        "empty watching": Watching(), "not finite": not_finite(), "pair": a_pair(), "saved pair": saved(a_pair()),
     }  # fmt: skip

@@ -226,6 +226,12 @@ class TestCompareRuns:
         found = compare_runs(a_chain(), a_chain(format="bf16"))
         assert found.verdict == "formats differ" and len(found.formats) == 6 and not found.producers
 
+    def test_a_line_leaves_out_a_call_of_the_run_that_it_names(self):
+        """Not the call of the other run that has the same name."""
+        mapping = RunMapping.parse("layers.0 aten.linear.default #1 = -\n")
+        found = compare_runs(a_chain(), a_chain(), mapping=mapping)
+        assert [(one.run, one.why) for one in found.unaligned] == [("a", "left out by <string>:1"), ("b", "")]
+
     def test_runs_of_other_lengths_are_compared_as_far_as_they_go(self):
         found = compare_runs(a_chain(), a_chain(length=4))
         assert len(found.rows) == 4 and [str(one.id)[:8] for one in found.unaligned] == ["layers.4", "layers.5"]

@@ -4,7 +4,10 @@ export class Camera {
   private y = 0;
   private scale = 1;
 
-  constructor(private readonly svg: SVGSVGElement, private readonly width: number, private readonly height: number) {
+  constructor(
+    private readonly svg: SVGSVGElement, private readonly width: number, private readonly height: number,
+    private readonly moved: () => void = () => {},
+  ) {
     let from: { x: number; y: number } | null = null;
     svg.addEventListener("pointerdown", (event) => {
       if (event.button === 0 && !(event.target as Element).closest(".box")) from = { x: event.clientX, y: event.clientY };
@@ -30,6 +33,17 @@ export class Camera {
   private apply(): void {
     const { width, height } = this.seen();
     this.svg.setAttribute("viewBox", `${this.x} ${this.y} ${width} ${height}`);
+    this.moved();
+  }
+
+  // The part of the drawing that is seen.
+  window(): { x: number; y: number; width: number; height: number } {
+    return { x: this.x, y: this.y, ...this.seen() };
+  }
+
+  centre(x: number, y: number): void {
+    const { width, height } = this.seen();
+    this.move(x - width / 2 - this.x, y - height / 2 - this.y);
   }
 
   // All of it, unless that would be too small to read: then the top.

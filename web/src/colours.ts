@@ -1,9 +1,10 @@
-// What a box is coloured by: the format, the error, or the cost. Each has words beside it, so colour is never alone.
+// What a box is coloured by: the format, the error, the cost, or how far two runs are apart. Each has words beside it, so colour is never alone.
 import { type Model, byFormat } from "./data";
+import type { Marks } from "./draw";
 import type { Box } from "./tree";
 import { errorText, formatClass, inBytes, inTime } from "./words";
 
-export type By = "format" | "error" | "cost";
+export type By = "format" | "error" | "cost" | "difference";
 
 export interface Scale { classOf: (box: Box) => string; text: (box: Box) => string }
 
@@ -14,7 +15,8 @@ function largest(values: (number | null)[]): number | null {
   return known.length > 0 ? Math.max(...known) : null;
 }
 
-export function scale(model: Model, by: By): Scale {
+export function scale(model: Model, by: By, marks: Marks | null = null): Scale {
+  if (by === "difference") return { classOf: (box) => marks?.of(box)?.kind ?? "", text: () => "" };
   if (by === "format")
     return { classOf: (box) => formatClass(byFormat(model, box.calls)[0]?.[0] ?? ""), text: () => "" };
   const timed = model.calls.some((call) => call.ns !== null);

@@ -1,12 +1,13 @@
 // The data of the page (narrowcast.page/1, see src/narrowcast/page/model.py), and what is asked of it.
+import { identity } from "./words";
 
 export interface Figure { name: string; value: string; detail: string; tone: string }
-export interface Bar { title: string; unit: "calls" | "bytes" | "ns"; parts: [string, number][] }
+export interface Bar { title: string; unit: "calls" | "bytes" | "ns" | "pairs"; parts: [string, number][] }
 export type Rule = Record<string, string>;
 export interface Todo { what: string; why: string; rule: Rule; path: string }
 export interface Column { name: string; kind: string }
 export type Cell = string | number | boolean | null;
-export interface TableData { name: string; title: string; columns: Column[]; rows: Cell[][]; rules: Rule[] }
+export interface TableData { name: string; title: string; columns: Column[]; rows: Cell[][]; rules: Rule[]; texts: number[] }
 export interface Series {
   title: string; x: string; y: string; xs: number[]; lines: [string, (number | null)[]][]; log: boolean; nodes: number[];
 }
@@ -23,34 +24,51 @@ export interface Edge {
   start: number; end: number; argument: string; src: string; dst: string; bytes: number; kind: string; how: string;
   times: number;
 }
-interface Packed {
+export interface Packed {
   flow: boolean; note: string; node_columns: string[]; nodes: unknown[][]; edge_columns: string[]; edges: unknown[][];
   text_columns: string[]; texts: string[];
 }
 export interface PageData {
   schema: string; kind: string; title: string; verdict: string; tone: string; facts: [string, string][];
   figures: Figure[]; bars: Bar[]; todos: Todo[]; tables: TableData[]; graph: Packed; series: Series[];
-  exponents: Exponents[]; notes: string[]; formats: Record<string, Range>;
+  exponents: Exponents[]; notes: string[]; formats: Record<string, Range>; pair?: PairData;
+  texts: string[]; // of tables and pairs
+}
+// The second of two runs; rows are those of PairRow in model.py.
+export interface PairData {
+  names: [string, string]; graph: Packed; mapping: string; columns: string[]; rows: unknown[][]; text_columns: string[];
+}
+export type Side = 0 | 1;
+
+// Rows as records; in columns of texts, numbers stand for these.
+export function unpack(columns: string[], rows: unknown[][], ofTexts: string[], texts: string[]): Record<string, unknown>[] {
+  const known = new Set(ofTexts);
+  return rows.map((row) => Object.fromEntries(columns.map((name, i) => [name, known.has(name) ? texts[row[i] as number] : row[i]])));
 }
 
-function unpack(columns: string[], rows: unknown[][], graph: Packed): Record<string, unknown>[] {
-  const texts = new Set(graph.text_columns);
-  return rows.map((row) =>
-    Object.fromEntries(columns.map((name, i) => [name, texts.has(name) ? graph.texts[row[i] as number] : row[i]])),
-  );
+// The texts of tables, where numbers stood for them.
+export function unpackTables(page: PageData): void {
+  for (const table of page.tables)
+    for (const row of table.rows)
+      for (const column of table.texts) row[column] = row[column] === null ? null : page.texts[row[column] as number]!;
 }
 
 export class Model {
   readonly calls: Call[];
   readonly edges: Edge[];
   readonly castsInto: Edge[][];
-  constructor(readonly page: PageData) {
-    const graph = page.graph;
-    const nodes = unpack(graph.node_columns, graph.nodes, graph) as unknown as Call[];
+  private readonly named = new Map<string, number>();
+  // The graph of the page, or the other one of two; `name` is what its outermost module is called.
+  constructor(readonly page: PageData, readonly graph: Packed = page.graph, readonly name: string = page.title) {
+    const nodes = unpack(graph.node_columns, graph.nodes, graph.text_columns, graph.texts) as unknown as Call[];
     this.calls = nodes.map((call, index) => ({ ...call, index }));
-    this.edges = unpack(graph.edge_columns, graph.edges, graph) as unknown as Edge[];
+    this.edges = unpack(graph.edge_columns, graph.edges, graph.text_columns, graph.texts) as unknown as Edge[];
     this.castsInto = this.calls.map(() => []);
     for (const edge of this.edges) if (isCast(edge)) this.castsInto[edge.end]?.push(edge);
+    for (const call of this.calls) this.named.set(identity(call), call.index);
+  }
+  call(named: string): Call | undefined {
+    return this.calls[this.named.get(named) ?? -1];
   }
   findings(): Call[] {
     return this.calls.filter((call) => call.finding !== "");

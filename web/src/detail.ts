@@ -12,9 +12,11 @@ export interface Doings {
   unfold: (box: Box) => void;
   histogram: (call: Call) => void;
   has: (call: Call) => boolean;
+  narrow: (box: Box) => void; // show only this module
+  more: (box: Box) => Node[]; // what is known besides
 }
 
-function rows(pairs: [string, string | Node | null | false][]): HTMLElement {
+export function rows(pairs: [string, string | Node | null | false][]): HTMLElement {
   return h("dl", { class: "details" },
     ...pairs.flatMap(([name, value]) => (value ? [h("dt", {}, name), h("dd", {}, value)] : [])));
 }
@@ -28,21 +30,22 @@ const place = (call: Call): Node | null =>
 export function detail(model: Model, box: Box | null, opened: Box, doings: Doings): HTMLElement {
   const aside = h("aside", { class: "detail", "aria-label": "Details of the selection", "aria-live": "polite" });
   if (!box) {
-    aside.append(...ofModule(model, opened, null),
+    aside.append(...ofModule(model, opened, null), ...doings.more(opened),
       h("p", { class: "quiet hint" }, "Click a box, or move to one with the arrow keys. A double click, or Enter, opens a module."));
-  } else if (box.kind === "call") aside.append(...ofCall(model, model.calls[box.calls[0]!]!, doings));
+  } else if (box.kind === "call") aside.append(...ofCall(model, model.calls[box.calls[0]!]!, box, doings));
   else if (box.edge) aside.append(...ofCast(model, box.edge));
   else aside.append(...ofModule(model, box, doings));
   return aside;
 }
 
-function ofCall(model: Model, call: Call, doings: Doings): Node[] {
+function ofCall(model: Model, call: Call, box: Box, doings: Doings): Node[] {
   const casts = model.castsInto[call.index]!;
   const parts: Node[] = [
     h("h3", {}, `${shortOp(call.op)} ${call.label}`),
     h("p", { class: "path" }, identity(call)),
   ];
   if (call.finding) parts.push(h("p", { class: "finding" }, call.finding));
+  parts.push(...doings.more(box));
   parts.push(rows([
     ["computes", format(call.computes)],
     ["came", format(call.came)],
@@ -63,7 +66,9 @@ function ofCall(model: Model, call: Call, doings: Doings): Node[] {
   if (casts.length > 0)
     parts.push(h("h4", {}, "Casts for it"),
       h("ul", { class: "casts" }, ...casts.map((cast) => h("li", {}, h("b", {}, cast.argument), ` (${cast.kind}) ${castText(cast)}`))));
-  if (doings.has(call)) parts.push(button("Its exponents", () => doings.histogram(call), { class: "link" }));
+  const links = [doings.has(call) && button("Its exponents", () => doings.histogram(call), { class: "link" }),
+    call.path && button("Only its module", () => doings.narrow(box), { class: "link", title: "Restrict graph, search, findings and tables to it (o)" })];
+  parts.push(h("p", { class: "actions" }, ...links));
   if (call.direction === "forward" && call.computes) {
     const here = ruleText(changingRule(call, false)), everywhere = ruleText(changingRule(call, true));
     parts.push(h("h4", {}, "The rule that would change it"), ruleBlock(here));
@@ -103,7 +108,8 @@ function ofModule(model: Model, box: Box, doings: Doings | null): Node[] {
     const actions = h("p", { class: "actions" },
       button(box.kind === "fold" ? "Open the first" : "Open", () => doings.open(box), { class: "primary" }));
     if (box.kind === "fold") actions.append(button("Unfold", () => doings.unfold(box)));
-    parts.push(actions);
+    actions.append(button("Only this", () => doings.narrow(box), { title: "Restrict graph, search, findings and tables to it (o)" }));
+    parts.push(actions, ...doings.more(box));
   }
   parts.push(shareBar(byFormat(model, box.calls), (name, n) => `${name}: ${counted(n, "call")}`, 40),
     rows([["calls", String(found.calls)], ["bytes", found.bytes > 0 && inBytes(found.bytes)],

@@ -58,8 +58,8 @@ export async function copy(text: string, what: string): Promise<void> {
   say(`Copied ${what}`);
 }
 
-export function save(text: string, name: string): void {
-  const link = h("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
+export function save(text: string, name: string, type = "text/csv"): void {
+  const link = h("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
   link.click();
   URL.revokeObjectURL(link.href);
   say(`Saved ${name}`);

@@ -6,7 +6,13 @@ import type { Layout, Path, Placed } from "./layout";
 import type { Box, Link } from "./tree";
 import { counted, formatClass, inBytes, shortOp } from "./words";
 
+// What stands on a box of two runs: `kind` is a class of the style; `also`: in which format the partner computes.
+export interface Mark { kind: string; text: string; also: string }
+export interface Marks { of: (box: Box) => Mark | null }
+export const MARKED = 17; // by so much a box is higher for it
+
 const LETTERS = 30;
+let drawings = 0;
 export const LABEL = 138;
 const cut = (text: string): string => (text.length > LETTERS ? `…${text.slice(1 - LETTERS)}` : text);
 
@@ -47,12 +53,12 @@ function line(path: Path): string {
   return text;
 }
 
-function drawLink(path: Path, most: number): SVGElement {
+function drawLink(path: Path, most: number, arrow: string): SVGElement {
   const { link } = path;
   const casts = castsOf(link);
   const share = link.bytes > 0 ? Math.log2(1 + link.bytes) / Math.log2(1 + most) : 0;
   const group = s("g", { class: `link ${casts.length > 0 ? `cast ${formatClass(casts[0]!.dst)}` : ""} ${link.order ? "order" : ""}` });
-  group.append(s("path", { d: line(path), "stroke-width": link.order ? 1 : (1 + 5 * share * share * share).toFixed(1), "marker-end": "url(#arrow)" }));
+  group.append(s("path", { d: line(path), "stroke-width": link.order ? 1 : (1 + 5 * share * share * share).toFixed(1), "marker-end": `url(#${arrow})` }));
   const bytes = casts.reduce((sum, cast) => sum + cast.bytes, 0);
   const kinds = [...new Set(casts.map((cast) => `${cast.src} → ${cast.dst}`))];
   const text = casts.length > 0 ? `${kinds.length > 1 ? counted(casts.length, "cast") : kinds[0]} ${inBytes(bytes)}` : inBytes(link.bytes);
@@ -64,17 +70,19 @@ function drawLink(path: Path, most: number): SVGElement {
   return group;
 }
 
-function drawBox(model: Model, placed: Placed, colours: Scale, selected: string): SVGGElement {
+function drawBox(model: Model, placed: Placed, colours: Scale, selected: string, marks: Marks | null): SVGGElement {
   const { box, width, height } = placed;
   const x = placed.x - width / 2, y = placed.y - height / 2;
   const small = box.kind === "source" || box.kind === "outside";
   const bad = box.calls.some((index) => model.calls[index]!.finding);
   const colour = box.kind === "source" ? formatClass(box.edge!.src) : small ? "" : colours.classOf(box);
-  const title = cut(titleOf(model, box)), subtitle = small ? "" : subtitleOf(model, box, colours);
+  const mark = small ? null : marks?.of(box) ?? null;
+  const formats = small ? "" : subtitleOf(model, box, colours);
+  const title = cut(titleOf(model, box)), subtitle = mark?.also ? `${formats} (${mark.also})` : formats;
   const opens = box.kind === "module" ? ", a module" : box.kind === "fold" ? ", modules that are alike" : "";
   const group = s("g", {
-    class: `box ${box.kind} ${colour} ${bad ? "bad" : ""} ${box.key === selected ? "selected" : ""}`, "data-key": box.key,
-    tabindex: -1, role: "button", "aria-label": `${titleOf(model, box)}${opens}${subtitle ? `, ${subtitle}` : ""}${bad ? ", has a finding" : ""}`,
+    class: `box ${box.kind} ${colour} ${bad ? "bad" : ""} ${box.key === selected ? "selected" : ""} ${mark ? `marked-${mark.kind}` : ""}`, "data-key": box.key,
+    tabindex: -1, role: "button", "aria-label": `${titleOf(model, box)}${opens}${subtitle ? `, ${subtitle}` : ""}${mark ? `, ${mark.text}` : ""}${bad ? ", has a finding" : ""}`,
   });
   if (box.kind === "fold")
     for (const shift of [6, 3])
@@ -83,11 +91,14 @@ function drawBox(model: Model, placed: Placed, colours: Scale, selected: string)
   if (small) group.append(s("text", { class: "small", x: placed.x, y: placed.y + 4, "text-anchor": "middle" }, title));
   else {
     group.append(s("text", { class: "title", x: x + 13, y: y + 20 }, title), s("text", { class: "sub", x: x + 13, y: y + 37 }, cut(subtitle)));
+    if (mark)
+      group.append(s("rect", { class: `mark ${mark.kind}`, x: x + 13, y: y + 45, width: 9, height: 9, rx: 4.5 }),
+        s("text", { class: "sub", x: x + 27, y: y + 54 }, mark.text.length > LETTERS ? `${mark.text.slice(0, LETTERS - 1)}…` : mark.text));
     if (box.kind === "call") group.append(s("rect", { class: "stripe", x, y, width: 5, height, rx: 2 }));
     else group.append(...formatStrip(model, box, x + 12, y + height - 14, width - 24));
     if (bad) group.append(s("circle", { class: "flag", cx: x + width - 4, cy: y + 4, r: 7 }), s("text", { class: "flag", x: x + width - 4, y: y + 8, "text-anchor": "middle" }, "!"));
   }
-  group.append(s("title", {}, `${titleOf(model, box)}${subtitle ? `\n${subtitle}` : ""}`));
+  group.append(s("title", {}, [titleOf(model, box), subtitle, mark?.text].filter(Boolean).join("\n")));
   return group;
 }
 
@@ -102,13 +113,14 @@ function formatStrip(model: Model, box: Box, x: number, y: number, width: number
   });
 }
 
-export function draw(model: Model, layout: Layout, colours: Scale, selected: string): SVGSVGElement {
+export function draw(model: Model, layout: Layout, colours: Scale, selected: string, marks: Marks | null = null): SVGSVGElement {
+  const arrow = `arrow${drawings++}`; // two drawings on one page have each its own
   const most = Math.max(1, ...layout.paths.map((path) => path.link.bytes));
-  const marker = s("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 11, markerHeight: 11, orient: "auto-start-reverse", markerUnits: "userSpaceOnUse" },
+  const marker = s("marker", { id: arrow, class: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 11, markerHeight: 11, orient: "auto-start-reverse", markerUnits: "userSpaceOnUse" },
     s("path", { d: "M0 0L8 4L0 8z" }));
   const made = s("svg", { class: "canvas", role: "group", "aria-label": "The calls and modules that stand here" }, s("defs", {}, marker));
   made.append(
-    s("g", { class: "links" }, ...layout.paths.map((path) => drawLink(path, most))),
-    s("g", { class: "boxes" }, ...layout.boxes.map((placed) => drawBox(model, placed, colours, selected))));
+    s("g", { class: "links" }, ...layout.paths.map((path) => drawLink(path, most, arrow))),
+    s("g", { class: "boxes" }, ...layout.boxes.map((placed) => drawBox(model, placed, colours, selected, marks))));
   return made;
 }

@@ -1,59 +1,59 @@
-// The graph: one opened module at a time, with the way back, a search, filters and keys.
+// One graph: one opened module at a time, with the way back, a search, findings and keys.
 import { Camera } from "./camera";
-import { type By, scale } from "./colours";
-import { type Call, type Model, isLeak } from "./data";
+import { scale } from "./colours";
+import type { Controls } from "./controls";
+import type { Call, Model, Side } from "./data";
 import { type Doings, detail } from "./detail";
 import { button, h, on, say } from "./dom";
-import { draw, labelled } from "./draw";
+import { MARKED, type Marks, draw, labelled } from "./draw";
 import { type Layout, place } from "./layout";
+import { Minimap } from "./minimap";
+import type { Scope } from "./scope";
+import { Search } from "./search";
 import { type Box, MOST, Tree, parentOf } from "./tree";
-import { counted, identity, shortOp } from "./words";
 
-const floats = (call: Call): boolean => Boolean(call.came || call.computes || call.result || call.finding);
-
-const FILTERS: [string, string, (model: Model, call: Call) => boolean][] = [
-  ["forward", "Forward calls with floating tensors", (_, call) => call.direction === "forward" && floats(call)],
-  ["floats", "Calls with floating tensors", (_, call) => floats(call)],
-  ["all", "All calls", () => true],
-  ["casts", "Only with casts", (model, call) => model.castsInto[call.index]!.length > 0],
-  ["leaks", "Only fp32 that no rule asked for", (_, call) => isLeak(call)],
-  ["findings", "Only findings", (_, call) => call.finding !== ""],
-  ["low", "Only in a low format", (_, call) => /bf16|fp16|e4m3|e5m2/.test(call.computes)],
-  ["backward", "Only backward", (_, call) => call.direction !== "forward"],
-];
-const FOUND = 12;
+// What a graph on a page has of its own: one of two has marks, and tells when it is moved.
+export interface Setting extends Pick<Doings, "histogram" | "has" | "more"> {
+  side: Side;
+  suffix: string; // of ids
+  label: string;
+  controls: Controls;
+  scope: Scope;
+  narrow: (box: Box) => void;
+  marks: Marks | null;
+  word: (index: number) => string;
+  moved: (opened: boolean) => void;
+  keys: Record<string, () => void>;
+}
 
 export class GraphView {
-  readonly element: HTMLElement;
+  readonly search: Search;
+  readonly tools: HTMLElement;
+  readonly crumbs: HTMLElement;
+  readonly stage: HTMLElement;
+  readonly side = h("div", { class: "side" });
+  path = "";
   private readonly tree: Tree;
-  private path = "";
   private selected = "";
-  private filter: string;
   private from = 0;
-  private by: By = "format";
   private readonly unfolded = new Set<string>();
   private layout: Layout = { boxes: [], paths: [], width: 0, height: 0 };
   private camera: Camera | null = null;
-  private readonly crumbs = h("nav", { class: "crumbs", "aria-label": "Opened module" });
-  private readonly stage = h("div", { class: "stage", tabindex: 0, "aria-label": "Graph: arrow keys move, Enter opens, Backspace goes up" });
-  private readonly side = h("div", { class: "side" });
-  private readonly found = h("ul", { class: "found" });
-  private readonly search = h("input", { type: "search", id: "search", placeholder: "Search modules and ops ( / )", "aria-label": "Search modules and ops" });
-  private readonly findings: Call[];
+  private steps: HTMLButtonElement[] = [];
 
-  constructor(private readonly model: Model, private readonly doings: Pick<Doings, "histogram" | "has">) {
-    this.tree = new Tree(model);
-    this.findings = model.findings();
-    const forward = model.calls.filter((call) => call.direction === "forward");
-    const both = forward.length > 0 && forward.length < model.calls.length;
-    this.filter = !forward.some(floats) ? "all" : both ? "forward" : "floats";
-    on(this.search, { input: () => this.list(), keydown: (event) => this.searchKey(event) });
-    on(this.stage, { click: (event) => this.click(event), dblclick: () => this.enter(), keydown: (event) => this.key(event) });
-    this.element = h("section", { id: "graph", "aria-labelledby": "graph-title" },
-      h("h2", { id: "graph-title" }, "Graph"), this.tools(), this.crumbs,
-      h("div", { class: "split" }, this.stage, this.side),
-      h("p", { class: "quiet keys" }, "Keys: arrows move, Enter opens, Backspace goes up, / searches, n and p go through findings, w a s d pan, + − 0 zoom."),
-      model.page.graph.note && h("p", { class: "quiet" }, model.page.graph.note));
+  constructor(readonly model: Model, private readonly setting: Setting) {
+    const { suffix, controls, scope } = setting;
+    this.tree = new Tree(model, setting.word);
+    this.search = new Search(
+      `search${suffix}`, `Search modules and ops${setting.label}`, model, (call) => scope.holds(call.path, setting.side),
+      (call) => this.reveal(call), () => this.stage.focus());
+    this.crumbs = h("nav", { class: "crumbs", "aria-label": `Opened module${setting.label}` });
+    this.stage = h("div", { class: "stage", tabindex: 0, "aria-label": `Graph${setting.label}: arrow keys move, Enter opens, Backspace goes up` });
+    on(this.stage, { click: (event) => this.click(event), dblclick: (event) => this.doubleClick(event), keydown: (event) => this.key(event) });
+    this.tools = this.makeTools(suffix);
+    const again = () => { this.from = 0; this.show(); };
+    controls.changed(again);
+    scope.changed(again);
   }
 
   // The first module in which there is more than one thing to see.
@@ -63,64 +63,104 @@ export class GraphView {
     this.open(at.path);
   }
 
-  private tools(): HTMLElement {
-    const by = h("select", { id: "by", "aria-label": "Colour by" }, ...["format", "error", "cost"].map((name) => h("option", { value: name }, `Colour by ${name}`)));
-    on(by, { change: () => { this.by = by.value as By; this.show(); } });
-    const filter = h("select", { id: "filter", "aria-label": "Show" }, ...FILTERS.map(([name, text]) => h("option", { value: name }, text)));
-    filter.value = this.filter;
-    on(filter, { change: () => { this.filter = filter.value; this.from = 0; this.show(); } });
-    const none = this.findings.length === 0;
-    return h("div", { class: "tools" },
-      h("div", { class: "searching" }, this.search, this.found), by, filter,
-      h("span", { class: "group" },
-        button("‹ Finding", () => this.finding(-1), { id: "previous", disabled: none, title: "Previous finding (p)" }),
-        button("Finding ›", () => this.finding(1), { id: "next", disabled: none, title: "Next finding (n)" })),
+  private makeTools(suffix: string): HTMLElement {
+    this.steps = [
+      button("‹ Finding", () => this.finding(-1), { id: `previous${suffix}`, title: "Previous finding (p)" }),
+      button("Finding ›", () => this.finding(1), { id: `next${suffix}`, title: "Next finding (n)" }),
+    ];
+    return h("div", { class: "tools" }, this.search.element,
+      h("span", { class: "group" }, ...this.steps),
       h("span", { class: "group" },
         button("−", () => this.camera?.zoom(1 / 1.2), { "aria-label": "Zoom out" }),
         button("+", () => this.camera?.zoom(1.2), { "aria-label": "Zoom in" }),
-        button("Fit", () => this.camera?.fit(), { id: "fit" }),
-        button("Up", () => this.up(), { id: "up", title: "To the module around (Backspace)" })));
+        button("Fit", () => this.camera?.fit(), { id: `fit${suffix}` }),
+        button("Up", () => this.up(), { id: `up${suffix}`, title: "To the module around (Backspace)" })));
   }
 
-  open(path: string, key = ""): void {
+  private resolved(path: string): string | null {
     let module = this.tree.find(path);
-    if (!module) return say(`${path} made no call`);
+    if (!module) return null;
     // What gives way to what it holds is shown where it stands.
     while (this.tree.givesWay(module)) module = this.tree.find(parentOf(module.path))!;
-    this.path = module.path;
+    return module.path;
+  }
+
+  open(path: string, key = "", quiet = false): void {
+    const at = this.resolved(path);
+    if (at === null) return say(`${path} made no call`);
+    this.path = at;
     this.from = 0;
     this.selected = key;
     this.show();
+    if (!quiet) this.setting.moved(true);
   }
 
   // Select a call where it stands, beside others if its module has no other; or in its own module, if that is folded.
   reveal(call: Call): void {
-    if (!FILTERS.find(([name]) => name === this.filter)![2](this.model, call)) {
-      this.filter = "all";
-      (this.element.querySelector("#filter") as HTMLSelectElement).value = "all";
-    }
+    if (!this.setting.scope.holds(call.path, this.setting.side)) this.setting.scope.clear();
+    this.setting.controls.letSee(this.model, call);
     const key = `call ${call.index}`;
-    this.open(parentOf(call.path), key);
-    if (this.selected !== key) this.open(call.path, key);
+    this.open(parentOf(call.path), key, true);
+    if (this.selected !== key) this.open(call.path, key, true);
+    this.setting.moved(true);
     this.stage.scrollIntoView({ block: "nearest" });
     this.stage.focus({ preventScroll: true });
   }
 
+  // What the other graph shows, here: its module, if it has a partner, and the box with most of these calls.
+  follow(path: string | null, calls: number[], keep: boolean): void {
+    if (path !== null && this.resolved(path) !== this.path) this.open(path, "", true);
+    if (calls.length === 0) {
+      if (!keep) this.select("", true);
+      return;
+    }
+    const wanted = new Set(calls);
+    const best = () => {
+      const points = (box: Box) => (2 * box.calls.filter((call) => wanted.has(call)).length) / (box.calls.length + wanted.size);
+      return this.layout.boxes.map(({ box }) => [points(box), box.key] as const).filter(([n]) => n > 0).sort((x, y) => y[0] - x[0])[0]?.[1];
+    };
+    const first = this.model.calls[calls[0]!]!;
+    this.setting.controls.letSee(this.model, first);
+    if (best() === undefined) this.open(parentOf(first.path), "", true);
+    if (best() === undefined) this.open(first.path, "", true);
+    this.select(best() ?? "", true);
+  }
+
+  // Partners have changed.
+  again(): void {
+    this.tree.forget();
+    this.show();
+  }
+
+  private keeps(call: Call): boolean {
+    return this.setting.scope.holds(call.path, this.setting.side) && this.setting.controls.keeps(this.model, call);
+  }
+
+  private findings(): Call[] {
+    return this.model.findings().filter((call) => this.setting.scope.holds(call.path, this.setting.side));
+  }
+
   private show(): void {
-    const keep = FILTERS.find(([name]) => name === this.filter)![2];
-    const view = this.tree.view(this.tree.find(this.path)!, this.unfolded, (call) => keep(this.model, call), this.from);
-    this.layout = place(this.model, view, labelled);
+    const { marks, controls } = this.setting;
+    const view = this.tree.view(this.tree.find(this.path)!, this.unfolded, (call) => this.keeps(call), this.from);
+    this.layout = place(this.model, view, labelled, marks ? MARKED : 0);
     if (!this.layout.boxes.some((placed) => placed.box.key === this.selected)) this.selected = "";
-    const svg = draw(this.model, this.layout, scale(this.model, this.by), this.selected);
-    this.stage.replaceChildren(svg);
+    const svg = draw(this.model, this.layout, scale(this.model, controls.by, marks), this.selected, marks);
     if (view.boxes.length === 0) {
       this.stage.replaceChildren(h("p", { class: "empty" }, "No call here is of this kind."));
       this.camera = null;
     } else {
-      this.camera = new Camera(svg, this.layout.width, this.layout.height);
-      this.camera.fit();
+      const map = new Minimap(this.layout);
+      this.stage.replaceChildren(svg, map.element);
+      const camera = new Camera(svg, this.layout.width, this.layout.height, () => map.update(camera));
+      map.follow(camera);
+      camera.fit();
+      this.camera = camera;
+      this.lookAt(this.selected);
     }
     if (view.left > 0 || this.from > 0) this.stage.append(this.pages(view.left));
+    const none = this.findings().length === 0;
+    for (const step of this.steps) step.disabled = none;
     this.trail();
     this.say();
   }
@@ -136,38 +176,50 @@ export class GraphView {
     const parts = this.path ? this.path.split(".") : [];
     const last = (text: string) => h("span", { "aria-current": "location" }, text);
     const crumb = (text: string, path: string, end: boolean) => (end ? last(text) : button(text, () => this.open(path), { class: "link" }));
-    this.crumbs.replaceChildren(crumb(this.model.page.title, "", parts.length === 0),
+    this.crumbs.replaceChildren(crumb(this.model.name, "", parts.length === 0),
       ...parts.flatMap((name, i) => [" › ", crumb(name, parts.slice(0, i + 1).join("."), i + 1 === parts.length)]));
   }
 
-  private box(): Box | null {
+  box(): Box | null {
     return this.layout.boxes.find((placed) => placed.box.key === this.selected)?.box ?? null;
   }
 
-  private say(): void {
+  // The opened module as a box.
+  opened(): Box {
     const module = this.tree.find(this.path)!;
-    const opened: Box = {
-      key: "", kind: "module", title: module.path === "" ? this.model.page.title : module.name, path: module.path,
-      calls: module.all, members: [module],
-    };
+    const title = module.path === "" ? this.model.name : module.name;
+    return { key: "", kind: "module", title, path: module.path, calls: module.all, members: [module] };
+  }
+
+  private say(): void {
+    const opened = this.opened();
     this.side.replaceChildren(detail(this.model, this.box(), opened, {
-      ...this.doings,
+      ...this.setting,
       open: (box) => this.open(box.path),
       unfold: (box) => { this.unfolded.add(box.key); this.selected = ""; this.show(); },
     }));
   }
 
-  private select(key: string): void {
+  private select(key: string, quiet = false): void {
     this.selected = key;
     for (const group of this.stage.querySelectorAll(".box")) group.classList.toggle("selected", group.getAttribute("data-key") === key);
+    this.lookAt(key);
+    this.say();
+    if (!quiet) this.setting.moved(false);
+  }
+
+  private lookAt(key: string): void {
     const placed = this.layout.boxes.find((p) => p.box.key === key);
     if (placed) this.camera?.show(placed.x, placed.y, placed.width, placed.height);
-    this.say();
   }
 
   private click(event: MouseEvent): void {
     const key = (event.target as Element).closest(".box")?.getAttribute("data-key");
     if (key) this.select(key);
+  }
+
+  private doubleClick(event: MouseEvent): void {
+    if ((event.target as Element).closest(".box")) this.enter();
   }
 
   private enter(): void {
@@ -183,11 +235,12 @@ export class GraphView {
   }
 
   private finding(step: number): void {
-    if (this.findings.length === 0) return;
-    const at = this.findings.findIndex((call) => this.selected === `call ${call.index}`);
-    const next = at < 0 ? (step > 0 ? 0 : this.findings.length - 1) : (at + step + this.findings.length) % this.findings.length;
-    this.reveal(this.findings[next]!);
-    say(`Finding ${next + 1} of ${this.findings.length}`);
+    const all = this.findings();
+    if (all.length === 0) return;
+    const at = all.findIndex((call) => this.selected === `call ${call.index}`);
+    const next = at < 0 ? (step > 0 ? 0 : all.length - 1) : (at + step + all.length) % all.length;
+    this.reveal(all[next]!);
+    say(`Finding ${next + 1} of ${all.length}`);
   }
 
   private key(event: KeyboardEvent): void {
@@ -198,11 +251,18 @@ export class GraphView {
       Enter: () => this.enter(), Backspace: () => this.up(), n: () => this.finding(1), p: () => this.finding(-1),
       w: () => this.camera?.move(0, -pan), s: () => this.camera?.move(0, pan), a: () => this.camera?.move(-pan, 0), d: () => this.camera?.move(pan, 0),
       "+": () => this.camera?.zoom(1.2), "-": () => this.camera?.zoom(1 / 1.2), "0": () => this.camera?.fit(),
+      o: () => this.only(), ...this.setting.keys,
     };
     const act = keys[event.key];
     if (!act || (event.target as Element).closest("button")) return;
     event.preventDefault();
     act();
+  }
+
+  // Only the selected module, or the one around a call; or all again.
+  private only(): void {
+    if (this.setting.scope.active) this.setting.scope.clear();
+    else this.setting.narrow(this.box() ?? this.opened());
   }
 
   // To the nearest box that way: what lies aside counts double.
@@ -220,44 +280,5 @@ export class GraphView {
     };
     const near = boxes.map((p) => [far(p), p] as const).filter(([d]) => d < Infinity).sort((a, b) => a[0] - b[0])[0];
     if (near) this.select(near[1].box.key);
-  }
-
-  focusSearch(): void {
-    this.search.focus();
-    this.search.scrollIntoView({ block: "center" });
-  }
-
-  private matches(): Call[] {
-    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    if (words.length === 0) return [];
-    return this.model.calls.filter((call) => {
-      const text = `${identity(call)} ${call.file}:${call.line}`.toLowerCase();
-      return words.every((word) => text.includes(word));
-    });
-  }
-
-  private list(): void {
-    const found = this.matches();
-    const rows = found.slice(0, FOUND).map((call) =>
-      h("li", {}, button(`${call.path || "(root)"} · ${shortOp(call.op)} ${call.label}`, () => this.pick(call))));
-    if (found.length > FOUND) rows.push(h("li", {}, `and ${counted(found.length - FOUND, "call")} more`));
-    if (found.length === 0 && this.search.value.trim()) rows.push(h("li", {}, "No call is named so."));
-    this.found.replaceChildren(...rows);
-  }
-
-  private pick(call: Call): void {
-    this.found.replaceChildren();
-    this.reveal(call);
-  }
-
-  private searchKey(event: KeyboardEvent): void {
-    if (event.key === "Enter") {
-      const first = this.matches()[0];
-      if (first) this.pick(first);
-    } else if (event.key === "Escape") {
-      this.search.value = "";
-      this.found.replaceChildren();
-      this.stage.focus();
-    }
   }
 }

@@ -10,17 +10,18 @@ export interface Layout { boxes: Placed[]; paths: Path[]; width: number; height:
 
 const LETTER = 7.9;
 
-function sizeOf(model: Model, box: Box): { width: number; height: number } {
-  const letters = Math.min(30, Math.max(titleOf(model, box).length, box.kind === "source" || box.kind === "outside" ? 8 : 17));
+function sizeOf(model: Model, box: Box, more: number): { width: number; height: number } {
+  const letters = Math.min(30, Math.max(titleOf(model, box).length, box.kind === "source" || box.kind === "outside" ? 8 : more > 0 ? 21 : 17));
   const width = Math.round(letters * LETTER + 26);
-  return { width, height: box.kind === "source" || box.kind === "outside" ? 26 : box.kind === "call" ? 48 : 62 };
+  return { width, height: box.kind === "source" || box.kind === "outside" ? 26 : (box.kind === "call" ? 48 : 62) + more };
 }
 
-export function place(model: Model, view: View, labelled: (link: Link) => boolean): Layout {
+// more: how much higher boxes are than names and formats make them.
+export function place(model: Model, view: View, labelled: (link: Link) => boolean, more = 0): Layout {
   const graph = new Graph({ multigraph: false });
   graph.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 34, marginx: 16, marginy: 16 });
   graph.setDefaultEdgeLabel(() => ({}));
-  for (const box of view.boxes) graph.setNode(box.key, sizeOf(model, box));
+  for (const box of view.boxes) graph.setNode(box.key, sizeOf(model, box, more));
   for (const link of view.links)
     graph.setEdge(link.from, link.to, labelled(link) ? { width: LABEL, height: 18, labelpos: "c" } : { width: 0, height: 0 });
   layout(graph);

@@ -1,7 +1,7 @@
 // The first screen: what was looked at, the verdict, the figures, shares by format, what is worth doing.
 import type { Bar, Model, Todo } from "./data";
 import { button, copy, h } from "./dom";
-import { formatClass, inBytes, inTime, percent, ruleText } from "./words";
+import { inBytes, inTime, partClass, percent, ruleText } from "./words";
 
 export function overview(model: Model, open: (path: string) => void): HTMLElement {
   const page = model.page;
@@ -15,13 +15,13 @@ export function overview(model: Model, open: (path: string) => void): HTMLElemen
     h("dl", { class: "figures" }, ...figures),
     h("div", { class: "columns" },
       page.bars.length > 0 && h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
-      todos(page.todos, open)),
+      todos(page.pair ? "Look here first" : "Most worth doing", page.todos, open)),
     page.notes.length > 0 && h("div", { class: "notes" }, ...page.notes.map((note) => h("p", {}, note))));
 }
 
 function amount(bar: Bar, value: number): string {
   if (bar.unit === "bytes") return inBytes(value);
-  return bar.unit === "ns" ? inTime(value) : `${value} calls`;
+  return bar.unit === "ns" ? inTime(value) : `${value} ${bar.unit}`;
 }
 
 // room: how many letters fit into the whole bar.
@@ -30,7 +30,7 @@ export function shareBar(parts: [string, number][], described: (name: string, va
   return h("div", { class: "bar", role: "img", "aria-label": parts.map(([n, v]) => described(n, v)).join("; ") },
     ...parts.map(([name, value]) => {
       const share = value / whole;
-      const part = h("div", { class: `part ${formatClass(name)}`, title: described(name, value) });
+      const part = h("div", { class: `part ${partClass(name)}`, title: described(name, value) });
       part.style.flexGrow = String(Math.max(share, 0.004));
       const text = `${name} ${percent(share)}`;
       if (share * room > text.length) part.append(h("span", {}, text));
@@ -51,19 +51,28 @@ function legend(bars: Bar[]): HTMLElement | null {
       const part = b.parts.find(([n]) => n === name);
       return part ? amount(b, part[1]) : null;
     });
-    return h("li", {}, h("i", { class: `swatch ${formatClass(name)}` }), `${name}: ${sums.filter(Boolean).join(", ")}`);
+    return h("li", {}, h("i", { class: `swatch ${partClass(name)}` }), `${name}: ${byUnit(bars, sums).join(", ")}`);
   });
   return h("ul", { class: "legend" }, ...items);
 }
 
-function todos(found: Todo[], open: (path: string) => void): HTMLElement {
+// Of two runs, what a has and what b has: `80 calls / 18 calls`.
+function byUnit(bars: Bar[], sums: (string | null)[]): string[] {
+  return [...new Set(bars.map((b) => b.unit))].map((unit) => {
+    const here = sums.filter((_, i) => bars[i]!.unit === unit);
+    const known = here.filter(Boolean);
+    return unit === "pairs" || known.length === 0 ? known.join(", ") : here.map((sum) => sum ?? "none").join(" / ");
+  }).filter(Boolean);
+}
+
+function todos(title: string, found: Todo[], open: (path: string) => void): HTMLElement {
   const items = found.map((todo) =>
     h("li", {},
       h("p", {}, h("strong", {}, todo.what)),
-      h("p", { class: "quiet" }, todo.why),
+      todo.why && h("p", { class: "quiet" }, todo.why),
       Object.keys(todo.rule).length > 0 && ruleBlock(ruleText(todo.rule)),
       todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
-  return h("div", { class: "todos" }, h("h3", {}, "Most worth doing"),
+  return h("div", { class: "todos" }, h("h3", {}, title),
     found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "Nothing stands out."));
 }
 

@@ -1,22 +1,32 @@
 // Tables: one at a time, sorted by a click on a column's name, filtered by words, copied as CSV or as rules.
-import type { Cell, Column, Model, TableData } from "./data";
+import type { Cell, Column, Model, Side, TableData } from "./data";
 import { button, copy, h, on, save } from "./dom";
-import { errorText, formatClass, inBytes, percent, ruleText, shortFile, shortOp } from "./words";
+import type { Scope } from "./scope";
+import { errorText, formatClass, inBytes, percent, ruleText, shortCall, shortFile, shortOp } from "./words";
 
 const SHOWN = 100;
+const SIDES: Record<string, Side> = { module: 0, call: 0, call_b: 1 };
+// The module in an identity, or the path that it is already.
+const pathIn = (name: string): string => (/ #\d+/.test(name) ? name.replace(/(^| )\S+ #\d.*$/, "") : name);
 const NUMBERS = new Set(["number", "bytes", "share", "error"]);
 
-export function tables(model: Model, open: (path: string) => void): HTMLElement {
+// What a cell leads to: a module, or a call of one of the runs (false: it is not drawn), by its identity.
+export interface Places { open: (path: string) => void; has: (name: string, side: Side) => boolean; reveal: (name: string, side: Side) => void }
+
+export function tables(model: Model, places: Places, scope: Scope): HTMLElement {
   const all = model.page.tables;
   const body = h("div", { class: "table-body" });
   const tabs = all.map((table) =>
     button(`${table.name} ${table.rows.length}`, () => choose(table), { role: "tab", "aria-selected": "false", "data-table": table.name }));
+  let shown: TableView | null = null;
   const choose = (table: TableData) => {
     tabs.forEach((tab, i) => tab.setAttribute("aria-selected", String(all[i] === table)));
-    body.replaceChildren(new TableView(table, open).element);
+    shown = new TableView(table, places, scope);
+    body.replaceChildren(shown.element);
   };
+  scope.changed(() => shown?.fill());
   if (all[0]) choose(all[0]);
-  return h("section", { id: "tables", "aria-labelledby": "tables-title" }, h("h2", { id: "tables-title" }, "Tables"),
+  return h("section", { id: "tables", "aria-labelledby": "tables-title" }, h("h2", { id: "tables-title" }, "Tables"), scope.chip(),
     all.length > 0 ? h("div", { class: "tabs", role: "tablist", "aria-label": "Tables" }, ...tabs) : h("p", {}, "There is nothing to list."), body);
 }
 
@@ -30,6 +40,7 @@ function cellText(value: Cell, column: Column): string {
   }
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (column.kind === "op") return shortOp(value);
+  if (column.kind in SIDES && column.kind !== "module") return value.split(" + ").map(shortCall).join(" + ");
   if (column.kind === "line") return shortFile(value);
   return column.kind === "module" && value === "" ? "(root)" : value;
 }
@@ -45,7 +56,7 @@ class TableView {
   private readonly count = h("span", { class: "quiet" });
   private readonly more: HTMLElement;
 
-  constructor(private readonly table: TableData, private readonly open: (path: string) => void) {
+  constructor(private readonly table: TableData, private readonly places: Places, private readonly scope: Scope) {
     this.heads = table.columns.map((column, i) =>
       h("th", { scope: "col", class: NUMBERS.has(column.kind) ? "number" : "", "aria-sort": "none" }, button(column.name, () => this.sort(i))));
     const filter = h("input", { type: "search", class: "filter", placeholder: "Filter rows", "aria-label": `Filter rows of ${table.name}` });
@@ -75,7 +86,7 @@ class TableView {
     const { rows, columns } = this.table;
     const wanted = this.words.split(/\s+/).filter(Boolean);
     const texts = (row: Cell[]) => row.map((value, i) => `${value ?? ""} ${cellText(value, columns[i]!)}`).join(" ").toLowerCase();
-    const kept = rows.map((_, i) => i).filter((i) => wanted.every((word) => texts(rows[i]!).includes(word)));
+    const kept = rows.map((_, i) => i).filter((i) => this.isHeld(rows[i]!) && wanted.every((word) => texts(rows[i]!).includes(word)));
     const by = this.by;
     if (by < 0) return kept;
     const sign = this.down ? -1 : 1;
@@ -87,10 +98,19 @@ class TableView {
     });
   }
 
-  private fill(): void {
+  // Whether a row is about a module that is shown: by the first column with a module or a call of each run.
+  private isHeld(row: Cell[]): boolean {
+    if (!this.scope.active) return true;
+    const about = ([0, 1] as Side[]).map((side) => this.table.columns.findIndex((column) => SIDES[column.kind] === side));
+    if (about.every((at) => at < 0)) return true;
+    return about.some((at, side) => at >= 0 && String(row[at] ?? "").split(" + ").some((name) => this.scope.holds(pathIn(name), side as Side)));
+  }
+
+  fill(): void {
     const rows = this.rows();
     this.body.replaceChildren(...rows.slice(0, this.shown).map((i) => h("tr", {}, ...this.table.rows[i]!.map((value, c) => this.cell(value, this.table.columns[c]!)))));
-    this.count.textContent = `${rows.length} of ${this.table.rows.length} rows`;
+    const all = this.scope.active && !this.table.columns.some((column) => column.kind in SIDES) ? ", of all modules" : "";
+    this.count.textContent = `${rows.length} of ${this.table.rows.length} rows${all}`;
     this.more.hidden = rows.length <= this.shown;
   }
 
@@ -98,7 +118,13 @@ class TableView {
     const text = cellText(value, column);
     if (column.kind === "module") {
       const path = String(value ?? "");
-      return h("td", {}, button(text, () => this.open(path), { class: "link", title: "Show in the graph" }));
+      return h("td", {}, button(text, () => this.places.open(path), { class: "link", title: "Show in the graph" }));
+    }
+    if (column.kind === "call" || column.kind === "call_b") {
+      const side = SIDES[column.kind]!, names = String(value ?? "").split(" + ").filter(Boolean);
+      const shown = names.flatMap((name, i) => [i > 0 ? " + " : "", this.places.has(name, side)
+        ? button(shortCall(name), () => this.places.reveal(name, side), { class: "link", title: name }) : shortCall(name)]);
+      return h("td", { class: "calls" }, ...shown);
     }
     if (column.kind === "format" && text)
       return h("td", {}, ...text.split(",").map((name) => h("b", { class: `chip ${formatClass(name)}` }, name)));

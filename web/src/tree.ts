@@ -23,7 +23,8 @@ export class Tree {
   private readonly known = new Map<string, Module>([["", this.root]]);
   private readonly signatures = new Map<string, string>();
 
-  constructor(private readonly model: Model) {
+  // word: what must be alike, besides, in calls of modules that are folded.
+  constructor(private readonly model: Model, private readonly word: (index: number) => string = () => "") {
     for (const call of model.calls) {
       let at = this.module(call.path);
       at.calls.push(call.index);
@@ -42,6 +43,11 @@ export class Tree {
     this.known.set(path, made);
     this.module(parentOf(path)).children.push(made);
     return made;
+  }
+
+  // The words have changed.
+  forget(): void {
+    this.signatures.clear();
   }
 
   find(path: string): Module | undefined {
@@ -66,7 +72,7 @@ export class Tree {
       const call = this.model.calls[index]!;
       const casts = this.model.castsInto[index]!.map((cast) => `${cast.argument}${cast.src}${cast.dst}${cast.how}`);
       const inside = call.path.slice(of.path.length);
-      return [inside, call.op, call.direction, call.computes, call.result, call.finding ? "!" : "", ...casts].join(" ");
+      return [inside, call.op, call.direction, call.computes, call.result, call.finding ? "!" : "", this.word(index), ...casts].join(" ");
     });
     const made = words.join("\n");
     this.signatures.set(of.path, made);
@@ -153,7 +159,7 @@ export class Tree {
         join(from.key, AFTER, edge);
       }
     }
-    if (!this.model.page.graph.flow)
+    if (!this.model.graph.flow)
       boxes.slice(1).forEach((box, i) => join(boxes[i]!.key, box.key, null));
     for (const key of ends)
       sources.push({ key, kind: "outside", title: key === BEFORE ? "from outside" : "to outside", path: of.path, calls: [], members: [] });

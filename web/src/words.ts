@@ -22,6 +22,10 @@ export const counted = (n: number, one: string): string => `${n} ${one}${n === 1
 export const shortOp = (op: string): string =>
   op.replace(/^(aten|torch|prims)\./, "").replace(/\.default$/, "");
 
+// An identity with its op as it is drawn.
+export const shortCall = (name: string): string =>
+  name.replace(/(^| )(?:aten|torch|prims)\.(\S+) #/, (_, before: string, op: string) => `${before}${op.replace(/\.default$/, "")} #`);
+
 // Files of installed packages by their package; the whole path stands in the title.
 export const packageFile = (file: string): string => file.replace(/^.*\/(site|dist)-packages\//, "");
 
@@ -32,6 +36,13 @@ export const formatClass = (format: string): string => {
   if (known.includes(format)) return format;
   return format.includes(",") ? "mixed" : /^e[45]m/.test(format) ? "fp8" : "other";
 };
+
+export const verdictClass = (verdict: string): string => `is-${verdict.replaceAll(" ", "-")}`;
+
+// The class of a part of a bar: a verdict; a change from one format to another, by what it became; or a format.
+const VERDICTS = new Set(["equal", "round-off", "inherited", "differs", "not compared"]);
+export const partClass = (name: string): string =>
+  VERDICTS.has(name) ? verdictClass(name) : formatClass(name.split(" → ").slice(-1)[0]!);
 
 export const identity = (call: Call): string =>
   [call.path, call.op, call.label, call.direction === "forward" ? "" : call.direction].filter(Boolean).join(" ");

@@ -29,7 +29,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Shares of a whole by format. unit: `calls`, `bytes` or `ns`."""
+    """Shares of a whole by format; of `pairs` by verdict, too. unit: `calls`, `bytes`, `ns` or `pairs`."""
 
     title: str
     unit: str
@@ -48,7 +48,9 @@ class Todo:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. kind: `text`, `number`, `bytes`, `share`, `error`, `format`, `op`, `module` or `line`."""
+    """A column of a table. kind: `text`, `number`, `bytes`, `share`, `error`, `format`, `op`, `module` or `line`;
+    `call` or `call_b`: identities of calls of the first run, or of the second, with ` + ` between several.
+    """
 
     name: str
     kind: str = "text"
@@ -152,12 +154,46 @@ class Exponents:
     counts: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """Calls of two runs that are the same ones: their numbers among the nodes of either graph, and what was found.
+
+    format_a, format_b: in which they compute. difference, inputs, band: relative, None if not known.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    verdict: str
+    difference: float | None
+    inputs: float | None
+    band: float | None
+    measured_by: str
+    aligned_by: str
+    format_a: str
+    format_b: str
+    given: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The second of two runs, which calls of the first its calls are, and the mapping that was given, as its file has
+    it. names: of both runs.
+    """
+
+    names: tuple[str, str]
+    graph: Graph
+    rows: list[PairRow]
+    mapping: str
+
+
 @dataclass(slots=True)
 class Page:
     """Everything that one page shows.
 
-    kind: of what (`explanation`, `run`, `comparison`, `watch`, `fit`, `ledger`). facts: what was looked at, by name.
-    verdict: one sentence; tone as of a figure. todos: most worth doing first.
+    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`). facts: what was
+    looked at, by name. verdict: one sentence; tone as of a figure. todos: most worth doing first. pair: the second run,
+    where two are shown side by side; graph is then the first's.
     """
 
     kind: str
@@ -173,32 +209,65 @@ class Page:
     series: list[Series] = field(default_factory=list)
     exponents: list[Exponents] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    pair: Pair | None = None
 
     def data(self) -> dict[str, Any]:
-        """The page as JSON has it: nodes and edges as rows under their columns, texts of nodes in a table of texts."""
+        """The page as JSON has it: nodes and edges as rows under their columns; texts of nodes in a table of texts, and
+        those of tables and pairs in another, since many stand in more than one row.
+        """
+        left_out = ("graph", "pair", "tables")
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
         texts: dict[str, int] = {"": 0}
-        nodes = [_row(node, _NODE, texts) for node in self.graph.nodes]
-        edges = [_row(edge, _EDGE, texts) for edge in self.graph.edges]
-        graph = {
-            "flow": self.graph.flow, "note": self.graph.note,
-            "node_columns": list(_NODE), "nodes": nodes,
-            "edge_columns": list(_EDGE), "edges": edges,
-            "text_columns": sorted(_TEXTS), "texts": list(texts),
-        }  # fmt: skip
-        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "graph"}
-        return {"schema": SCHEMA, **plain, "graph": graph, "formats": _ranges()}
+        made = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
+        made["tables"] = [_packed_table(table, texts) for table in self.tables]
+        if self.pair is not None:
+            columns = tuple(f.name for f in fields(PairRow))
+            made["pair"] = {
+                "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
+                "columns": list(columns), "text_columns": sorted(_PAIR_TEXTS),
+                "rows": [_row(row, columns, texts, _PAIR_TEXTS) for row in self.pair.rows],
+            }  # fmt: skip
+        return made | {"texts": list(texts)}
+
+
+def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
+    """A table in whose columns of texts, and only there, numbers stand for these."""
+    are_texts = [all(isinstance(row[n], str | None) for row in table.rows) for n in range(len(table.columns))]
+    rows = [
+        [texts.setdefault(value, len(texts)) if is_text and value is not None else _plain(value)
+         for value, is_text in zip(row, are_texts, strict=True)]
+        for row in table.rows
+    ]  # fmt: skip
+    columns = [_plain(column) for column in table.columns]
+    packed = {"columns": columns, "rows": rows, "texts": [n for n, is_text in enumerate(are_texts) if is_text]}
+    return {"name": table.name, "title": table.title, **packed, "rules": _plain(table.rules)}
+
+
+def _packed(graph: Graph) -> dict[str, Any]:
+    """A graph whose texts stand once each."""
+    texts: dict[str, int] = {"": 0}
+    nodes = [_row(node, _NODE, texts, _TEXTS) for node in graph.nodes]
+    edges = [_row(edge, _EDGE, texts, _TEXTS) for edge in graph.edges]
+    return {
+        "flow": graph.flow, "note": graph.note,
+        "node_columns": list(_NODE), "nodes": nodes,
+        "edge_columns": list(_EDGE), "edges": edges,
+        "text_columns": sorted(_TEXTS), "texts": list(texts),
+    }  # fmt: skip
 
 
 _TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.type == "str")
 """Columns of which many rows have the same text."""
-
+_PAIR_TEXTS = frozenset(f.name for f in fields(PairRow) if f.type == "str")
 
 _NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
 
 
-def _row(record: Node | Edge, columns: tuple[str, ...], texts: dict[str, int]) -> list[Any]:
+def _row(
+    record: Node | Edge | PairRow, columns: tuple[str, ...], texts: dict[str, int], of_texts: frozenset[str]
+) -> list[Any]:
     row = [(name, getattr(record, name)) for name in columns]
-    return [texts.setdefault(value, len(texts)) if name in _TEXTS else _plain(value) for name, value in row]
+    return [texts.setdefault(value, len(texts)) if name in of_texts else _plain(value) for name, value in row]
 
 
 def _plain(value: Any) -> Any:

@@ -11,12 +11,14 @@ from narrowcast.page.explanations import explanation_page
 from narrowcast.page.fits import fit_page
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.model import Page
+from narrowcast.page.run_differences import run_differences_page
 from narrowcast.page.runs import run_page, watch_page
 
 _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.explanation/1": explanation_page,
     "narrowcast.run/1": run_page,
     "narrowcast.compare/1": comparison_page,
+    "narrowcast.run-differences/1": run_differences_page,
     "narrowcast.watch/1": watch_page,
     "narrowcast.fit/1": fit_page,
     "narrowcast.ledger/1": ledger_page,

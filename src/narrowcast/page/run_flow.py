@@ -16,6 +16,14 @@ FLOW = (
 )
 
 
+def flow_of(data: Data) -> RunFlow:
+    """The flow of a run, as its file has it."""
+    flow = RunFlow([dict(zip(data["tensor_columns"], row, strict=True)) for row in data["tensors"]])
+    for row in data["calls"]:
+        flow.add(dict(zip(data["call_columns"], row, strict=True)))
+    return flow
+
+
 class RunFlow:
     """Calls one after the other become nodes; casts, and calls without floating tensors, do not."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from narrowcast.output.console import in_bytes
 from narrowcast.page.ledgers import ORDER, format_bars
 from narrowcast.page.model import Exponents, Figure, Graph, Node, Page, Series, Todo
-from narrowcast.page.run_flow import RunFlow
+from narrowcast.page.run_flow import RunFlow, flow_of
 from narrowcast.page.tables import finding_table, module_table, op_table, table
 from narrowcast.page.words import call_rule, counted, number, place, split_identity
 
@@ -17,11 +17,7 @@ Data = Mapping[str, Any]
 
 def run_page(data: Data) -> Page:
     """The page of a captured run."""
-    tensors = [dict(zip(data["tensor_columns"], row, strict=True)) for row in data["tensors"]]
-    calls = [dict(zip(data["call_columns"], row, strict=True)) for row in data["calls"]]
-    flow = RunFlow(tensors)
-    for call in calls:
-        flow.add(call)
+    flow = flow_of(data)
     nodes = flow.nodes
     bad = [n for n in nodes if n.finding]
     facts = data["environment"]

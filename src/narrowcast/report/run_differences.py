@@ -10,8 +10,10 @@ from typing import Any
 
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import replace_text
+from narrowcast.page.shown import Shown
 from narrowcast.report.lines import WIDTH, cut, cut_end, number_text, without_specials, wrapped
 from narrowcast.report.mapping import RunMapping
+from narrowcast.report.run import Run
 
 SCHEMA = "narrowcast.run-differences/1"
 
@@ -60,13 +62,17 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Unaligned:
-    """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known."""
+    """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known.
+
+    format: in which it computes.
+    """
 
     run: str
     id: CallId
     place: str
     after: str = ""
     why: str = ""
+    format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +112,13 @@ class GradientRow:
 
 
 @dataclass(slots=True)
-class RunDifferences:
+class RunDifferences(Shown):
     """What `nc.compare_runs` found.
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
     unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.
-    mapping: the pairs as a file to mend. notes: what could not be compared, and why.
+    mapping: the pairs as a file to mend; by_hand: the one that was given. notes: what could not be compared, and why.
+    compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
 
     a: str
@@ -123,6 +130,8 @@ class RunDifferences:
     tokens: TokenDifference | None = None
     notes: list[str] = field(default_factory=list)
     mapping: RunMapping = field(default_factory=RunMapping)
+    by_hand: RunMapping = field(default_factory=RunMapping)
+    compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def formats(self) -> list[RunRow]:
@@ -169,14 +178,23 @@ class RunDifferences:
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.run-differences/1` (docs/reference/run.md)."""
+        return json.dumps(self.data(), indent=indent)
+
+    def page_data(self) -> dict[str, Any]:
+        """The same with what only its page shows: both runs, and what the first screen says of them."""
+        more = {"summary": _verdict(self), "advice": _advice(self).removeprefix("What to do: ")}
+        return self.data() | more | {"runs": [run.page_data() for run in self.compared_runs]}
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
         data = {f: getattr(self, f) for f in ("a", "b", "environment", "notes")}
         data["verdict"] = self.verdict
         data["rows"] = [_with_names(asdict(row), row) for row in self.rows]
         data["unaligned"] = [{**asdict(one), "id": str(one.id)} for one in self.unaligned]
         data["gradients"] = [asdict(row) for row in self.gradients]
         data["tokens"] = asdict(self.tokens) if self.tokens else None
-        data["mapping"] = str(self.mapping)
-        return json.dumps({"schema": SCHEMA, **without_specials(data)}, indent=indent)
+        data["mapping"], data["by_hand"] = str(self.mapping), str(self.by_hand)
+        return {"schema": SCHEMA, **without_specials(data)}
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once."""

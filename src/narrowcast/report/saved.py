@@ -124,7 +124,7 @@ def _run_differences(data: dict[str, Any]) -> run_differences.RunDifferences:
     environment = [(str(n), str(x), str(y)) for n, x, y in data["environment"]]
     return run_differences.RunDifferences(
         data["a"], data["b"], environment, rows, unaligned, gradients, tokens, list(data["notes"]),
-        RunMapping.parse(data["mapping"]),
+        RunMapping.parse(data["mapping"]), RunMapping.parse(data.get("by_hand", "")),
     )  # fmt: skip
 
 

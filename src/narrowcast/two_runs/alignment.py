@@ -30,7 +30,7 @@ class Aligned:
     by: str
 
 
-def align(a: Side, b: Side, mapping: RunMapping | None = None) -> tuple[list[Aligned], dict[CallId, str]]:
+def align(a: Side, b: Side, mapping: RunMapping | None = None) -> tuple[list[Aligned], dict[Bundle, str]]:
     """The pairs, in the order of a; and the calls that a line of the mapping leaves without a partner, with that line.
 
     RunError where the mapping names what is not there.
@@ -51,7 +51,7 @@ class _Aligner:
         self._free_a = dict.fromkeys(a.bundles)
         self._free_b = dict.fromkeys(b.bundles)
         self.pairs: list[Aligned] = []
-        self.left_out: dict[CallId, str] = {}
+        self.left_out: dict[Bundle, str] = {}
 
     def _pair(self, a: Iterable[Bundle], b: Iterable[Bundle], by: str) -> None:
         pair = Aligned(tuple(a), tuple(b), by)
@@ -95,7 +95,7 @@ class _Aligner:
 
     def _leave_out(self, bundles: list[Bundle], mapping: RunMapping, line: int) -> None:
         for bundle in bundles:
-            self.left_out[bundle.id] = f"{mapping.file}:{line}"
+            self.left_out[bundle] = f"{mapping.file}:{line}"
             self._free_a.pop(bundle, None)
             self._free_b.pop(bundle, None)
 

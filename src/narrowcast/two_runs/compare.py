@@ -67,6 +67,8 @@ def compare_runs(
     found.notes = [*_notes(sides, found), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
     found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
+    found.by_hand = asked or RunMapping()
+    found.compared_runs = tuple(side.runs[0] for side in sides)
     return found
 
 
@@ -166,7 +168,7 @@ def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallId, str]) -> list[Unaligned]:
+def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str]) -> list[Unaligned]:
     found = []
     has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
     for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
@@ -177,8 +179,8 @@ def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[CallI
                 after = str(bundle.id)
                 continue
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
-            why = f"left out by {left_out[bundle.id]}" if bundle.id in left_out else why
-            found.append(Unaligned(name, bundle.id, _place([bundle]), after, why))
+            why = f"left out by {left_out[bundle]}" if bundle in left_out else why
+            found.append(Unaligned(name, bundle.id, _place([bundle]), after, why, _formats([bundle])))
     return found
 
 
