@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
     from narrowcast.eager.record import record
     from narrowcast.explaining.explain import explain
+    from narrowcast.loops.check_training import check_training
     from narrowcast.mending.repair import repair
     from narrowcast.report import Explanation
     from narrowcast.report.fit import fit
@@ -54,6 +55,7 @@ _TORCH_HALF = {
     "runs.rounding": ("round_to",),
     "runs.capture": ("capture",),
     "runs.compare": ("compare",),
+    "loops.check_training": ("check_training",),
     "mending.repair": ("repair",),
     "runs.subject": ("Subject",),
     "runs.watch": ("watch",),
@@ -82,6 +84,7 @@ __all__ = [
     "cache_info",
     "capture",
     "carry",
+    "check_training",
     "compare",
     "compare_runs",
     "compile",

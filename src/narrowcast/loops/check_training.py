@@ -1,0 +1,71 @@
+"""`nc.check_training`: what is wrong with the precision of a training loop, seen in two of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from narrowcast.eager.record import record
+from narrowcast.errors import RunError
+from narrowcast.ledger import Advice
+from narrowcast.loops.kept import Kept
+from narrowcast.loops.looking import EVALUATION, TRAINING, Looking
+from narrowcast.profiles.device import random_state_kept
+from narrowcast.report.training import TrainingCheck
+from narrowcast.torch_surface.modules import told_of_optimizer_steps
+
+_NOT_OF_LOOPS = ("rule without effect",)
+"""What a recording advises and two steps cannot judge."""
+
+
+def check_training(
+    step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, steps: int = 2
+) -> TrainingCheck:
+    """Run `step(*args, **kwargs)`, a step of training as it is, `steps` times, and say what its precision suffers from.
+
+    step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
+    it, if that is to be checked. Nothing in it changes. Afterwards weights, buffers, gradients, the state of
+    optimizers, random state and the scale of a GradScaler are as they were; counters of the function's own are not.
+
+    Found, each with the line and what to write instead: forward or loss outside of the region, backward or optimizer
+    inside, no region at all, a clip before unscale_, weights cast again at each micro-batch, an evaluation without the
+    region, a region that somebody else opens inside yours, gradients that underflow, statistics of batch norm in a low
+    format, weights in a low format, fp16 without a scaler, a scaler without need. Compiled code runs as eager code
+    meanwhile. Reads values of gradients in fp16: an accelerator is waited for.
+
+    Returns a TrainingCheck, true if nothing was found. Raises RunError, and what the step raises.
+    """
+    if steps < 1:
+        raise RunError(f"check_training(steps={steps})", "no step would run", advice="Give 1 or more; 2 is usual.")
+    if not callable(step):
+        raise RunError(
+            f"check_training({type(step).__name__})", "it cannot be called",
+            advice="Give a function that makes one step of training: nc.check_training(lambda: step(batch)).",
+        )  # fmt: skip
+    kept = Kept()
+    looking = Looking(kept)
+    trained = 0
+
+    def stepped(optimizer: Any) -> None:
+        nonlocal trained
+        trained += 1
+        looking.steps(optimizer)
+
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept())
+            ledger = stack.enter_context(record())
+            stack.enter_context(told_of_optimizer_steps(stepped, before=True))
+            stack.enter_context(looking.observing())
+            for _ in range(steps):
+                step(*args, **(kwargs or {}))
+    finally:
+        kept.put_back()
+    looking.judge()
+    found: dict[Advice, int] = {a: n for a, n in ledger.advice.items() if a.kind not in _NOT_OF_LOOPS}
+    found.update(looking.found)
+    outside = sum(o.times for o in looking.outside.values())
+    calls = {"inside": looking.inside[TRAINING] + looking.inside[EVALUATION], "outside": outside}
+    notes = [] if trained else ["no optimizer stepped: what weights and gradients suffer from may be missing."]
+    return TrainingCheck(tuple(found), found, steps, calls, notes)

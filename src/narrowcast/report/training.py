@@ -1,0 +1,88 @@
+"""What `nc.check_training` found in a training loop, as text and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.ledger import Advice
+from narrowcast.output.files import save_result
+from narrowcast.page.shown import Shown
+from narrowcast.report.lines import cut, wrapped
+
+SCHEMA = "narrowcast.training-check/1"
+SHOWN = 4
+"""How many findings the first screen has."""
+
+
+@dataclass(slots=True)
+class TrainingCheck(Shown):
+    """What is wrong with the precision of a training loop.
+
+    findings: in the order in which they were met, each with how often. steps: how often the step ran. calls: how many
+    calls of the forward a region decided about, and how many that it would have lowered ran outside of any.
+    """
+
+    findings: tuple[Advice, ...] = ()
+    times: dict[Advice, int] = field(default_factory=dict)
+    steps: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of findings, each once."""
+        return tuple(dict.fromkeys(finding.kind for finding in self.findings))
+
+    def __bool__(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def __repr__(self) -> str:
+        return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(whole=False))
+
+    def lines(self, whole: bool = True) -> list[str]:
+        """The lines of the report; without `whole` the first findings alone."""
+        inside, outside = self.calls.get("inside", 0), self.calls.get("outside", 0)
+        ran = f"{self.steps} steps: {inside} calls in a region, {outside} outside that one would lower"
+        if not self.findings:
+            return [f"Nothing is wrong with the precision of this loop. {ran}.", *self._noted()]
+        number = len(self.findings)
+        lines = [f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."]
+        shown = self.findings if whole else self.findings[:SHOWN]
+        for finding in shown:
+            where = f"{finding.file}:{finding.line}" if finding.file else "(no line)"
+            times = f", {self.times[finding]} times" if self.times.get(finding, 1) > 1 else ""
+            lines += [f"{finding.kind}  {cut(where, 76 - len(finding.kind) - len(times))}{times}"]
+            lines += [f"  {line}" for text in (finding.what, finding.todo) for line in wrapped(text, "")]
+        if len(self.findings) > len(shown):
+            lines.append(f"... {len(self.findings) - len(shown)} more: check.findings")
+        return [*lines, *self._noted()]
+
+    def _noted(self) -> list[str]:
+        return [line for note in self.notes for line in wrapped(f"note: {note}")]
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.training-check/1`."""
+        rows = [{**asdict(finding), "times": self.times.get(finding, 1)} for finding in self.findings]
+        data = {"schema": SCHEMA, "steps": self.steps, "calls": self.calls, "findings": rows, "notes": self.notes}
+        return json.dumps(data, indent=indent)
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> TrainingCheck:
+        """The check that JSON of that schema holds."""
+        times: dict[Advice, int] = {}
+        for row in data["findings"]:
+            names = ("kind", "what", "todo", "module_path", "file", "line")
+            times[Advice(**{name: row[name] for name in names})] = int(row["times"])
+        return TrainingCheck(tuple(times), times, int(data["steps"]), dict(data["calls"]), list(data["notes"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "the check of a training loop", self.to_json(indent=1) + "\n")
