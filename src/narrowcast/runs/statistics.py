@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from narrowcast.errors import Origin, RunError
-from narrowcast.report.run import Histogram, TensorFacts
+from narrowcast.report.run_records import Histogram, TensorFacts
 from narrowcast.report.sketch import SUMS, sketch_text, sketched_rows, sketched_step
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.torch_bridge import FORMATS, short_type
