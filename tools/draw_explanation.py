@@ -40,7 +40,7 @@ def main() -> None:
         nc.Rule("aten.softmax", "full", reason="exponents need fp32"),
         nc.Rule("aten.linear", "full", module="out", reason="the output in fp32"),
     )
-    paragraphs = str(nc.explain(Attention(), torch.randn(2, 16, 64), policy=policy)).split("\n\n")
+    paragraphs = nc.explain(Attention(), torch.randn(2, 16, 64), policy=policy).to_text(every=True).split("\n\n")
     tables = re.split(r"\n(?=[a-z][^\n]*:? )", "\n\n".join(paragraphs))
     chosen = [table.rstrip() for table in tables if table.startswith(SHOWN)]
     console = Console(record=True, width=max(len(line) for table in chosen for line in table.splitlines()) + 1,
@@ -53,7 +53,9 @@ def main() -> None:
         text.highlight_words(["fp32"], "yellow")
         text.highlight_regex("─+", "bright_black")
         console.print(text, end="\n\n" if table is not chosen[-1] else "\n")
-    drawn = console.export_svg(title="print(nc.explain(model, x, policy=policy))", theme=MONOKAI, unique_id="explain")
+    drawn = console.export_svg(
+        title="print(nc.explain(model, x, policy=policy).to_text(every=True))", theme=MONOKAI, unique_id="explain"
+    )
     PICTURE.write_text(re.sub(r"[ \t]+$", "", drawn, flags=re.MULTILINE), encoding="utf-8")
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import narrowcast as nc
 from narrowcast.ledger.identity import CallId
 from narrowcast.report.lines import number_text
-from narrowcast.report.run import ENDING, CallRecord, Run
+from narrowcast.report.run import ENDING, Run
 from narrowcast.report.run_differences import RunDifferences, RunRow
+from narrowcast.report.run_records import CallRecord
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = "2.13.0"

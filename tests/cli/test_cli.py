@@ -39,7 +39,7 @@ def target(tmp_path):
 
 def test_explain_shows_ops_casts_and_totals(cli, target):
     """The main job."""
-    code, out, err = cli("explain", target)
+    code, out, err = cli("explain", target, "--all")
     assert code == 0 and err == ""
     for word in ("tiny", "policy native", "aten.linear", "aten.gelu", "lower", "unlisted", "fp32 -> bf16", "totals"):
         assert word in out
@@ -47,7 +47,7 @@ def test_explain_shows_ops_casts_and_totals(cli, target):
 
 def test_explain_run_compares(cli, target):
     """--run adds outputs, metric and cost."""
-    code, out, _ = cli("explain", target, "--run", "--dtype", "fp16")
+    code, out, _ = cli("explain", target, "--run", "--dtype", "fp16", "--all")
     assert code == 0
     assert "SQNR" in out and "metric" in out and "fp16" in out
 
@@ -58,7 +58,7 @@ def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):
     assert code == 0
     data = json.loads(out)
     assert data["device_type"] == "cuda" and data["policy"] == "safe"
-    code, out, _ = cli("explain", target, "--json", tmp_path / "e.json", "--casts")
+    code, out, _ = cli("explain", target, "--json", tmp_path / "e.json", "--all")
     assert code == 0 and json.loads((tmp_path / "e.json").read_text())["subject"] == "tiny"
     assert "all 3 casts" in out
 
@@ -144,7 +144,7 @@ def test_traceback_on_request(target):
 
 def test_policy_show_check_and_diff(cli, tmp_path):
     """Rules with reasons; findings; differences."""
-    code, out, _ = cli("policy", "show", "native", "--device-type", "cuda")
+    code, out, _ = cli("policy", "show", "--all", "native", "--device-type", "cuda")
     assert code == 0 and "aten.softmax.int: full_set_dtype" in out
     code, out, _ = cli("policy", "check", "safe")
     assert code == 0 and "0 findings" in out

@@ -35,7 +35,7 @@ def test_a_device_is_measured_shown_plotted_and_compared(folder, capsys):
     assert "calls measured" in capsys.readouterr().out
     assert call("profile", "--seconds", "2", "--output", shipped) == 0
     capsys.readouterr()
-    assert call("profile", "show", "--plot", folder / "costs.png") == 0
+    assert call("profile", "show", "--all", "--plot", folder / "costs.png") == 0
     out = capsys.readouterr().out
     for words in ("low over fp32", "bf16/fp32", "copy:", "plot written"):
         assert words in out, words
@@ -84,7 +84,8 @@ def test_explain_takes_a_goal(folder, capsys):
     """What each call may be and costs; a profile of another device plans, and is refused for verification."""
     file = folder / "tiny.py"
     file.write_text(SUBJECT)
-    arguments = ("explain", file, "--dtype", "bf16", "--front-end", "export", "--goal", "fast", "--backend", "eager")
+    arguments = ("explain", file, "--dtype", "bf16", "--front-end", "export", "--goal", "fast", "--all")
+    arguments += ("--backend", "eager")
     assert call(*arguments) == 0
     out = capsys.readouterr().out
     assert "goal fast: candidates" in out

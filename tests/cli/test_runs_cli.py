@@ -152,7 +152,7 @@ def test_each_command_writes_a_page_beside_what_it_says(cli, target, script, tmp
     assert cli("fit", target, "--html", page)[0] == 0 and has_page(page, "fit")
     assert cli("watch", script, "--html", page, "--", "--lr", "1e-3")[0] == 0 and has_page(page, "watch")
     code, out, _ = cli("explain", target, "--dtype", "bf16", "--html", page)
-    assert code == 0 and "each op" in out and has_page(page, "explanation")
+    assert code == 0 and "VERDICT" in out and has_page(page, "explanation")
 
 
 @pytest.mark.parametrize("command", ["capture", "compare", "fit", "explain"])
@@ -161,3 +161,22 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(cli, targ
     output = ("-o", tmp_path / "run") if command == "capture" else ()
     code, out, err = cli(command, target, *output, "--html", tmp_path / "no" / "page.html")
     assert code == 2 and out == "" and "--html" in err and "Make the folder" in err
+
+
+def test_traces_and_node_data_are_written_beside_what_is_said(cli, target, tmp_path):
+    """And report writes the trace of a run that was timed; what has none is refused."""
+    trace, run, folder = tmp_path / "trace.json", tmp_path / "run.json.gz", tmp_path / "explorer"
+    assert cli("capture", target, "-o", run, "--dtype", "bf16", "--trace", trace)[0] == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert "linear bf16" in {event["name"] for event in events}
+    assert cli("report", run, "--trace", tmp_path / "again.json")[0] == 0
+    assert (tmp_path / "again.json").read_text() == trace.read_text()
+    code, out, _ = cli("explain", target, "--front-end", "export", "--model-explorer", folder, "--trace", trace)
+    assert code == 0 and "VERDICT" in out
+    assert {file.name for file in folder.iterdir()} == {"model.pt2", "formats.json", "costs.json"}
+    assert json.loads(trace.read_text())["otherData"]["times"] == "predicted"
+    code, _, err = cli("explain", target, "--model-explorer", folder)
+    assert code == 2 and "--front-end export" in err
+    cli("compare", target, "--dtype", "bf16", "--isolate", "0", "--json", tmp_path / "c.json")
+    code, _, err = cli("report", tmp_path / "c.json", "--trace", trace)
+    assert code == 2 and "no calls with times" in err

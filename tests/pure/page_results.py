@@ -10,7 +10,8 @@ from narrowcast.report import Attempt, Comparison, Explanation, Failure, NotFini
 from narrowcast.report.differences import CallError, Differences, GradientError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import fit
-from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.two_runs.compare import compare_runs
 
 SCRIPT = "<script>alert(1)</script>"

@@ -11,8 +11,9 @@ import pytest
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.report.mapping import Entry, RunMapping, generalised
-from narrowcast.report.run import CallRecord, Run, TensorFacts
+from narrowcast.report.run import Run
 from narrowcast.report.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
+from narrowcast.report.run_records import CallRecord, TensorFacts
 from narrowcast.report.saved import load_saved
 from narrowcast.report.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
 from narrowcast.two_runs.compare import compare_runs

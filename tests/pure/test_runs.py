@@ -12,7 +12,8 @@ from narrowcast.ledger.identity import CallId
 from narrowcast.report.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
-from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.report.saved import load_saved
 
 LINEAR = CallId("encoder.layer.0", "aten.linear.default")
@@ -73,7 +74,7 @@ class TestRun:
         tensors = [facts(low, infinite=0.5 if came_infinite else 0.0), facts(infinite=0.5 - nan, nan=nan)]
         call = CallRecord(CallId("", "aten.masked_fill.Scalar"), "model.py", 3, "fp32", "fp32",
                           inputs=(("self", 0),), outputs=(("result", 1),), given=(("value", value),))  # fmt: skip
-        assert said in str(Run({}, [call], tensors))
+        assert said in " ".join(str(Run({}, [call], tensors)).split())
 
     @pytest.mark.parametrize(("name", "written"), [("run", "run.json.gz"), ("run.json", "run.json")])
     def test_is_saved_compressed_unless_the_name_says_json(self, tmp_path, name, written):
@@ -91,7 +92,9 @@ class TestRun:
     def test_says_which_calls_are_not_finite(self):
         run = a_run()
         assert run.not_finite() == [run.calls[0]]
-        assert "the first made of finite inputs: encoder.layer.0 aten.linear.default #1 (model.py:3)" in str(run)
+        assert "the first made of finite inputs: encoder.layer.0 aten.linear.default #1 (model.py:3)" in " ".join(
+            str(run).split()
+        )
 
     @pytest.mark.parametrize(
         ("content", "found"),
@@ -166,7 +169,7 @@ class TestFit:
         calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
                             outputs=(("result", n),)) for n in range(9)]  # fmt: skip
         lines = str(fit(Run({}, calls, tensors))).splitlines()
-        assert len(lines) <= 25 and "first 3 of 9 calls" in "\n".join(lines)
+        assert len(lines) <= 25 and "fp16, 9 calls" in "\n".join(lines)
 
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         with pytest.raises(RunError, match="share"):
@@ -219,7 +222,7 @@ class TestSaved:
             lines = str(found).splitlines()
             assert len(lines) <= 25 and max(map(len, lines)) <= 80, found
             assert "FAULT: its kernel" in str(found) and "[[rule]]" in lines
-        assert "2 more with --all" in str(found)
+        assert "more lines with --all" in str(found)
 
     @pytest.mark.parametrize(("alone", "is_spread"), [(1e-3, True), (9e-3, False), (math.nan, False)])
     def test_where_no_op_makes_the_most_of_the_error_it_says_so(self, alone, is_spread):

@@ -146,7 +146,7 @@ def test_what_raises_is_explained_as_far_as_it_ran(model, front_end):
     assert failure.file == __file__ and failure.line == code.co_firstlineno + 1
     assert [(a.policy, a.error) for a in failure.attempts] == [("safe", "")]
     assert found.ledger.op_formats()["aten.linear.default"] == {"bf16": 1} and found.comparison is None
-    text = " ".join(str(found).split())
+    text = " ".join(found.to_text(every=True).split())
     assert f'under native, and not in fp32 (tried: policy "safe" runs it): {op} got' in text
     assert json.loads(found.to_json())["failure"]["attempts"] == [{"policy": "safe", "error": ""}]
 
@@ -223,7 +223,7 @@ def test_the_first_value_that_is_not_finite_is_found():
     assert first is not None and (first.op, first.value, first.format) == ("aten.mul.Tensor", "infinity", "fp16")
     assert first.file == __file__ and first.line == overflows.__code__.co_firstlineno + 4
     assert found.comparison.reference_not_finite == ""
-    text = " ".join(str(found).split())
+    text = " ".join(found.to_text(every=True).split())
     assert "not finite in the region, and finite in fp32: infinity in the fp16 result of aten.mul.Tensor" in text
     short = json.loads(found.to_json(), parse_constant=pytest.fail)["comparison"]  # NaN and infinities are text
     assert short["not_finite"]["op"] == short["worst"][0]["id"].split()[0] == "aten.mul.Tensor"
@@ -235,7 +235,7 @@ def test_fp32_that_is_not_finite_itself_is_said():
     found = nc.explain(lambda x: torch.log(-x) @ x, torch.ones(4, 4), dtype="bf16", run=True)
     assert found.comparison.not_finite is None
     assert found.comparison.reference_not_finite.startswith("nan in the fp32 result of aten.log")
-    assert "fp32 itself is not finite" in str(found)
+    assert "fp32 itself is not finite" in found.to_text(every=True)
 
 
 def test_a_comparison_is_the_short_form_of_nc_compare():
@@ -251,7 +251,7 @@ def test_a_comparison_is_the_short_form_of_nc_compare():
     data = short.data()
     assert [row["id"] for row in data["worst"]] == [str(row.id) for row in short.worst]
     assert (data["verdict"], data["band"], data["runs"]) == ("round-off", whole.band, 6)
-    text = " ".join(str(nc.explain(model, x, dtype="bf16", run=True)).split())
+    text = " ".join(nc.explain(model, x, dtype="bf16", run=True).to_text(every=True).split())
     assert "against fp32: round-off; the calls that add the largest errors" in text and "round-off" in text
 
 
@@ -265,7 +265,7 @@ def test_a_fault_is_said_in_the_short_form():
 
     found = nc.explain(shaky, torch.randn(4, 32), dtype="bf16", run=True)
     assert found.comparison.worst[0].verdict == "fault" and found.comparison.differences.verdict == "fault"
-    text = " ".join(str(found).split())
+    text = " ".join(found.to_text(every=True).split())
     assert "against fp32: fault;" in text and "its argument eps is 0.5, 1e-05 in the reference" in text
 
 

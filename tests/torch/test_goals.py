@@ -88,7 +88,7 @@ def test_explain_says_what_a_goal_chose_and_why(prefer):
     assert {k.reason for k in kinds} == {
         "goal fast: fp32 costs least here, with the casts around it; the policy says lower"
     }
-    text = " ".join(str(found).split())
+    text = " ".join(found.to_text(every=True).split())
     assert "every call runs high; results keep the formats that the policy gives them" in text
     assert not any(cast.reason == "" for cast in found.ledger.casts)
 
@@ -108,7 +108,8 @@ def test_what_saves_memory_and_takes_far_longer_needs_a_word(prefer):
     peaks = [{c.name: c.peak.bytes for c in graph.candidates} for graph in (held, free)]
     assert peaks[1][free.chosen] == min(peaks[1].values()) < peaks[0][held.chosen]
     assert held.placement.cost < free.placement.cost
-    text = " ".join(str(nc.explain(model, x, dtype=BF16, front_end="compile", goal="memory", backend="eager")).split())
+    found = nc.explain(model, x, dtype=BF16, front_end="compile", goal="memory", backend="eager")
+    text = " ".join(found.to_text(every=True).split())
     assert "predicted to hold at most" in text and "kept for the backward" in text
     assert re.search(r"Measured: one call of the compiled model \(forward and backward\) holds [\d.]+ MiB", text)
     assert "gap" not in text
@@ -408,7 +409,7 @@ def test_an_explanation_shows_what_each_call_may_cost():
     with torch.no_grad():
         found = nc.explain(model, x, dtype=BF16, front_end="compile", goal="fast", backend="aot_eager")
         exported = nc.explain(model, x, dtype=BF16, front_end="export", backend="eager", goal=nc.fast(verify=False))
-    text = str(found)
+    text = found.to_text(every=True)
     for words in (
         "goal fast: candidates",
         "predicted ms",

@@ -1,132 +1,141 @@
-"""Traces of ops that cast inside."""
+"""Traces of runs and of graphs, and node data for Model Explorer."""
+
+import json
 
 import pytest
 import torch
-from torch import nn
 
 import narrowcast as nc
-
-pytestmark = pytest.mark.filterwarnings("ignore")
-BF16 = torch.bfloat16
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer, and a linear one that reads what it gives."""
-
-    def __init__(self, kind, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.last = kind(16, 16, **options), nn.LazyLinear(4)
-
-    def forward(self, x):
-        return self.last(self.layer(x)[0])
+from narrowcast.errors import RegionError, RunError
+from narrowcast.ledger.identity import CallId
+from narrowcast.report.run import Run
+from narrowcast.report.trace import TimedCall, trace_text
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Recurrent(nn.LSTM),
-        Recurrent(nn.LSTM, num_layers=2, bidirectional=True),
-        Recurrent(nn.RNN),
-        Recurrent(nn.RNN, nonlinearity="relu"),
-        lambda x: torch.einsum("bij,bjk->bik", x, x),
-    ],
-    ids=["lstm", "two ways", "rnn_tanh", "rnn_relu", "einsum"],
-)
-@pytest.mark.parametrize("policy", ["native", "safe"])
-def test_a_trace_casts_what_casts_inside(model, policy):
-    """Torch records a composite op without the casts that eager autocast makes in it; the trace has them before it."""
-    x = torch.randn(4, 16, 16)
-    policy = nc.Policy.native().repairing() if policy == "native" else policy  # not every cpu has a bf16 LSTM
-    with nc.autocast("cpu", BF16, policy=policy):
-        expected = model(x)
-    assert torch.equal(nc.trace(model, x, dtype=BF16, policy=policy)(x), expected)
-
-
-def test_a_trace_asks_the_policy_about_a_composite_op():
-    """A rule about the op, or about what it calls, holds; so does a region that is off."""
-    model, x = Recurrent(nn.RNN).eval(), torch.randn(4, 16, 16)
-    model(x)
-    for rule in (nc.Rule("aten.rnn_tanh", "full"), nc.Rule("aten.linear", "full")):
-        policy = nc.Policy.native("cpu").with_rules(rule)
-        with nc.autocast("cpu", BF16, policy=policy):
-            expected = model(x)
-        assert torch.equal(nc.trace(model, x, dtype=BF16, policy=policy)(x), expected)
-    assert torch.equal(nc.trace(model, x, region=nc.autocast("cpu", BF16, enabled=False))(x), model(x))
-
-
-class Convolution(nn.Module):
-    """A convolution, and something that no list names."""
-
-    def __init__(self, kind, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = kind(4, 4, 3, **options)
-
-    def forward(self, x):
-        return torch.relu(self.layer(x))
-
-
-class InARegion(nn.Module):
-    """Calls a trace in a region."""
-
-    def __init__(self, trace):
-        super().__init__()
-        self.trace = trace
-
-    def forward(self, x: torch.Tensor):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.trace(x)
-
-
-CONVOLUTIONS = [
-    (kind, options)
-    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    for options in ({}, {"bias": False, "groups": 2}, {"padding": "same"})
-    if "Transpose" not in kind.__name__ or "padding" not in options
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), CONVOLUTIONS, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
-def test_a_traced_convolution_is_the_one_that_was_called(kind, options):
-    """torch.jit.trace writes every convolution as `aten::_convolution`: rules about the one it stands for hold."""
-    model = Convolution(kind, **options)
-    x = torch.randn(2, 4, *[6] * (int(kind.__name__[-2])))
-    plain, ours = torch.jit.trace(model, x), nc.trace(model, x)
-    rule = nc.Rule(f"aten.{'conv_transpose' if 'Transpose' in kind.__name__ else 'conv'}{kind.__name__[-2:]}", "full")
-    with nc.autocast("cpu", BF16):
-        expected, in_a_region = model(x), ours(x)
-    assert expected.dtype is BF16
-    for made in (nc.convert(plain, dtype=BF16), nc.script(InARegion(plain)), nc.script(InARegion(ours))):
-        assert torch.equal(made(x), expected) and made(x).dtype is BF16
-    assert torch.equal(in_a_region, expected)
-    assert nc.convert(plain, dtype=BF16, policy=nc.Policy.native().with_rules(rule))(x).dtype is torch.float32
-
-
-class RegionInside(nn.Module):
-    """A region of ours, under a policy, around one layer; the other is open to the caller."""
-
+class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
 
     def forward(self, x):
-        with nc.autocast("cpu", torch.float16, policy="safe"):
-            y = self.a(x)
-        return y, self.b(x)
+        return self.norm(x + torch.relu(self.linear(x)))
 
 
-def test_a_region_of_ours_inside_traced_code_is_marked():
-    """As torch's own: a script that calls the trace casts what that left open, and nothing else."""
-    model, x = RegionInside(), torch.randn(2, 4)
-    traced = nc.trace(model, x)
-    assert [y.dtype for y in traced(x)] == [torch.float16, torch.float32]
-    with nc.autocast("cpu", BF16):
-        expected = model(x)
-        assert all(torch.equal(a, b) for a, b in zip(traced(x), expected, strict=True))
-    scripted = nc.script(InARegion(traced))
-    assert all(torch.equal(a, b) for a, b in zip(scripted(x), expected, strict=True))
-    with nc.record():
-        again = nc.trace(model, x)
-    assert str(again.graph).count("prim::Enter") == str(traced.graph).count("prim::Enter")
+def subject():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(8, 4)).eval()
+    return nc.Subject(model, (torch.randn(4, 8),), name="two blocks")
+
+
+def checked(text):
+    """The slices of a trace, which is what its format asks: complete events on one track, each inside another or
+    beside it.
+    """
+    data = json.loads(text)
+    assert data["displayTimeUnit"] in ("ms", "ns") and isinstance(data["otherData"], dict)
+    metadata = [event for event in data["traceEvents"] if event["ph"] == "M"]
+    assert {event["name"] for event in metadata} == {"process_name", "thread_name"}
+    assert all(isinstance(event["args"]["name"], str) for event in metadata)
+    slices = [event for event in data["traceEvents"] if event["ph"] != "M"]
+    around = []
+    last = 0.0
+    for event in slices:
+        assert event["ph"] == "X" and isinstance(event["name"], str) and event["pid"] == event["tid"] == 1, event
+        assert event["ts"] >= last and event["dur"] >= 0 and isinstance(event["args"], dict), event
+        last, end = event["ts"], event["ts"] + event["dur"]
+        while around and event["ts"] >= around[-1] - 1e-6 and not (event["dur"] == 0 and event["ts"] <= around[-1]):
+            around.pop()
+        assert not around or end <= around[-1] + 1e-6, event
+        around.append(end)
+    return slices
+
+
+def test_a_trace_that_is_none_is_told():
+    """Slices that overlap, and those that go back in time."""
+    event = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "args": {"name": "x"}}
+    head = [{"ph": "M", "name": name, "args": {"name": "x"}} for name in ("process_name", "thread_name")]
+    for times in (((0, 5), (3, 5)), ((4, 1), (0, 1)), ((0, -1),)):
+        events = [*head, *({**event, "ts": ts, "dur": dur} for ts, dur in times)]
+        with pytest.raises(AssertionError):
+            checked(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {}}))
+
+
+def test_modules_are_slices_around_their_calls_and_casts_are_slices_of_their_own():
+    """In nanoseconds; a module that is called again is another slice."""
+    linear = CallId("encoder.layer.0.query", "aten.linear.default")
+    call = TimedCall(linear, "fp32", "bf16", "m.py", 3, "lower", "fast", 900, "measured", (("fp32", "bf16", 100),))
+    again = TimedCall(CallId("encoder.layer.0.query", "aten.linear.default", turn=2), "", "", "", 0, "", "", 50, "x")
+    slices = checked(trace_text("m", [call, again]))
+    found = [(event["name"], event["ts"], event["dur"]) for event in slices]
+    assert found == [
+        ("m", 0.0, 0.95), ("encoder", 0.0, 0.9), ("layer.0", 0.0, 0.9), ("query", 0.0, 0.9),
+        ("cast fp32 -> bf16", 0.0, 0.1), ("linear bf16", 0.1, 0.8),
+        ("encoder", 0.9, 0.05), ("layer.0", 0.9, 0.05), ("query", 0.9, 0.05), ("linear", 0.9, 0.05),
+    ]  # fmt: skip
+    assert slices[4]["cname"] != slices[5]["cname"] and slices[5]["args"]["line"] == "m.py:3"
+
+
+def test_a_run_has_measured_times_if_they_were_asked_for(tmp_path):
+    """Of each call and of the casts of its arguments; a file keeps them."""
+    model, x = subject().model, subject().args[0]
+    run = nc.capture(model, (x,), dtype="bf16", backward=True, times=True)
+    assert len(run.elapsed_ns) == len(run.calls) and min(run.elapsed_ns) > 0
+    slices = checked(run.to_trace())
+    casts = [event for event in slices if event["cat"] == "cast"]
+    forward = [event for event in casts if "backward" not in event["args"]["call"]]
+    assert {event["name"] for event in forward} == {"cast fp32 -> bf16"} and len(forward) == 9
+    assert {event["name"] for event in slices if event["cat"] == "forward"} >= {"linear bf16", "native_layer_norm fp32"}
+    assert {event["args"]["time"] for event in slices if event["cat"] != "module"} == {"measured"}
+    assert Run.load(run.save(tmp_path / "run")).to_trace() == run.to_trace()
+    plain = nc.capture(model, (x,), dtype="bf16")
+    assert "elapsed_ns" not in plain.to_json()
+    with pytest.raises(RunError, match="they were not timed"):
+        plain.to_trace()
+
+
+def test_an_explanation_has_measured_times_of_eager_code_and_predicted_ones_of_graphs():
+    """And none without asking, or for a device that is not here."""
+    with torch.no_grad():
+        eager = nc.explain(subject(), dtype="bf16", times=True)
+        exported = nc.explain(subject(), dtype="bf16", times=True, front_end="export")
+        plain = nc.explain(subject(), dtype="bf16")
+        with pytest.raises(RegionError, match="the model is on cpu"):
+            nc.explain(subject(), device_type="cuda", times=True)
+    for found, how in ((eager, "measured"), (exported, "predicted")):
+        slices = [event for event in checked(found.to_trace()) if event["cat"] != "module"]
+        assert all(event["args"]["time"].startswith(how) for event in slices)
+        assert sum(event["name"] == "linear bf16" for event in slices) == 3
+        assert sum(event["name"] == "cast fp32 -> bf16" for event in slices) == 9
+    with pytest.raises(RunError, match="no times were asked for"):
+        plain.to_trace()
+
+
+def test_model_explorer_s_node_data_name_the_nodes_of_the_saved_program(tmp_path):
+    """Its adapter makes one graph, `graph`, whose nodes have the names of the loaded program's."""
+    with torch.no_grad():
+        found = nc.explain(subject(), dtype="bf16", front_end="export", run=True, times=True).to_model_explorer()
+        torch.export.save(nc.export(*subject_of_export(), dtype="bf16"), tmp_path / "model.pt2")
+    names = {node.name: node for node in torch.export.load(tmp_path / "model.pt2").graph_module.graph.nodes}
+    assert list(found) == ["formats", "errors", "costs"]
+    data = {name: json.loads(text)["graph"] for name, text in found.items()}
+    for each in data.values():
+        assert each["results"] and set(each["results"]) <= set(names)
+    formats = {name: row["value"] for name, row in data["formats"]["results"].items()}
+    linears = [name for name, node in names.items() if node.target is torch.ops.aten.linear.default]
+    casts = [name for name, node in names.items() if node.target is torch.ops.aten._to_copy.default]
+    assert len(linears) == 3 and {formats[name] for name in linears} == {"bf16"}
+    assert len(casts) == 9 and {formats[name] for name in casts} == {"fp32 -> bf16"}
+    assert all(isinstance(row["value"], float) for key in ("errors", "costs") for row in data[key]["results"].values())
+    assert set(linears) <= set(data["errors"]["results"]) and set(casts) <= set(data["costs"]["results"])
+    assert [item["stop"] for item in data["costs"]["gradient"]] == [0, 1]
+
+
+def subject_of_export():
+    made = subject()
+    return made.model, made.args
+
+
+@pytest.mark.parametrize("asked", [{}, {"front_end": "export", "goal": nc.fast(verify=False)}])
+def test_what_is_no_exported_program_has_no_node_data(asked):
+    with torch.no_grad(), pytest.raises(RunError, match="no node of an exported program"):
+        nc.explain(subject(), dtype="bf16", **asked).to_model_explorer()

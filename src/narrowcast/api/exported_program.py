@@ -65,7 +65,9 @@ def explicit_program(program: ExportedProgram, fold: bool = False) -> tuple[Expo
     report = report_graph(first_site(graph))
     note_reading(report, explicit.reading)
     report.after, report.edits = explicit.outcome.program, explicit.outcome.edits
-    return finish_program(program, explicit.graph, fold), explicit
+    finished = finish_program(program, explicit.graph, fold)
+    report.names = {number: node.name for number, node in explicit.nodes.items()}
+    return finished, explicit
 
 
 _TARGET = "narrowcast_target"

@@ -9,9 +9,11 @@ import torch
 import typer
 
 from narrowcast.cli.runs import DtypeOption, JsonOption, Target
-from narrowcast.cli.target import check_folder, load_subject
+from narrowcast.cli.target import AllOption, check_folder, load_subject
+from narrowcast.output.console import print_text
 from narrowcast.output.files import is_there, replace_text
-from narrowcast.report.snapshot_changes import check_text
+from narrowcast.output.screen import columns, shortened
+from narrowcast.report.snapshot_changes import check_screen, check_text
 from narrowcast.report.snapshot_text import load_snapshots
 from narrowcast.testing.formats import check_formats
 
@@ -26,6 +28,7 @@ def check_command(
     torch_versions: Annotated[str, typer.Option(help="For which --update writes: '>=2.11,<2.16'.")] = "",
     new_casts: Annotated[bool, typer.Option("--new-casts", help="Only casts that were not there are changes.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Write the file anew.")] = False,
+    every: AllOption = False,
     json_file: JsonOption = None,
 ) -> None:
     """Hold the formats of TARGET's calls against a file; 1 if a call is not as it was, 2 if that cannot be said."""
@@ -45,6 +48,9 @@ def check_command(
     else:
         if json_file is not None:
             replace_text(json_file, found.to_json(indent=1) + "\n")
-        typer.echo(f"wrote {snapshot}: {len(found.now.calls)} calls" if update else check_text(found))
+        if update:
+            print_text(shortened(f"wrote {snapshot}: {len(found.now.calls)} calls", columns()))
+        else:
+            print_text(check_text(found, None) if every else check_screen(found, columns()))
     if not found.is_same:
         raise typer.Exit(1)

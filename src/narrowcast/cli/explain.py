@@ -8,14 +8,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from narrowcast.cli.target import check_folder, load_subject, write_page
+from narrowcast.api.export import export
+from narrowcast.cli.target import AllOption, TraceOption, check_folder, load_subject, write_page, write_trace
 from narrowcast.errors import GoalError, TargetError
 from narrowcast.explaining.explain import explain
 from narrowcast.goals import FAST, MEMORY, Goal, fast, memory
-from narrowcast.output.console import print_all, terminal
+from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.files import replace_text
-from narrowcast.report.explain_text import explanation_parts
+from narrowcast.output.screen import columns
+from narrowcast.report.explain_text import Explanation, explanation_parts
 from narrowcast.report.graph_text import program_parts
+from narrowcast.runs.subject import Subject
 
 
 def explain_command(
@@ -33,13 +36,21 @@ def explain_command(
     slowdown_limit: Annotated[float | None, typer.Option(help="Of memory: times the fastest formats' time.")] = None,
     backend: Annotated[str, typer.Option(help="Compiler of a goal's candidates: inductor, eager.")] = "inductor",
     show: Annotated[str, typer.Option(help="'program': print the programs of the graphs, too.")] = "",
-    every_cast: Annotated[bool, typer.Option("--casts", help="List every cast, not only the largest.")] = False,
+    every: AllOption = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page there that shows it all.")] = None,
+    trace: TraceOption = None,
+    model_explorer: Annotated[Path | None, typer.Option(help="A folder for Model Explorer: with export.")] = None,
 ) -> None:
     """Run TARGET's model under a policy; show in which format every op computes, every cast, and what it costs."""
     check_folder("--json", json_file)
     check_folder("--html", html)
+    check_folder("--trace", trace)
+    check_folder("--model-explorer", model_explorer)
+    if model_explorer is not None and (front_end != "export" or goal != "exact" or device_type is not None):
+        found = f"front end {front_end}, goal {goal}, device type {device_type or 'of the model'}"
+        advice = "Write --front-end export, without a goal and a device type."
+        raise TargetError(f"--model-explorer {model_explorer}", found, advice=advice)
     if show not in ("", "program"):
         raise TargetError(f"--show {show}", "no such thing to show", advice="Write --show program.")
     said = {
@@ -51,17 +62,37 @@ def explain_command(
     with torch.no_grad():
         explanation = explain(
             subject, policy=policy, dtype=dtype, device_type=device_type, run=run, real=real, front_end=front_end,
-            goal=wanted, backend=backend,
+            goal=wanted, backend=backend, times=trace is not None or model_explorer is not None,
         )  # fmt: skip
+        if model_explorer is not None:
+            _write_model_explorer(explanation, _exported(subject, policy, dtype), model_explorer)
+    write_trace(explanation, trace)
     write_page(explanation, html)
     if json_file is not None and str(json_file) == "-":
         typer.echo(explanation.to_json())
         return
     if json_file is not None:
         replace_text(json_file, explanation.to_json() + "\n")
-    print_all(terminal(), explanation_parts(explanation, every_cast))
+    if every:
+        print_all(terminal(), explanation_parts(explanation))
+    else:
+        print_text(explanation.to_text(width=columns()))
     if show:
         print_all(terminal(), program_parts(explanation))
+
+
+def _exported(subject: Subject, policy: str, dtype: str | None) -> torch.export.ExportedProgram:
+    """The program whose nodes the explanation names: the same that the front end has made of a copy."""
+    model: Any = subject.model
+    return export(model, subject.args, dict(subject.kwargs), policy=policy, dtype=dtype)
+
+
+def _write_model_explorer(explanation: Explanation, program: torch.export.ExportedProgram, folder: Path) -> None:
+    """The program, and a file of node data for each thing that is known of its nodes."""
+    folder.mkdir(exist_ok=True)
+    for name, text in explanation.to_model_explorer().items():
+        replace_text(folder / f"{name}.json", text + "\n")
+    torch.export.save(program, folder / "model.pt2")
 
 
 _BELONGS = {FAST: ("profile", "memory_limit_bytes", "verify"), MEMORY: ("profile", "slowdown_limit")}

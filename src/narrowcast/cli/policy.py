@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from narrowcast.cli.target import AllOption
 from narrowcast.errors import PolicyError
+from narrowcast.output.console import print_text
+from narrowcast.output.screen import Part, columns, first_screen, wrapped
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
 from narrowcast.torch_bridge import check_ops
 
@@ -16,43 +21,60 @@ Device = Annotated[str | None, typer.Option(help="Resolve the built-in layers fo
 
 
 @policy_app.command()
-def show(policy: PolicyName, device_type: Device = None) -> None:
+def show(policy: PolicyName, device_type: Device = None, every: AllOption = False) -> None:
     """The rules of a policy, in the order in which they win."""
     found = _resolved(policy, device_type)
     settings = ", ".join(f"{key} {value}" for key, value in _settings(found).items())
-    typer.echo(f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}")
+    head = f"{found.name} ({found.digest[:8]}), {len(found.rules)} rules, {settings}"
+    rules: list[list[str]] = []
     for layer in reversed(found.layers):
         reason = None
         for rule in layer:
             if (rule.reason, rule.source) != reason:
                 reason = (rule.reason, rule.source)
-                typer.echo(f"\n# {rule.reason or 'no reason given'} ({rule.source or 'no source given'})")
-            typer.echo(f"{rule}" + (f"    {rule.origin}" if rule.origin else ""))
+                rules.append(["", f"# {rule.reason or 'no reason given'} ({rule.source or 'no source given'})"])
+            rules[-1].append(f"{rule}" + (f"    {rule.origin}" if rule.origin else ""))
+    actions = Counter(str(rule.action) for rule in found.rules)
+    counts = "actions: " + ", ".join(f"{action} {number}" for action, number in actions.most_common())
+    _print_rows([head, *([counts] if actions else [])], rules, every)
 
 
 @policy_app.command()
-def check(policy: PolicyName) -> None:
+def check(policy: PolicyName, every: AllOption = False) -> None:
     """Load a policy and lint it; exit code 2 if it does not load, 1 if lint finds something."""
     found = as_policy(policy)
     check_ops(found)
     findings = lint_policy(found)
-    for finding in findings:
-        typer.echo(str(finding))
-    typer.echo(f"{found.name}: {len(found.rules)} rules, {len(findings)} findings, digest {found.digest}")
+    verdict = f"{found.name}: {len(found.rules)} rules, {len(findings)} findings, digest {found.digest}"
+    _print_rows([], [str(finding).split("\n") for finding in findings], every, [verdict])
     if findings:
         raise typer.Exit(1)
 
 
 @policy_app.command()
-def diff(before: PolicyName, after: PolicyName, device_type: Device = None) -> None:
+def diff(before: PolicyName, after: PolicyName, device_type: Device = None, every: AllOption = False) -> None:
     """What changes from one policy to another, rule by rule."""
     old, new = _resolved(before, device_type), _resolved(after, device_type)
     changes = old.diff(new)
-    for change in changes:
-        typer.echo(str(change))
     pairs = zip(_settings(old).items(), _settings(new).values(), strict=True)
     settings = "".join(f"; {key} {a} -> {b}" for (key, a), b in pairs if a != b)
-    typer.echo(f"{old.name} -> {new.name}: {len(changes)} rules differ{settings}")
+    verdict = f"{old.name} -> {new.name}: {len(changes)} rules differ{settings}"
+    _print_rows([], [[str(change)] for change in changes], every, [verdict])
+
+
+def _print_rows(head: list[str], rows: list[list[str]], every: bool, tail: Sequence[str] = ()) -> None:
+    """Head, rows and tail; or as many of the rows as the first screen has room for."""
+
+    def whole() -> str:
+        return "\n".join([*head, *(line for row in rows for line in row), *tail])
+
+    width = columns()
+    if every:
+        print_text(whole())
+        return
+    lines = [[line for said in part for line in wrapped(said, width=width)] for part in (head, list(tail))]
+    middle = Part([line for row in rows for said in row for line in wrapped(said, "#   ", width) or [""]], rank=1)
+    print_text(first_screen([Part(lines[0]), middle, Part(lines[1])], whole, width))
 
 
 def _settings(policy: Policy) -> dict[str, str]:

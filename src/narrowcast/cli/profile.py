@@ -9,13 +9,15 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from narrowcast.cli.target import AllOption
 from narrowcast.errors import Origin, ProfileError
-from narrowcast.output.console import print_all, terminal
+from narrowcast.output.console import print_all, print_text, terminal
+from narrowcast.output.screen import LINES, Part, columns, first_screen, shortened, wrapped
 from narrowcast.profiles.abilities import capabilities
 from narrowcast.profiles.device import device_now, is_here
 from narrowcast.profiles.measure import machine_load, measure
 from narrowcast.profiles.profile import Profile, load_profile, profile_path
-from narrowcast.profiles.show import comparison_parts, plot_profile, profile_parts
+from narrowcast.profiles.show import comparison_parts, comparison_screen, plot_profile, profile_parts, profile_screen
 from narrowcast.profiles.sweep import sweep
 
 profile_app = typer.Typer(help="Measure what ops cost on a device; show and compare profiles.")
@@ -58,36 +60,45 @@ def measure_command(
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
     took = f"{time.perf_counter() - start:.1f} s"
-    typer.echo(f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}")
+    said = [f"{count} calls measured in {took}; {wanted - missing} of {wanted} are known now: {path}"]
     if missing:
-        typer.echo(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
+        said.append(f"{missing} are left to interpolation: there was no more time, or the device does not know them.")
+    print_text(first_screen([Part([line for one in said for line in wrapped(one, width=columns())])], width=columns()))
 
 
 @profile_app.command()
 def show(
     file: ProfileFile = None,
     device_type: DeviceType = "cpu",
-    every: Annotated[bool, typer.Option("--all", help="List every call.")] = False,
+    every: AllOption = False,
     plot: Annotated[Path | None, typer.Option(help="Also write a plot there (.png, .svg, .pdf).")] = None,
 ) -> None:
     """A profile as tables: which format wins, by how much, and how sure that is."""
     profile = _profile(file, device_type)
-    print_all(terminal(), profile_parts(profile, every))
     if plot is not None:
         if not plot.parent.is_dir() or plot.is_dir() or not plot.suffix:
             found = "its folder does not exist" if not plot.parent.is_dir() else "that names no file with an ending"
             raise ProfileError(f"--plot {plot}", found, advice="Name a file in a folder that is there: costs.png.")
         plot_profile(profile, plot)
-        typer.echo(f"plot written to {plot}")
+    if every:
+        print_all(terminal(), profile_parts(profile))
+    else:
+        print_text(profile_screen(profile, columns(), LINES - (plot is not None)))
+    if plot is not None:
+        print_text(shortened(f"plot written to {plot}", columns()))
 
 
 @profile_app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="A profile's file.")], second: ProfileFile = None,
-    device_type: DeviceType = "cpu",
+    device_type: DeviceType = "cpu", every: AllOption = False,
 ) -> None:  # fmt: skip
     """Two profiles side by side, on the calls that both have."""
-    print_all(terminal(), comparison_parts(Profile.read(first), _profile(second, device_type)))
+    a, b = Profile.read(first), _profile(second, device_type)
+    if every:
+        print_all(terminal(), comparison_parts(a, b))
+    else:
+        print_text(comparison_screen(a, b, columns()))
 
 
 @profile_app.command()

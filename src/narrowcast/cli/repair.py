@@ -10,7 +10,6 @@ import torch
 import typer
 
 from narrowcast.cli.runs import (
-    AllOption,
     BackwardOption,
     DeviceOption,
     DtypeOption,
@@ -18,11 +17,11 @@ from narrowcast.cli.runs import (
     Target,
     show,
 )
-from narrowcast.cli.target import check_folder, load_subject
+from narrowcast.cli.target import AllOption, check_folder, load_subject
 from narrowcast.errors import Origin, TargetError
 from narrowcast.mending.repair import repair
 from narrowcast.policy import Policy
-from narrowcast.report.repair import Repair, repair_text
+from narrowcast.report.repair import Repair
 
 
 def repair_command(
@@ -51,9 +50,7 @@ def repair_command(
             subject, policy=asked, dtype=dtype, device_type=device_type, backward=backward, budget=budget,
             better="lower" if lower else "higher", tolerance=tolerance,
         )  # fmt: skip
-    show(found, repair_text(found, every_row), json_file)
-    if output is not None:
-        typer.echo(_write(found, output), err=str(json_file) == "-")
+    show(found, every_row, json_file, notices=[_write(found, output)] if output is not None else [])
     if not found.is_clean:
         raise typer.Exit(1)
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from narrowcast.cli.target import check_folder, load_subject, write_page
+from narrowcast.cli.target import AllOption, TraceOption, check_folder, load_subject, write_page, write_trace
 from narrowcast.errors import NotFiniteError, Origin, TargetError
+from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
-from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
+from narrowcast.output.screen import LINES, columns, shortened
+from narrowcast.report.differences import FAULT, NOT_FINITE
 from narrowcast.report.fit import fit
-from narrowcast.report.repair import Repair, repair_text
-from narrowcast.report.run import Run, run_text
-from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER, RunDifferences, run_differences_text
+from narrowcast.report.run import Run
+from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER
 from narrowcast.report.saved import load_saved
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
@@ -30,7 +32,6 @@ PolicyOption = Annotated[str | None, typer.Option(help="native, safe, ipex, nati
 DtypeOption = Annotated[str | None, typer.Option(help="Low format, bf16 or fp16, if not the default one.")]
 DeviceOption = Annotated[str | None, typer.Option(help="Whose lists hold, if not the model's own.")]
 BackwardOption = Annotated[bool, typer.Option("--backward", help="Differentiate, too.")]
-AllOption = Annotated[bool, typer.Option("--all", help="Every call, not only the first screen.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a page there that shows it all.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write JSON there ('-': to the terminal).")]
 
@@ -47,20 +48,23 @@ def capture_command(
     tensors: Annotated[Path | None, typer.Option(help="A folder to write the tensors themselves into.")] = None,
     every_call: AllOption = False,
     html: HtmlOption = None,
+    trace: TraceOption = None,
 ) -> None:
     """Run TARGET's model and save what each call computes: formats, ranges, statistics, places."""
     check_folder("--output", output)
     check_folder("--html", html)
+    check_folder("--trace", trace)
     subject = load_subject(target)
     with torch.set_grad_enabled(backward):
         run = capture(
             subject, policy=policy, dtype=dtype, device_type=device_type, backward=backward, statistics=statistics,
-            checksums=checksums, tensors=tensors,
+            checksums=checksums, tensors=tensors, times=trace is not None,
         )  # fmt: skip
     saved = run.save(output)
-    typer.echo(run_text(run, every_call))
     write_page(run, html)
-    typer.echo(f"saved in {saved} ({saved.stat().st_size / 1024:.0f} KiB); narrowcast report shows it again")
+    write_trace(run, trace)
+    kept = f"saved in {saved} ({saved.stat().st_size / 1024:.0f} KiB); narrowcast report shows it again"
+    show(run, every_call, notices=[kept])
 
 
 def compare_command(
@@ -97,7 +101,7 @@ def compare_command(
             backward=backward, isolate=isolate,
         )  # fmt: skip
     found.subject = subject.name
-    show(found, differences_text(found, every_call), json_file, html)
+    show(found, every_call, json_file, html)
     if found.verdict in (FAULT, NOT_FINITE):
         raise typer.Exit(1)
 
@@ -110,9 +114,8 @@ def _compare_saved(
     found = compare_runs(a, b, mapping=mapping if is_there else None)
     if mapping is not None and not is_there:
         found.mapping.save(mapping)
-    show(found, run_differences_text(found, every_call), json_file, html)
-    if mapping is not None and str(json_file) != "-":
-        typer.echo(f"{'read' if is_there else 'wrote'} {mapping}: mend it, and give it again")
+    kept = [f"{'read' if is_there else 'wrote'} {mapping}: mend it, and give it again"] if mapping is not None else []
+    show(found, every_call, json_file, html, kept)
     if found.verdict in (VALUES_DIFFER, NOT_COMPARED):
         raise typer.Exit(1)
 
@@ -125,6 +128,7 @@ def watch_command(
     every: Annotated[int, typer.Option(help="Look at gradients each so many steps.")] = 1,
     log: Annotated[Path | None, typer.Option(help="A file of JSON lines, one for each finding and look.")] = None,
     save: Annotated[Path | None, typer.Option(help="A folder for the first finding as a script of its own.")] = None,
+    every_finding: AllOption = False,
     json_file: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
@@ -147,7 +151,7 @@ def watch_command(
             typer.echo(f"the script left with {error.code}", err=True)
     finally:
         sys.argv, sys.path[:] = before, path
-        show(watching.found, str(watching.found), json_file, html)
+        show(watching.found, every_finding, json_file, html, room=LINES - (save is not None))
     first = watching.found.first
     if first is not None and save is not None:
         typer.echo(f"python {first.save(save)} runs that call alone")
@@ -161,6 +165,7 @@ def fit_command(
     backward: BackwardOption = False,
     format: Annotated[str, typer.Option(help="The low format of the policy: fp16 or bf16.")] = "fp16",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy there (.toml).")] = None,
+    every: AllOption = False,
     json_file: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
@@ -174,40 +179,48 @@ def fit_command(
         with torch.set_grad_enabled(backward):
             run = capture(load_subject(target), backward=backward, statistics="whole")
     found = fit(run, tolerance)
-    show(found, str(found), json_file, html)
+    notices = []
     if output is not None:
         policy = found.policy(format, output.stem)
         save_result(output, "a policy", policy.to_toml())
-        typer.echo(f"wrote {output}: {len(policy.rules)} rules keep in fp32 what does not fit {format}")
+        notices = [f"wrote {output}: {len(policy.rules)} rules keep in fp32 what does not fit {format}"]
+    show(found, every, json_file, html, notices)
 
 
 def report_command(
     saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit, repair or a ledger's save wrote.")],
     every_call: AllOption = False,
     html: HtmlOption = None,
+    trace: TraceOption = None,
 ) -> None:
     """Show a saved result again."""
     check_folder("--html", html)
+    check_folder("--trace", trace)
     found = load_saved(saved)
     write_page(found, html)
-    if isinstance(found, Run):
-        typer.echo(run_text(found, every_call))
-    elif isinstance(found, Differences):
-        typer.echo(differences_text(found, every_call))
-    elif isinstance(found, Repair):
-        typer.echo(repair_text(found, every_call))
-    elif isinstance(found, RunDifferences):
-        typer.echo(run_differences_text(found, every_call))
-    else:
-        typer.echo(str(found))
+    write_trace(found, trace)
+    show(found, every_call)
 
 
-def show(found: Any, text: str, json_file: Path | None, html: Path | None = None) -> None:
-    """The text, or its JSON in place of it or beside it; and the page."""
+def show(
+    found: Any,
+    every: bool,
+    json_file: Path | None = None,
+    html: Path | None = None,
+    notices: Sequence[str] = (),
+    room: int = LINES,
+) -> None:
+    """The first screen, or all of it; or its JSON in place of it or beside it; and the page. notices: what follows."""
     write_page(found, html)
-    if json_file is not None and str(json_file) == "-":
+    is_json = json_file is not None and str(json_file) == "-"
+    width = columns()
+    said = [shortened(notice, width) for notice in notices]
+    if is_json:
         typer.echo(found.to_json(indent=1))
+        for notice in said:
+            typer.echo(notice, err=True)
         return
     if json_file is not None:
         found.save(json_file)
-    typer.echo(text)
+    text = found.to_text(every=True) if every else found.to_text(width=width, lines=room - len(said))
+    print_text("\n".join([text.rstrip("\n"), *said]))

@@ -8,11 +8,19 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
+
+import typer
 
 from narrowcast.errors import Origin, TargetError
 from narrowcast.output.files import replace_text
 from narrowcast.page.shown import Shown
+from narrowcast.report.explanation import Explained
+from narrowcast.report.run import Run
 from narrowcast.runs.subject import Subject
+
+AllOption = Annotated[bool, typer.Option("--all", help="All of it, not only the first screen.")]
+TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a trace there, for Perfetto.")]
 
 _ADVICE = (
     "TARGET is a file (examples/minilm.py) or a dotted path (package.module), with `:function` for another name than "
@@ -56,6 +64,16 @@ def write_page(found: object, html: Path | None) -> None:
         what = type(found).__name__
         raise TargetError(f"--html {html}", f"there is no page of a {what} yet", advice="Omit --html; --all shows all.")
     replace_text(html, found.to_html())
+
+
+def write_trace(found: object, trace: Path | None) -> None:
+    """The trace of what was found, if one is asked for. TargetError for what has none."""
+    if trace is None:
+        return
+    if not isinstance(found, Run | Explained):
+        what = type(found).__name__
+        raise TargetError(f"--trace {trace}", f"a {what} has no calls with times", advice="Give a captured run.")
+    replace_text(trace, found.to_trace() + "\n")
 
 
 def _import(path: str, target: str) -> ModuleType:

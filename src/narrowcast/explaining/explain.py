@@ -16,6 +16,7 @@ from narrowcast.eager.asked import asked_region
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of
 from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
+from narrowcast.explaining.timing import predict_costs, timed_run
 from narrowcast.formats import Format
 from narrowcast.goals import Goal, as_goal
 from narrowcast.graphs.explicit import refuse_scripts
@@ -59,6 +60,7 @@ def explain(
     front_end: str = "eager",
     goal: str | Goal = "exact",
     backend: str = "inductor",
+    times: bool = False,
     **kwargs: Any,
 ) -> Explanation:
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
@@ -77,6 +79,8 @@ def explain(
 
     goal:   with the front ends compile and export, as for `narrowcast.compile`: which formats each call may have, what
             they cost, which was chosen, predicted against measured (`graphs[n].placement`).
+    times:  for `to_trace()`: of eager code two more runs for real, whose second is timed call by call; of graphs
+            (compile, export) what calls and casts take one by one, predicted by this device's profile.
     backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
 
     Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
@@ -94,7 +98,7 @@ def explain(
     own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
-    _check(front_end, device_type, own_device, run, stands_in)
+    _check(front_end, device_type, own_device, run or times, stands_in)
     if front_end in ("compile", "export"):
         refuse_scripts(f'explain(front_end="{front_end}")', subject.model)
     wanted = _goal(as_goal(goal), front_end)
@@ -111,6 +115,10 @@ def explain(
         ran = _Ran(graph_ledger(graphs), "nothing was run", "", graphs)
     else:
         ran = _run(subject, opened, device_type, stands_in, real, front_end, wanted, backend)
+    timed = None
+    if times and ran.failure is None:
+        predict_costs(ran.graphs, device_type)
+        timed = timed_run(subject, opened) if front_end == "eager" else None
     computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
     slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
     return Explanation(
@@ -128,6 +136,7 @@ def explain(
         differences=ran.differences,
         rules=chosen.rules,
         failure=ran.failure,
+        timed=timed,
     )
 
 

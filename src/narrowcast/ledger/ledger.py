@@ -12,6 +12,7 @@ from typing import Any
 from narrowcast.errors import LedgerError, Origin
 from narrowcast.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 from narrowcast.output.files import replace_text
+from narrowcast.output.screen import COLUMNS, LINES, PIPED
 from narrowcast.page.shown import Shown
 
 SCHEMA = "narrowcast.ledger/1"
@@ -210,9 +211,13 @@ class Ledger(Shown):
         return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
 
     def __str__(self) -> str:
-        from narrowcast.ledger.text import ledger_text
+        return self.to_text()
 
-        return ledger_text(self)
+    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
+        """The first screen, `lines` of `width` columns (80) at most; or, with every, each cast and refusal in 120."""
+        from narrowcast.ledger.text import ledger_screen, ledger_text
+
+        return ledger_text(self, width or PIPED) if every else ledger_screen(self, width or COLUMNS, lines)
 
     def __repr__(self) -> str:
         t = self.totals()

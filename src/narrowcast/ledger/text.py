@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.ledger.records import Advice, Cast, Refusal, Tally, Totals
-from narrowcast.output.console import as_text, in_bytes, short_file, table
+from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
+from narrowcast.output.screen import Part, first_screen, shortened
+from narrowcast.page.ledgers import ledger_page
+from narrowcast.page.overview import overview_parts
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
+LEAST_OF_PATH = 12
+"""So many letters of a module's path are shown, however narrow it is."""
+LINES_SHOWN = 25
 LINES = 1000
 """A ledger with more casts than these is printed by kind."""
 
@@ -30,11 +39,53 @@ class Recorded(Protocol):
     def kinds(self) -> Iterator[tuple[Cast, Tally]]:
         """Alike casts, with how many there were."""
 
+    def to_json(self) -> str:
+        """Its own schema."""
+
     def totals(self) -> Totals:
         """Sums over all."""
 
 
-def ledger_text(ledger: Recorded) -> str:
+def ledger_screen(ledger: Recorded, width: int, room: int) -> str:
+    """All of a short ledger; of a longer one sums, and the kinds of casts that move most."""
+    whole = ledger_text(ledger, width).strip("\n")
+    if whole.count("\n") < room:
+        return first_screen([Part(whole.split("\n"))], None, width, room)
+    page = ledger_page(json.loads(ledger.to_json()))
+    head = ", ".join(f"{name}: {value}" for name, value in page.facts)
+    parts = overview_parts(page, head, [cast_part(ledger.kinds(), width)], width)
+    return first_screen(parts, lambda: ledger_text(ledger), width, room)
+
+
+def cast_part(kinds: Iterable[tuple[Cast, Tally]], width: int) -> Part:
+    """Casts that are alike but for the number of their layer, those that move most first."""
+    groups: dict[tuple[str, ...], list[tuple[Cast, Tally]]] = {}
+    for c, tally in kinds:
+        key = (alike_module(c.module_path), c.op, c.argument, c.site, c.src, c.dst)
+        groups.setdefault(key, []).append((c, tally))
+    ordered = sorted(groups.values(), key=lambda alike: -sum(tally.moved_bytes for _, tally in alike))
+    lines = []
+    for alike in ordered[:LINES_SHOWN]:
+        c = alike[0][0]
+        path = alike_module(c.module_path) if len({one.module_path for one, _ in alike}) > 1 else c.module_path
+        moved, times = (sum(getattr(tally, name) for _, tally in alike) for name in ("moved_bytes", "calls"))
+        figures = f"{in_bytes(moved):>10} {times:>5}  {c.src} -> {c.dst}  "
+        rest = f" {short_op(c.op)} {c.argument}  {line_text(c)}"
+        lines.append(figures + shortened(path or "(root)", max(width - len(figures) - len(rest), LEAST_OF_PATH)) + rest)
+    return Part(["", f"{'bytes':>10} {'times':>5}  casts that move most", *lines] if lines else [], 3, 2, least=5)
+
+
+def alike_module(path: str) -> str:
+    """The path without the numbers of layers: modules that differ by these share a line."""
+    return _NUMBER.sub("*", path)
+
+
+def short_op(op: str) -> str:
+    """`linear` of `aten.linear.default`."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def ledger_text(ledger: Recorded, width: int = WIDTH) -> str:
     """All casts and refusals as plain text; of many casts each kind, those that move most."""
     count = ledger.cast_count
     if count <= LINES:
@@ -48,7 +99,8 @@ def ledger_text(ledger: Recorded) -> str:
             casts,
             *refusals(ledger),
             *advice_parts(ledger),
-        ]
+        ],
+        width,
     )
 
 
@@ -85,14 +137,13 @@ def kind_table(title: str, kinds: list[tuple[Kind, Tally]], most: int) -> Render
 
 
 def _cells(cast: Cast) -> tuple[str, str, str, str]:
-    op = f"{cast.op.removesuffix('.default')} {argument_text(cast)}"
+    op = f"{short_op(cast.op)} {argument_text(cast)}"
     return cast.module_path or "(root)", op, line_text(cast), f"{cast.src} -> {cast.dst}"
 
 
 def cast_table(title: str, casts: list[Cast]) -> RenderableType:
     """One line per cast."""
     made = table(title, "module", "op, argument", "line", "cast", ">bytes", "how", "rule")
-    made.columns[0].ratio, made.columns[1].ratio = 5, 4
     for c in casts:
         module, op, line, formats = _cells(c)
         moved = in_bytes(c.moved_bytes)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
-import shutil
+import re
 from pathlib import Path
+from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.highlighter import RegexHighlighter
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
+from rich.theme import Theme
 
-WIDTH = 120
+from narrowcast.output.screen import PIPED, columns
+
+WIDTH = PIPED
 
 
 def print_all(console: Console, renderables: list[RenderableType]) -> None:
@@ -20,34 +27,92 @@ def print_all(console: Console, renderables: list[RenderableType]) -> None:
 
 
 def terminal() -> Console:
-    """A console on standard output; where that is no terminal, tables are still `WIDTH` columns wide."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        return Console(width=max(WIDTH, shutil.get_terminal_size((WIDTH, 40)).columns), highlight=False)
-    return console
+    """A console on standard output; where nobody says how wide that is, tables have `WIDTH` columns."""
+    return Console(width=columns(), highlight=False)
 
 
-def as_text(renderables: list[RenderableType]) -> str:
+def print_text(text: str) -> None:
+    """Print a first screen: as it is, and on a terminal formats and verdicts in colour."""
+    console = Console(width=columns(), theme=_THEME, highlight=False)
+    console.print(_Colours()(text), soft_wrap=True)
+
+
+class _Colours(RegexHighlighter):
+    """Formats wherever they stand, and what is said in capitals at the beginning of a line."""
+
+    base_style = "narrowcast."
+    highlights = [  # noqa: RUF012 (as the base class has it)
+        r"\b(?P<high>fp32)\b",
+        r"\b(?P<low>bf16|fp16|e4m3fn|e5m2)\b",
+        r"(?m)^(?P<verdict>[A-Z][A-Z' -]{3,}):",
+    ]
+
+
+_THEME = Theme({"narrowcast.high": "green", "narrowcast.low": "yellow", "narrowcast.verdict": "bold"})
+
+
+def as_text(renderables: list[RenderableType], width: int = WIDTH) -> str:
     """The same as plain text."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     print_all(console, renderables)
     stream = console.file
     return stream.getvalue() if isinstance(stream, io.StringIO) else ""
 
 
+class Middle:
+    """A cell that never wraps: where it is too narrow, the middle is left out."""
+
+    def __init__(self, markup: str) -> None:
+        self.text = Text.from_markup(markup)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """From a few letters up to all."""
+        return Measurement(min(len(self.text), _LEAST), len(self.text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What there is room for."""
+        room = options.max_width
+        text = self.text
+        if len(text) > room:
+            begin = max(room - 3, 0) // 4
+            text = Text("...").join((text[:begin], text[len(text) - max(room - 3 - begin, 0) :]))[:room]
+        text.no_wrap, text.overflow = True, "crop"
+        yield text
+
+
+_LEAST = 8
+_WHOLE = ("op", "rule", "module", "call", "argument", "output", "where", "candidate", "at")
+"""Columns whose names hold one of these words: their cells are shortened in the middle, and never wrapped."""
+
+
+class OpenTable(Table):
+    """A table without a frame."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Add a row; names and places are shortened where they do not fit."""
+        names = [str(column.header) for column in self.columns]
+        made = [
+            Middle(cell) if isinstance(cell, str) and cell and _is_name(name) else cell
+            for name, cell in zip(names, cells, strict=False)
+        ]
+        super().add_row(*made, **options)
+
+
+def _is_name(column: str) -> bool:
+    return any(word in _WHOLE for word in re.split(r"\W+", column))
+
+
 def table(title: str, *columns: str) -> Table:
     """An open table; a column whose name starts with `>` is aligned to the right."""
-    made = Table(
+    made = OpenTable(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
     )
     for name in columns:
         right = name.startswith(">")
         made.add_column(
-            name.removeprefix(">"),
-            justify="right" if right else "left",
-            no_wrap=right or name in ("line", "cast", "came", "computes"),
-            overflow="fold",
-        )
+            name.removeprefix(">"), justify="right" if right else "left",
+            no_wrap=right or name in ("line", "cast", "came", "computes"), overflow="fold",
+        )  # fmt: skip
     return made
 
 

@@ -143,9 +143,7 @@ def _todos(data: Data, nodes: list[Node]) -> list[Todo]:
         found += error_todos(comparison["worst"])[:1]
     elif failure is None:
         what = "Run it for real: explain(..., run=True), or narrowcast explain --run"
-        found.append(
-            Todo(what, "this page says nothing of errors, time and memory: the model was not compared with fp32")
-        )
+        found.append(Todo(what, "nothing is known of errors, time and memory: the model was not compared with fp32"))
     return found
 
 

@@ -11,7 +11,8 @@ from rich.markup import escape
 
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.ops import FAMILIES
-from narrowcast.output.console import table
+from narrowcast.output.console import as_text, table
+from narrowcast.output.screen import LINES, Part, first_screen, wrapped
 from narrowcast.policy.capabilities import RAISES
 from narrowcast.profiles.profile import Profile, Sample
 
@@ -32,8 +33,43 @@ def rows_of(profile: Profile) -> dict[str, list[Row]]:
     return {f: sorted(rows[f], key=lambda row: next(iter(row[1].values())).elements) for f in ordered}
 
 
-def profile_parts(profile: Profile, every: bool = False) -> list[RenderableType]:
-    """The profile as tables: which formats win per family, and the calls, the largest first."""
+def profile_screen(profile: Profile, width: int, room: int = LINES) -> str:
+    """At most `room` lines of `width` columns: the device, and which formats win per family."""
+    head = [
+        f"{profile.device}",
+        f"units {', '.join(profile.device.units) or 'unknown'}; {len(profile.samples)} samples",
+    ]
+    raises = [f"{ability.op} in {ability.format}" for ability in profile.abilities.values() if ability.state == RAISES]
+    head += [f"it does not run: {', '.join(raises)}"] if raises else []
+    head += _winners(rows_of(profile))
+    lines = [line for said in head for line in wrapped(said, width=width)]
+    families = as_text([_families(rows_of(profile))], width).rstrip("\n").split("\n")
+    parts = [Part(lines, rank=2, least=3), Part(["", *(line for line in families if line.strip())], rank=1)]
+    return first_screen(parts, lambda: as_text(profile_parts(profile)).rstrip("\n"), width, room)
+
+
+def _winners(rows: dict[str, list[Row]]) -> list[str]:
+    """Of each low format: in which families it is faster, by the median over their calls, and where it is not."""
+    said = []
+    for low in ("bf16", "fp16"):
+        medians = {}
+        for family, calls in rows.items():
+            if found := [s[low].ns / s["fp32"].ns for _, s in calls if {low, "fp32"} <= set(s)]:
+                medians[family] = statistics.median(found)
+        faster, slower = ([f for f, m in medians.items() if (m < 1) == wins] for wins in (True, False))
+        if medians:
+            said.append(f"{low} is faster in: {', '.join(faster) or 'none'}; not in: {', '.join(slower) or 'none'}")
+    return said
+
+
+def comparison_screen(a: Profile, b: Profile, width: int) -> str:
+    """At most 25 lines of `width` columns: b over a by family and format. ProfileError as of `comparison_parts`."""
+    whole = as_text(comparison_parts(a, b), width).rstrip("\n")
+    return first_screen([Part(whole.split("\n"))], lambda: whole, width)
+
+
+def profile_parts(profile: Profile) -> list[RenderableType]:
+    """The profile as tables: which formats win per family, and the calls."""
     rows = rows_of(profile)
     parts: list[RenderableType] = [
         f"[bold]{escape(str(profile.device))}[/bold]\n  units {', '.join(profile.device.units) or 'unknown'}; "
@@ -42,10 +78,9 @@ def profile_parts(profile: Profile, every: bool = False) -> list[RenderableType]
         *_missing(profile),
     ]
     for family, calls in rows.items():
-        shown = calls if every else calls[-6:]
-        title = f"{family}: " + (f"all {len(calls)} calls" if every else f"the {len(shown)} largest of {len(calls)}")
+        title = f"{family}: all {len(calls)} calls"
         made = table(title, "call", ">fp32 us", ">bf16 us", ">fp16 us", ">bf16/fp32", ">fp16/fp32", ">spread")
-        for text, samples in shown:
+        for text, samples in calls:
             made.add_row(escape(text), *_times(samples), *_ratios(samples), _spread(samples.values()))
         parts.append(made)
     return parts
@@ -64,7 +99,7 @@ def _missing(profile: Profile) -> list[RenderableType]:
 
 def _families(rows: dict[str, list[Row]]) -> RenderableType:
     made = table("low over fp32, median over calls (below 1: low is faster)", "family", ">calls", ">bf16 forward",
-                 ">bf16 with backward", ">fp16 forward", ">fp16 with backward")  # fmt: skip
+                 ">and backward", ">fp16 forward", ">and backward")  # fmt: skip
     for family, calls in rows.items():
         cells = []
         for low in ("bf16", "fp16"):

@@ -10,8 +10,9 @@ from typing import Any
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.page.shown import Shown
-from narrowcast.report.lines import WIDTH, cut, number_text, without_specials, wrapped
+from narrowcast.report.lines import cut, number_text, without_specials
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -214,7 +215,11 @@ class Differences(Shown):
         return f"<Differences of {self.subject}: {self.verdict}, {len(self.faults)} faults; print shows them>"
 
     def __str__(self) -> str:
-        return differences_text(self)
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each call."""
+        return differences_text(self, every, width, lines)
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""
@@ -239,11 +244,10 @@ class Differences(Shown):
 SHOWN, SHOWN_WITH_GRADIENTS = 5, 3
 HALF_OF_ITS_SQUARE = math.sqrt(0.5)
 """Errors that have nothing to do with each other add up as squares do."""
-SCREEN = 25
 
 
-def differences_text(found: Differences, every_row: bool = False) -> str:
-    """The first screen, at most 25 lines; or every row."""
+def differences_text(found: Differences, every_row: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """The first screen, at most `room` lines; or every row."""
     shown = found.rows if every_row else found.worst[: SHOWN_WITH_GRADIENTS if found.gradients else SHOWN]
     head = [
         *wrapped(
@@ -252,34 +256,30 @@ def differences_text(found: Differences, every_row: bool = False) -> str:
         *(line for said in [*_verdict(found), *_begins(found)] for line in wrapped(said)),
     ]
     table: list[list[str]] = []
-    if found.by == "module" and not every_row:
-        table = [["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"]]
-        table += [
-            [f"{cut(m.module_path or '(root)', 40):40} {m.calls:5} {number_text(m.own):>8} {number_text(m.total):>8}"]
-            for m in found.modules()[: 2 * SHOWN]
-        ]
+    if found.by == "module":
+        table = [["", f"{'module':40} {'calls':>5} {'own':>8} {'total':>8}"], *map(_module_row, found.modules())]
     elif shown:
-        table = [["", f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"]]
-        table += [_row(row) for row in shown]
-    gradients = _gradients(found.gradients) if found.gradients and not every_row else []
+        table = [["", _COLUMNS], *map(_row, shown)]
     notes = [wrapped(f"note: {note}") for note in found.notes]
-    advice = ["", *lines] if (lines := _advice(found)) else []
-    if not every_row:
-        _fit_into(SCREEN - len(head) - len(gradients) - len(advice), table, notes)
-    parts = (head, *table, gradients, *notes, advice)
-    return "\n".join(line for part in parts for line in part)
+    advice, rule = _advice(found)
+    if every_row:
+        table += [["", _COLUMNS], *map(_row, shown)] if found.by == "module" else []
+        table += [[f"only on one side: {call}"] for call in found.unmatched]
+        gradients = ["", "gradients", *map(_gradient, found.gradients)] if found.gradients else []
+        return "\n".join(line for part in (head, *table, gradients, *notes, advice, rule) for line in part)
+    first = [line for row in table[:2] for line in row]
+    parts = [Part(head), Part(first), *(Part(row, 3, step=len(row)) for row in table[2:])]
+    parts += [Part(_gradients(found.gradients) if found.gradients else [], 1)]
+    parts += [Part(note, min(number, 1) * 2, step=len(note)) for number, note in enumerate(notes)]
+    parts += [Part(advice), Part(rule, is_copied=True)]
+    return first_screen(parts, lambda: differences_text(found, True), width, room)
 
 
-def _fit_into(lines: int, table: list[list[str]], notes: list[list[str]]) -> None:
-    """Leave out what has no room: rows but the first, then notes but the first; `--all` shows them."""
-    while len(table) > 2 and sum(map(len, (*table, *notes))) > lines:
-        table.pop()
-    left_out = 0
-    while len(notes) > 1 and sum(map(len, (*table, *notes))) + bool(left_out) > lines:
-        notes.pop()
-        left_out += 1
-    if left_out:
-        notes.append([f"note: {left_out} more with --all, or in `notes`"])
+_COLUMNS = f"{'own':>8} {'inherited':>9} {'total':>8} {'band':>8} {'alone':>8}  of the call below"
+
+
+def _module_row(m: ModuleError) -> list[str]:
+    return [f"{cut(m.module_path or '(root)', 40):40} {m.calls:5} {number_text(m.own):>8} {number_text(m.total):>8}"]
 
 
 def _under(found: Differences) -> str:
@@ -316,7 +316,7 @@ def _row(row: CallError) -> list[str]:
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
-    place = cut(f"{file}:{row.line}", WIDTH - len(figures_first))
+    place = cut(f"{file}:{row.line}", COLUMNS - len(figures_first))
     lines = [figures_first + place, *wrapped(f"    {row.id}", f"{'':6}")]
     return [*lines, *wrapped(why, "    ")] if why else lines
 
@@ -325,29 +325,33 @@ def _gradients(rows: list[GradientError]) -> list[str]:
     zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
     others = [row for row in rows if row not in zero]
     worst = sorted(others, key=lambda row: -_finite(row.relative_error))[:3]
-    lines = ["", "gradients furthest off:", *(line for row in worst for line in wrapped(_gradient(row), f"{'':10}"))]
+    lines = ["", "gradients furthest off:", *(_gradient(row, COLUMNS) for row in worst)]
     if zero:
         said = f"as good as zero, {len(zero)} more: what they hold is round-off alone ({zero[0].parameter}"
         lines += wrapped(f"{said}{', ...' if len(zero) > 1 else ''})")
     return lines
 
 
-def _gradient(row: GradientError) -> str:
+def _gradient(row: GradientError, width: int = 0) -> str:
+    """On one line; the parameter's name is shortened, if there is a width."""
     under = f", {row.underflow:.0%} underflow" if row.underflow >= 0.005 else ""
-    return f"{number_text(row.relative_error):>8}  {row.parameter} ({row.format}), cosine {row.cosine:.4f}{under}"
+    said = f" ({row.format}), cosine {row.cosine:.4f}{under}"
+    name = shortened(row.parameter, width - len(said) - 10) if width else row.parameter
+    return f"{number_text(row.relative_error):>8}  {name}{said}"
 
 
-def _advice(found: Differences) -> list[str]:
-    """The rule that keeps the worst call in fp32."""
+def _advice(found: Differences) -> tuple[list[str], list[str]]:
+    """The rule that keeps the worst call in fp32, and before it why."""
     low = [row for row in found.worst if row.is_low]
     if not low:
-        return []
+        return [], []
     row = low[0]
     of = row.forward or row.id
-    module = f'\nmodule = "{of.module_path}"' if of.module_path else ""
+    module = [f'module = "{of.module_path}"'] if of.module_path else []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in (FAULT, NOT_FINITE) else _spread(found, row) or why
-    return [*wrapped(f"To keep the worst in fp32 ({why}):"), "[[rule]]", f'op = "{of.op}"{module}', 'action = "full"']
+    said = ["", *wrapped(f"To keep the worst in fp32 ({why}):")]
+    return said, ["[[rule]]", f'op = "{of.op}"', *module, 'action = "full"']
 
 
 def _spread(found: Differences, worst: CallError) -> str:

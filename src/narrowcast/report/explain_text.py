@@ -3,43 +3,68 @@
 from __future__ import annotations
 
 import math
-import re
 
 from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.ledger import Cast
-from narrowcast.ledger.text import advice_parts, argument_text, cast_table, how_text, line_text, refusals, totals_line
-from narrowcast.output.console import as_text, in_bytes, short_file, table
+from narrowcast.ledger.text import (
+    advice_parts,
+    alike_module,
+    argument_text,
+    cast_table,
+    how_text,
+    line_text,
+    refusals,
+    totals_line,
+)
+from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
+from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.report.explain_screen import explanation_screen
 from narrowcast.report.explanation import Comparison, Explained, RepeatRow
 from narrowcast.report.graph_text import graph_parts, short_site
+from narrowcast.report.model_explorer import model_explorer_files
 from narrowcast.report.placement_text import placement_parts
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
 
 
 class Explanation(Explained):
-    """What `explain` returns: the run as data, with its questions; printed, the whole report."""
+    """What `explain` returns: the run as data, with its questions; printed, the first screen."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        return as_text(explanation_parts(self))
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
+        """The first screen, `lines` of `width` columns (80) at most; or, with every, all tables (120 columns)."""
+
+        def whole() -> str:
+            return as_text(explanation_parts(self), width or WIDTH).rstrip("\n")
+
+        return whole() if every else explanation_screen(self, whole, width or COLUMNS, lines)
+
+    def to_model_explorer(self) -> dict[str, str]:
+        """Node data of an exported program for Model Explorer, JSON texts by name: `formats`, `errors`, `costs`.
+
+        Errors are there with `run=True`, costs with `times=True`. RunError for other front ends, and with a goal.
+        """
+        return model_explorer_files(self)
 
 
-def explanation_parts(explanation: Explained, every_cast: bool = False) -> list[RenderableType]:
-    """The report, part by part: what was run, ops, modules, costs, refusals, comparison."""
+def explanation_parts(explanation: Explained) -> list[RenderableType]:
+    """The report, part by part: what was run, ops, modules, every cast, costs, refusals, comparison."""
     parts: list[RenderableType] = [_heading(explanation), *advice_parts(explanation.ledger), _ops(explanation)]
     if explanation.rules:
         parts += [_own_rules(explanation)]
     if explanation.ledger.casts:
         parts += [_casts_by_module(explanation), _rules(explanation)]
-        casts = explanation.ledger.casts if every_cast else explanation.largest_casts()
-        title = f"all {len(casts)} casts" if every_cast else f"the {len(casts)} casts that move most bytes"
+        casts = explanation.largest_casts(len(explanation.ledger.casts))
+        title = f"all {len(casts)} casts, those that move most bytes first"
         parts += [cast_table(title, casts), _repeats(explanation), _files(explanation)]
     if explanation.front_end != "eager":
-        parts += [*graph_parts(explanation), *placement_parts(explanation.graphs, every_cast)]
+        parts += [*graph_parts(explanation), *placement_parts(explanation.graphs)]
     parts += refusals(explanation.ledger)
     parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:
@@ -116,7 +141,7 @@ def _casts_by_module(explanation: Explained) -> RenderableType:
     made.columns[1].no_wrap = False  # at 80 columns the names of modules need the room
     groups: dict[tuple[str, ...], list[Cast]] = {}
     for c in explanation.ledger.casts:
-        pattern = _NUMBER.sub("*", c.module_path)
+        pattern = alike_module(c.module_path)
         group = (pattern, c.op, c.argument, c.site, c.src, c.dst, how_text(c), c.action)
         groups.setdefault(group, []).append(c)
     by_module: dict[str, list[list[Cast]]] = {}
@@ -165,7 +190,7 @@ def _repeats(explanation: Explained) -> RenderableType:
     )  # fmt: skip
     groups: dict[tuple[str, ...], list[RepeatRow]] = {}
     for row in rows:
-        key = (row.op, row.argument, _NUMBER.sub("*", row.module_path), row.site, row.src, row.dst)
+        key = (row.op, row.argument, alike_module(row.module_path), row.site, row.src, row.dst)
         groups.setdefault(key, []).append(row)
     for (op, argument, pattern, site, src, dst), alike in groups.items():
         file, _, line = site.rpartition(":")

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from narrowcast.errors import RunError
 from narrowcast.ledger import Cast, Ledger, Tally
+from narrowcast.ledger.identity import CallId
 from narrowcast.page.shown import Shown
 from narrowcast.policy import Rule
 from narrowcast.report.differences import (
@@ -19,8 +21,17 @@ from narrowcast.report.differences import (
     site_text,
 )
 from narrowcast.report.flow import graph_flow
-from narrowcast.report.graphs import CompiledGraph, DecisionDifference, GraphRow, graph_row, placement_data
+from narrowcast.report.graphs import (
+    CompiledGraph,
+    DecisionDifference,
+    GraphRow,
+    floating_formats,
+    graph_row,
+    placement_data,
+)
 from narrowcast.report.lines import without_specials
+from narrowcast.report.run import Run
+from narrowcast.report.trace import TimedCall, trace_text
 
 SCHEMA = "narrowcast.explanation/1"
 
@@ -173,7 +184,7 @@ class Explained(Shown):
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
     graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
     none, unless there is a fault. rules: the policy's own, without those of what it extends. failure: what raised;
-    the explanation is then of what ran before.
+    the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for.
     """
 
     subject: str
@@ -190,6 +201,7 @@ class Explained(Shown):
     differences: tuple[DecisionDifference, ...] = ()
     rules: tuple[Rule, ...] = ()
     failure: Failure | None = None
+    timed: Run | None = None
 
     def rule_rows(self) -> list[RuleRow]:
         """What each of the policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
@@ -255,6 +267,21 @@ class Explained(Shown):
         """JSON text under the schema `narrowcast.explanation/1`; the ledger inside has its own."""
         return json.dumps(self.data(), indent=indent)
 
+    def to_trace(self) -> str:
+        """A trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
+
+        RunError without times: `explain(..., times=True)` has them.
+        """
+        if self.timed is not None:
+            return self.timed.to_trace()
+        rows = [call for graph in self.graphs for call in _timed_calls(graph)]
+        if not rows:
+            raise RunError(
+                f"a trace of {self.subject}", "no times were asked for, or nothing was captured",
+                advice="Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE.",
+            )  # fmt: skip
+        return trace_text(self.subject, rows)
+
     def page_data(self) -> dict[str, Any]:
         """The same with what only its page shows: what flows between calls, and the errors of all of them."""
         data = self.data() | {"flows": [graph_flow(graph) for graph in self.graphs]}
@@ -287,3 +314,21 @@ def _kinds(casts: Iterable[Cast]) -> str:
         arrow = f"{cast.src} -> {cast.dst}"
         counts[arrow] = counts.get(arrow, 0) + 1
     return ", ".join(f"{n} {arrow}" for arrow, n in counts.items())
+
+
+def _timed_calls(graph: CompiledGraph) -> list[TimedCall]:
+    """The calls and casts of a graph with their predicted times, in the order of the program."""
+    if graph.after is None:
+        return []
+    rows = []
+    for number, (ns, source) in graph.costs.items():
+        step = graph.after.steps[number]
+        operands = [graph.after.values[operand.value] for operand in step.operands]
+        known = graph.before.steps.get(number, step) if graph.before is not None else step
+        values = graph.before.values if graph.before is not None else graph.after.values
+        came = floating_formats([values[o.value] for o in known.operands if o.value in values])
+        id = CallId(step.site.module_path, step.op, max(step.number, 1), direction=step.direction)
+        gave, at = floating_formats([step.value] if step.is_cast else operands), step.site
+        how = f"predicted ({source})"
+        rows.append(TimedCall(id, came, gave, at.file, at.line, "", "", round(ns), how, is_cast=step.is_cast))
+    return rows

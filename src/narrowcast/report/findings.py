@@ -10,8 +10,9 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
-from narrowcast.report.run import TensorFacts, tensor_text
+from narrowcast.report.run_records import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"
 
@@ -19,10 +20,6 @@ CAST, FORMAT, OP, GIVEN, TREND = "cast", "format", "op", "given", "trend"
 """What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; it
 came with an input or a weight; or nothing yet, but figures that grow towards it.
 """
-
-
-SHOWN = 3
-"""How many findings the first screen has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +111,11 @@ class Watching(Shown):
         return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"
 
     def __str__(self) -> str:
-        steps = f" in {self.steps} steps" if self.steps else ""
-        lines = [f"{self.calls} calls{steps} were looked at: {_verdict(self)}"]
-        shown = sorted(self.findings, key=lambda finding: finding.made_by == TREND)[:SHOWN]
-        for number, finding in enumerate(shown):
-            lines += ["", str(finding) if not number else finding.in_short()]
-        if len(self.findings) > SHOWN:
-            lines += ["", f"... {len(self.findings) - SHOWN} more findings: w.findings"]
-        lines += [f"meant: {times} infinities, {why}" for why, times in self.meant.items()]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each finding."""
+        return watching_text(self, every, width, lines)
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.watch/1`."""
@@ -136,6 +129,30 @@ class Watching(Shown):
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
         save_result(Path(path), "what was watched", self.to_json(indent=1) + "\n")
+
+
+def watching_text(found: Watching, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """What was looked at, the verdict, and the findings: the first that is no trend in full."""
+    steps = f" in {found.steps} steps" if found.steps else ""
+    head = f"{found.calls} calls{steps} were looked at: {_verdict(found)}"
+    ordered = sorted(found.findings, key=lambda finding: finding.made_by == TREND)
+    meant = [f"meant: {times} infinities, {why}" for why, times in found.meant.items()]
+    notes = [*meant, *(f"note: {note}" for note in found.notes)]
+    if every:
+        return "\n".join([head, *(f"\n{finding}" for finding in ordered), *notes])
+    parts = [Part(wrapped(head, width=width))]
+    for number, finding in enumerate(ordered[: LINES // 3]):
+        said = str(finding) if not number else finding.in_short()
+        lines = ["", *(line for one in said.split("\n") for line in _wrapped_finding(one, width))]
+        parts.append(Part(lines, 3, step=len(lines)) if number else Part(lines, 1, least=len(lines)))
+    parts.append(Part([line for note in notes for line in wrapped(note, width=width)], 2, least=2))
+    return first_screen(parts, lambda: watching_text(found, True), width, room)
+
+
+def _wrapped_finding(line: str, width: int) -> list[str]:
+    """A line of a finding; one without spaces to break at, a place, is left to be shortened."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return wrapped(line, indent + "  ", width) if " " in line.strip() else [line]
 
 
 def _verdict(watching: Watching) -> str:

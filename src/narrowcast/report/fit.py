@@ -12,17 +12,17 @@ from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.ops import NORM, op_kind
 from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
-from narrowcast.report.run import CallRecord, Histogram, Run, TensorFacts, short_file
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts, short_file
 
 SCHEMA = "narrowcast.fit/1"
 FORMATS = (fp16, bf16, e4m3fn, e5m2)
 UNSCALED, PER_TENSOR, PER_ROW = "unscaled", "per tensor", "per row"
 SCALES = (UNSCALED, PER_TENSOR, PER_ROW)
-SHOWN = 3
-"""How many calls of each format the first screen has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +99,11 @@ class Fit(Shown):
         return f"<Fit of {len(self.places)} calls; print shows them>"
 
     def __str__(self) -> str:
-        lines = [f"{len(self.places)} calls; how many would lose something, by format and scale:"]
-        lines.append(f"  {'format':8}" + "".join(f"{scale:>12}" for scale in SCALES) + f"{'least headroom':>18}")
-        for format in FORMATS:
-            counts = "".join(f"{len(self.calls(format, scale)):12}" for scale in SCALES)
-            rooms = [r.headroom_bits for r in self.rows if r.format == format.name and r.scale == UNSCALED]
-            room = min(rooms, default=math.inf)
-            lines.append(f"  {format.name:8}{counts}{f'{room:+.1f} bits':>18}")
-        for format in (fp16, bf16):
-            worst: dict[CallId, TensorFit] = {}
-            for row in self.unfit(format):
-                worst.setdefault(row.id, row)
-            if worst:
-                first = f"the first {SHOWN} of {len(worst)} calls" if len(worst) > SHOWN else f"{len(worst)} calls"
-                lines += ["", f"must stay in fp32 beside {format.name}, {first}:"]
-            for row in [*worst.values()][:SHOWN]:
-                lines += [f"  {row.id}", f"    {_evidence(row)}  {short_file(self.places[row.id])}"]
-        if self.unfit(fp16) or self.unfit(bf16):
-            lines += ["", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, keeps them there."]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each call that must stay in fp32."""
+        return fit_text(self, every, width, lines)
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.fit/1`."""
@@ -129,6 +115,34 @@ class Fit(Shown):
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
         save_result(Path(path), "a fit", self.to_json(indent=1) + "\n")
+
+
+def fit_text(found: Fit, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """How many calls would lose something by format and scale, and those that must stay in fp32, worst first."""
+    head = [f"{len(found.places)} calls; how many would lose something, by format and scale:"]
+    head.append(f"  {'format':8}" + "".join(f"{scale:>12}" for scale in SCALES) + f"{'least headroom':>18}")
+    for format in FORMATS:
+        counts = "".join(f"{len(found.calls(format, scale)):12}" for scale in SCALES)
+        rooms = [r.headroom_bits for r in found.rows if r.format == format.name and r.scale == UNSCALED]
+        head.append(f"  {format.name:8}{counts}{f'{min(rooms, default=math.inf):+.1f} bits':>18}")
+    parts = [Part(head)]
+    for format in (fp16, bf16):
+        worst: dict[CallId, TensorFit] = {}
+        for row in found.unfit(format):
+            worst.setdefault(row.id, row)
+        lines = ["", f"must stay in fp32 beside {format.name}, {len(worst)} calls, those that lose most first:"]
+        for row in worst.values():
+            place = found.places[row.id]
+            place = short_file(place) if every else place.rpartition("/")[2]
+            lines += [f"  {row.id}", f"    {_evidence(row)}  {place}"]
+        parts.append(Part(lines if worst else [], 2 if format is fp16 else 3, heading=2, step=2, least=4))
+    if found.unfit(fp16) or found.unfit(bf16):
+        parts.append(Part(["", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, keeps them there."]))
+    notes = [f"note: {note}" for note in found.notes]
+    if every:
+        return "\n".join([line for part in parts for line in part.lines] + notes)
+    parts.append(Part([line for note in notes for line in wrapped(note, width=width)], 1))
+    return first_screen(parts, lambda: fit_text(found, True), width, room)
 
 
 def fit(run: Run, tolerance: float = 0.01) -> Fit:

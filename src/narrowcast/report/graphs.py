@@ -35,6 +35,8 @@ class CompiledGraph:
     took, compiling included; from_disk: the choice was made earlier.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
     the written graph; the rest went into reading, passes and writing.
+    names: of an exported program's nodes, by step of `after`. costs: if times were asked for, predicted nanoseconds of
+    its calls and casts by step, and of what kind the prediction is: measured, interpolated or assumed.
     """
 
     number: int
@@ -59,6 +61,8 @@ class CompiledGraph:
     from_disk: bool = False
     seconds: float = 0.0
     capture_seconds: float = 0.0
+    names: Mapping[int, str] = field(default_factory=dict)
+    costs: Mapping[int, tuple[float, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,10 @@
-"""Lines of reports for people: wrapped, shortened, numbers in a few digits; and numbers that JSON lacks, as text."""
+"""Lines of reports for people: shortened, numbers in a few digits; and numbers that JSON lacks, as text."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import Any
-
-WIDTH = 80
-
-
-def wrapped(line: str, indent: str = "  ") -> list[str]:
-    """The line on as many of `WIDTH` columns as it needs."""
-    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def number_text(value: float) -> str:

@@ -11,15 +11,13 @@ from narrowcast.placement.place import GIVEN, PlacedCall, Placement
 from narrowcast.program import Step
 from narrowcast.report.graphs import CandidateTime, CompiledGraph
 
-LISTED = 25
 
-
-def placement_parts(graphs: tuple[CompiledGraph, ...], every: bool = False) -> list[RenderableType]:
+def placement_parts(graphs: tuple[CompiledGraph, ...]) -> list[RenderableType]:
     """For each graph whose formats were placed its candidates, and the calls that could choose, the costliest first."""
     parts: list[RenderableType] = []
     for graph in graphs:
         if graph.placement is not None:
-            parts += [_candidates(graph), _totals(graph, graph.placement), _calls(graph.placement, every)]
+            parts += [_candidates(graph), _totals(graph, graph.placement), _calls(graph.placement)]
     return parts
 
 
@@ -107,14 +105,11 @@ def _proof(graph: CompiledGraph, placement: Placement) -> str:
     return proof
 
 
-def _calls(placement: Placement, every: bool) -> RenderableType:
+def _calls(placement: Placement) -> RenderableType:
     ordered = sorted(placement.calls, key=lambda call: (-max(call.costs), call.step))
-    shown = ordered if every else ordered[:LISTED]
-    title = "calls that could choose"
-    if len(shown) < len(ordered):
-        title += f": the {len(shown)} costliest of {len(ordered)}"
-    made = table(title, "op", "module", "line", "shape", "may be", ">us in each", "chosen", ">saved us")
-    for call in shown:
+    made = table("calls that could choose, the costliest first", "op", "module", "line", "shape", "may be",
+                 ">us in each", "chosen", ">saved us")  # fmt: skip
+    for call in ordered:
         made.add_row(
             call.op.removeprefix("aten."), escape(call.site.module_path or "(root)"), _line(call),
             "x".join(map(str, call.shape)) if call.shape is not None else "", " ".join(f.name for f in call.formats),

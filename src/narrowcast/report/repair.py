@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.output.files import replace_text
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.policy import Action, Policy, Rule, parse_action
-from narrowcast.report.lines import WIDTH, number_text, without_specials, wrapped
+from narrowcast.report.lines import number_text, without_specials
 
 SCHEMA = "narrowcast.repair/1"
 
@@ -100,7 +101,11 @@ class Repair:
         return f"<Repair of {self.subject}: {self.verdict}, {len(self.rules)} rules, {self.runs} runs; print shows it>"
 
     def __str__(self) -> str:
-        return repair_text(self)
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each rule, step and note."""
+        return repair_text(self, every, width, lines)
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.repair/1` (docs/reference/run.md)."""
@@ -159,17 +164,17 @@ def _step(row: dict[str, Any]) -> RepairStep:
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
-MOST_LINES = 25
 SHOWN, SHOWN_NOTES = 4, 2
 INDENT = 9
 
 
-def repair_text(found: Repair, every_row: bool = False) -> str:
-    """The first screen, at most 25 lines; or every rule, step and note."""
+def repair_text(found: Repair, every_row: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """The first screen, at most `room` lines; or every rule, step and note."""
     if every_row:
         return "\n".join(_lines(found, len(found.rules), True))
     texts = (_lines(found, shown, False) for shown in range(SHOWN, 0, -1))
-    return "\n".join(next((lines for lines in texts if len(lines) <= MOST_LINES), _lines(found, 0, False)))
+    shown = next((lines for lines in texts if len(lines) < room), _lines(found, 0, False))
+    return first_screen([Part(shown)], lambda: repair_text(found, True), width, room)
 
 
 def _lines(found: Repair, shown: int, whole: bool) -> list[str]:
@@ -197,7 +202,7 @@ def _cut(lines: list[str], most: int, whole: bool) -> list[str]:
     """So many lines; an ellipsis where there were more."""
     if whole or len(lines) <= most:
         return lines
-    return [*lines[: most - 1], f"{lines[most - 1][: WIDTH - 4]} ..."]
+    return [*lines[: most - 1], f"{lines[most - 1][: COLUMNS - 4]} ..."]
 
 
 def _said(found: Repair) -> str:

@@ -5,115 +5,32 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import Origin, RunError
-from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
-from narrowcast.report.sketch import sketch_rows
+from narrowcast.report.run_records import (
+    TENSOR_COLUMNS,
+    CallRecord,
+    TensorFacts,
+    call_of,
+    call_row,
+    short,
+    short_file,
+    tensor_of,
+    tensor_row,
+    tensor_text,
+)
+from narrowcast.report.trace import TimedCall, trace_text
 
 SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How often each binary exponent occurs among finite values that are not zero.
-
-    first: the smallest exponent e, of values from 2**e to below 2**(e+1). counts: from there on.
-    """
-
-    first: int = 0
-    counts: tuple[int, ...] = ()
-
-    @property
-    def total(self) -> int:
-        """How many values were counted."""
-        return sum(self.counts)
-
-    def share(self, holds: Callable[[int], bool]) -> float:
-        """The share of the counted values whose exponent passes the test; 0 of none."""
-        found = sum(n for e, n in enumerate(self.counts, self.first) if holds(e))
-        return found / self.total if self.counts else 0.0
-
-    @property
-    def last(self) -> int:
-        """The largest exponent that occurs."""
-        return self.first + len(self.counts) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """What is known of one tensor of a run.
-
-    format: its format, or a short name of another element type. low, high: the range of its finite values. mean, rms
-    over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
-    elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
-    looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
-    sample was taken. checksum, file: on request. sketch: of some rows (report/sketch.py).
-    """
-
-    format: str
-    shape: tuple[int, ...]
-    device: str
-    elements: int
-    low: float = 0.0
-    high: float = 0.0
-    mean: float = 0.0
-    rms: float = 0.0
-    zeros: float = 0.0
-    subnormal: float = 0.0
-    saturated: float = 0.0
-    nan: float = 0.0
-    infinite: float = 0.0
-    exponents: Histogram = field(default_factory=Histogram)
-    below: Histogram = field(default_factory=Histogram)
-    looked_at: int = 0
-    checksum: str = ""
-    file: str = ""
-    sketch: str = ""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether it holds neither NaN nor infinity."""
-        return not self.nan and not self.infinite
-
-    @property
-    def largest(self) -> float:
-        """The largest finite magnitude."""
-        return max(abs(self.low), abs(self.high))
-
-    def fits(self) -> Format | None:
-        """Its format, if it is a floating one."""
-        return FORMATS.get(self.format)
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """One call of a run. inputs, outputs: names and numbers of tensors in the run's table.
-
-    came, computes: the formats as they came and as the op read them. rule, reason: what decided, empty where nothing
-    did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a backward call, the
-    forward call it belongs to.
-    """
-
-    id: CallId
-    file: str
-    line: int
-    came: str
-    computes: str
-    rule: str = ""
-    reason: str = ""
-    inputs: tuple[tuple[str, int], ...] = ()
-    outputs: tuple[tuple[str, int], ...] = ()
-    given: tuple[tuple[str, str], ...] = ()
-    forward: CallId | None = None
-    is_cast: bool = False
 
 
 @dataclass(slots=True)
@@ -123,7 +40,8 @@ class Run(Shown):
     calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name
     and the numbers of the tensors that are its value, its gradient and its optimizer's moments. environment: versions,
     device, flags, seeds, policy. notes: what a reader has to know besides. tokens, log_probabilities: of a language
-    model, in order; one number each (`keep_tokens`).
+    model, in order; one number each (`keep_tokens`). elapsed_ns: if times were asked for, of each call, the casts of
+    its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +51,8 @@ class Run(Shown):
     notes: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
+    elapsed_ns: list[int] = field(default_factory=list)
+    cast_elapsed_ns: list[tuple[int, str, str, int]] = field(default_factory=list)
 
     def keep_tokens(self, tokens: Any, log_probabilities: Any) -> None:
         """Add tokens and the log-probability that the model gave each: a generation loop tells of one after the other.
@@ -171,7 +91,11 @@ class Run(Shown):
         return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
 
     def __str__(self) -> str:
-        return run_text(self)
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each call."""
+        return run_text(self, every, width, lines)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -181,15 +105,37 @@ class Run(Shown):
             "schema": SCHEMA,
             "environment": self.environment,
             "notes": self.notes,
-            "tensor_columns": list(_TENSOR_COLUMNS),
-            "tensors": [_tensor_row(t) for t in self.tensors],
+            "tensor_columns": list(TENSOR_COLUMNS),
+            "tensors": [tensor_row(t) for t in self.tensors],
             "call_columns": [f.name for f in fields(CallRecord)],
-            "calls": [_call_row(c) for c in self.calls],
+            "calls": [call_row(c) for c in self.calls],
             "parameters": self.parameters,
             "tokens": self.tokens,
-            "log_probabilities": [_short(value) for value in self.log_probabilities],
+            "log_probabilities": [short(value) for value in self.log_probabilities],
         }
+        if self.elapsed_ns:
+            data |= {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns}
         return json.dumps(data, separators=(",", ":"))
+
+    def to_trace(self) -> str:
+        """A trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
+
+        RunError for a run whose calls were not timed: `nc.capture(..., times=True)` does.
+        """
+        if not self.elapsed_ns:
+            raise RunError(
+                f"a trace of a run of {len(self.calls)} calls", "they were not timed",
+                advice="Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE.",
+            )  # fmt: skip
+        casts: dict[int, list[tuple[str, str, int]]] = {}
+        for number, src, dst, ns in self.cast_elapsed_ns:
+            casts.setdefault(number, []).append((src, dst, ns))
+        rows = []
+        for number, (c, ns) in enumerate(zip(self.calls, self.elapsed_ns, strict=True)):
+            gave = self.tensors[c.outputs[0][1]].format if c.is_cast and c.outputs else c.computes
+            row = TimedCall(c.id, c.came, gave, c.file, c.line, c.rule, c.reason, ns, "measured")
+            rows.append(replace(row, casts=tuple(casts.get(number, ())), is_cast=c.is_cast))
+        return trace_text("a captured run", rows)
 
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Run:
@@ -203,8 +149,8 @@ class Run(Shown):
         if found != SCHEMA:
             raise RunError("a saved run", f"schema {found!r} where {SCHEMA!r} is known", where, "Capture it anew.")
         try:
-            tensors = [_tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
-            calls = [_call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
+            tensors = [tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
+            calls = [call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
             parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
             named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
             named += [number for row in parameters.values() for number in row.values()]
@@ -212,6 +158,10 @@ class Run(Shown):
                 raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
             run = Run(dict(data["environment"]), calls, tensors, parameters, [str(note) for note in data["notes"]])
             run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
+            run.elapsed_ns = [int(ns) for ns in data.get("elapsed_ns", ())]
+            run.cast_elapsed_ns = [(int(n), str(a), str(b), int(ns)) for n, a, b, ns in data.get("cast_elapsed_ns", ())]
+            if run.elapsed_ns and len(run.elapsed_ns) != len(calls):
+                raise ValueError(f"{len(run.elapsed_ns)} times of {len(calls)} calls")
             return run
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise RunError(
@@ -251,73 +201,30 @@ def _flat(values: Any) -> Iterator[Any]:
         yield values
 
 
-_TENSOR_COLUMNS = tuple(f.name for f in fields(TensorFacts))
-
-
-def _tensor_row(tensor: TensorFacts) -> list[Any]:
-    row = {name: getattr(tensor, name) for name in _TENSOR_COLUMNS}  # asdict copies, and takes four times as long
-    for name in ("exponents", "below"):
-        value = getattr(tensor, name)
-        row[name] = [value.first, *value.counts]
-    return [_short(value) for value in row.values()]
-
-
-def _short(value: Any) -> Any:
-    """Nine digits say of a statistic what can be said; NaN and infinities are no JSON."""
-    if isinstance(value, float):
-        return float(f"{value:.9g}") if value == value and abs(value) != float("inf") else str(value)
-    return value
-
-
-def _tensor_of(row: dict[str, Any]) -> TensorFacts:
-    known = {f.name: row[f.name] for f in fields(TensorFacts) if f.name in row}
-    for name in ("exponents", "below"):
-        first, *counts = known[name]
-        known[name] = Histogram(int(first), tuple(int(n) for n in counts))
-    known["shape"] = tuple(int(size) for size in known["shape"])
-    for name in ("low", "high", "mean", "rms"):
-        known[name] = float(known[name])
-    sketch_rows(known.get("sketch", ""), known["shape"])
-    return TensorFacts(**known)
-
-
-def _call_row(call: CallRecord) -> list[Any]:
-    values = {f.name: getattr(call, f.name) for f in fields(CallRecord)}
-    return list({**values, "id": str(call.id), "forward": str(call.forward) if call.forward else ""}.values())
-
-
-def _call_of(row: dict[str, Any]) -> CallRecord:
-    known = {f.name: row[f.name] for f in fields(CallRecord) if f.name in row}
-    known["id"] = CallId.parse(known["id"])
-    known["forward"] = CallId.parse(known["forward"]) if known.get("forward") else None
-    for name in ("inputs", "outputs"):
-        known[name] = tuple((str(a), int(n)) for a, n in known[name])
-    known["given"] = tuple((str(a), str(v)) for a, v in known["given"])
-    return CallRecord(**known)
-
-
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 LISTED = 8
 
 
-def run_text(run: Run, every_call: bool = False) -> str:
-    """The run's first screen; or all of its calls."""
-    bad = run.not_finite()
-    lines = [_head(run), _verdict(run, bad)]
+def run_text(run: Run, every_call: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """The run's first screen, at most `room` lines; or all of its calls."""
     formats: dict[str, int] = {}
     for call in run.calls:
         if not call.is_cast:
             formats[call.computes or "-"] = formats.get(call.computes or "-", 0) + 1
-    lines.append("computed in: " + ", ".join(f"{name} {n}" for name, n in sorted(formats.items(), key=lambda p: -p[1])))
-    lines += [f"note: {note}" for note in run.notes]
-    shown = run.calls if every_call else _worth_a_look(run)
-    if shown:
-        lines += ["", "call" + ("" if every_call else ", largest values first")]
-        lines += [call_line(run, call) if every_call else _call_lines(run, call) for call in shown]
-    if not every_call and len(run.calls) > len(shown):
-        lines.append(f"... {len(run.calls) - len(shown)} more calls: --all lists them")
-    return "\n".join(lines)
+    counts = ", ".join(f"{name} {n}" for name, n in sorted(formats.items(), key=lambda p: -p[1]))
+    head = [_head(run), _verdict(run, run.not_finite()), f"computed in: {counts}"]
+    notes = [f"note: {note}" for note in run.notes]
+    if every_call:
+        calls = ["", "call", *(call_line(run, call) for call in run.calls)] if run.calls else []
+        return "\n".join([*head, *notes, *calls])
+    rows = [line for call in _worth_a_look(run) for line in _call_lines(run, call)]
+    parts = [
+        Part([line for said in head for line in wrapped(said, width=width)]),
+        Part([line for note in notes for line in wrapped(note, width=width)], rank=1, least=2),
+        Part(["", "call, largest values first", *rows] if rows else [], 2, heading=2, step=2, least=4),
+    ]
+    return first_screen(parts, lambda: run_text(run, True), width, room)
 
 
 def _head(run: Run) -> str:
@@ -377,22 +284,8 @@ def call_line(run: Run, call: CallRecord) -> str:
     return f"  {call.id}  {formats}  {gave}  {short_file(call.file)}:{call.line}"
 
 
-def _call_lines(run: Run, call: CallRecord) -> str:
+def _call_lines(run: Run, call: CallRecord) -> list[str]:
     """The same on two lines, of its first result alone."""
     gave = next((tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].elements), "")
-    return f"  {call.id}\n    {call.computes or call.came or '-'}  {gave}  {short_file(call.file)}:{call.line}"
-
-
-def tensor_text(tensor: TensorFacts) -> str:
-    """`fp16 [2, 8] -3.1..4.2 rms 0.9, 3 % infinite`."""
-    parts = [f"{tensor.format} {list(tensor.shape)} {tensor.low:.3g}..{tensor.high:.3g} rms {tensor.rms:.3g}"]
-    for name in ("nan", "infinite", "subnormal", "saturated"):
-        share = getattr(tensor, name)
-        if share:
-            parts.append(f"{share:.2g} {name}")
-    return ", ".join(parts)
-
-
-def short_file(file: str) -> str:
-    """The last two parts of a path."""
-    return "/".join(file.split("/")[-2:])
+    file = short_file(call.file).rpartition("/")[2]
+    return [f"  {call.id}", f"    {call.computes or call.came or '-'}  {gave}  {file}:{call.line}"]

@@ -10,8 +10,9 @@ from typing import Any
 
 from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import replace_text
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
-from narrowcast.report.lines import WIDTH, cut, cut_end, number_text, without_specials, wrapped
+from narrowcast.report.lines import cut, cut_end, number_text, without_specials
 from narrowcast.report.mapping import RunMapping
 from narrowcast.report.run import Run
 
@@ -174,7 +175,11 @@ class RunDifferences(Shown):
         return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
 
     def __str__(self) -> str:
-        return run_differences_text(self)
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each pair of calls."""
+        return run_differences_text(self, every, width, lines)
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.run-differences/1` (docs/reference/run.md)."""
@@ -210,27 +215,29 @@ def _with_names(data: dict[str, Any], row: RunRow) -> dict[str, Any]:
 LISTED = 2
 
 
-def run_differences_text(found: RunDifferences, every_row: bool = False) -> str:
-    """The first screen, at most 25 lines; or every row."""
-    lines = [cut_end(f"{found.a} against {found.b}: {_pairs(found)}", WIDTH), _verdict(found)]
-    lines += _environment(found, every_row)
+def run_differences_text(
+    found: RunDifferences, every_row: bool = False, width: int = COLUMNS, room: int = LINES
+) -> str:
+    """The first screen, at most `room` lines; or every row."""
+    head = [cut_end(f"{found.a} against {found.b}: {_pairs(found)}", COLUMNS), _verdict(found)]
+    head += _environment(found, every_row)
+    advice = ["", *lines] if (lines := wrapped(_advice(found))) else []
+    tokens = _tokens(found.tokens) if found.tokens is not None else []
+    notes = [f"note: {note}" for note in found.notes]
     if every_row:
-        lines += [line for row in found.rows for line in _row(row, 1000)]
-        lines += [_unaligned(one) for one in found.unaligned]
-        lines += [_gradient(row) for row in found.gradients]
-    else:
-        if found.first_format is not None:
-            lines += ["", f"first in format ({len(found.formats)} in all)", *_row(found.first_format)[:3]]
-        if found.first_value is not None:
-            lines += ["", f"first in value ({len(found.producers)} in all)", *_row(found.first_value)[:5]]
-    lines += _tokens(found.tokens) if found.tokens is not None else []
-    if every_row:
-        lines += [f"note: {note}" for note in found.notes]
-    else:
-        more = f" (and {len(found.notes) - 1} more: --all)" if len(found.notes) > 1 else ""
-        lines += [*_left(found), *(cut_end(f"note: {note}", WIDTH - len(more)) + more for note in found.notes[:1])]
-    advice = _advice(found)
-    return "\n".join([*lines, *(["", *wrapped(advice)] if advice else [])])
+        rows = [line for row in found.rows for line in _row(row, 1000)]
+        others = [*map(_unaligned, found.unaligned), *map(_gradient, found.gradients)]
+        return "\n".join([*head, *rows, *others, *tokens, *notes, *advice])
+    parts = [Part(head)]
+    if found.first_format is not None:
+        said = ["", f"first in format ({len(found.formats)} in all)", *_row(found.first_format)[:3]]
+        parts.append(Part(said, 2, 2, least=4))
+    if found.first_value is not None:
+        said = ["", f"first in value ({len(found.producers)} in all)", *_row(found.first_value)[:5]]
+        parts.append(Part(said, 2, 2, least=4))
+    more = f" (and {len(notes) - 1} more: --all)" if len(notes) > 1 else ""
+    parts += [Part([*tokens, *_left(found)], 1), Part([cut_end(n, COLUMNS - len(more)) + more for n in notes[:1]], 3)]
+    return first_screen([*parts, Part(advice)], lambda: run_differences_text(found, True), width, room)
 
 
 def _pairs(found: RunDifferences) -> str:
@@ -255,12 +262,12 @@ def _environment(found: RunDifferences, every: bool) -> list[str]:
     more = len(found.environment) - len(shown)
     if not shown:
         return ["environments: the same"]
-    lines = [cut_end(f"{'environments: ' if not n else '  '}{name} {a} / {b}", WIDTH)
+    lines = [cut_end(f"{'environments: ' if not n else '  '}{name} {a} / {b}", COLUMNS)
              for n, (name, a, b) in enumerate(shown)]  # fmt: skip
     return [*lines, *([f"  and {more} more: --all"] if more else [])]
 
 
-def _row(row: RunRow, width: int = WIDTH) -> list[str]:
+def _row(row: RunRow, width: int = COLUMNS) -> list[str]:
     figures = "not compared" if not row.measured_by else (
         f"{number_text(row.difference)} where round-off may make {number_text(row.band)}, by {row.measured_by}"
     )  # fmt: skip
@@ -297,7 +304,7 @@ def _left(found: RunDifferences) -> list[str]:
         worst = max(found.gradients, key=lambda row: -1.0 if math.isnan(row.difference) else row.difference)
         beyond = sum(row.is_beyond for row in found.gradients)
         said = f"{len(found.gradients)} gradients, {beyond} beyond round-off, furthest apart:{_gradient(worst)[1:]}"
-        lines.append(cut_end(said, WIDTH))
+        lines.append(cut_end(said, COLUMNS))
     counts = [f"{sum(one.run == run for one in found.unaligned)} calls of {run}" for run in "ab"]
     return [*lines, f"without a partner: {' and '.join(counts)}"] if found.unaligned else lines
 

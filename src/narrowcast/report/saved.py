@@ -15,7 +15,7 @@ from narrowcast.ledger import Ledger
 from narrowcast.ledger.identity import CallId
 from narrowcast.report import differences, findings, fit, repair, run, run_differences
 from narrowcast.report.mapping import RunMapping
-from narrowcast.report.run import Histogram, TensorFacts
+from narrowcast.report.run_records import Histogram, TensorFacts
 
 Comparison = differences.Differences | run_differences.RunDifferences
 Saved = run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | Ledger

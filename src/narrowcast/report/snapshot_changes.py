@@ -10,6 +10,7 @@ from typing import Any
 
 from narrowcast.formats import parse_format
 from narrowcast.ledger.identity import CallId
+from narrowcast.output.screen import LINES, Part, first_screen, wrapped
 from narrowcast.policy import Rule, Site
 from narrowcast.report.snapshot import CallFormats, Snapshot
 
@@ -220,20 +221,48 @@ def _calls_of(snapshot: Snapshot, pattern: str) -> list[CallFormats]:
 # -- as text and JSON --------------------------------------------------------------------------------------------------
 
 
-def check_text(found: SnapshotCheck) -> str:
-    """The verdict, each kind of change with its rule and its line, causes first, and what else differs."""
-    was, now = found.was, found.now
+def check_text(found: SnapshotCheck, most: int | None = SHOWN) -> str:
+    """The verdict, each kind of change with its rule and its line, causes first, and what else differs.
+
+    most: so many kinds of change at most.
+    """
     if found.is_same:
-        return f"{len(now.calls)} calls of {now.model} on {now.device_type} compute as {was.file} says"
-    blocks = [[summary(found)]]
-    for move in found.moves:
-        src, dst = move.src or "(the root)", move.dst or "(the root)"
-        blocks.append([f"moved    {src} is now {dst}: {move.calls} calls, their formats as they were"])
-    alike = sorted(_alike(found.changes), key=lambda changes: changes[0].follows)
-    blocks += [_change_lines(changes, was.file) for changes in alike[:SHOWN]]
-    if len(alike) > SHOWN:
-        blocks.append([f"... and {sum(len(c) for c in alike[SHOWN:])} more, of {len(alike) - SHOWN} other kinds"])
+        return _same(found)
+    alike = _causes_first(found)
+    blocks = [[summary(found)], *_moved(found), *(_change_lines(c, found.was.file) for c in alike[:most])]
+    if most is not None and len(alike) > most:
+        blocks.append([f"... and {sum(len(c) for c in alike[most:])} more, of {len(alike) - most} other kinds"])
     return "\n\n".join("\n".join(block) for block in [*blocks, [since_then(found)]])
+
+
+def check_screen(found: SnapshotCheck, width: int, room: int = LINES) -> str:
+    """The same on at most `room` lines of `width` columns: the first kinds of change."""
+    if found.is_same:
+        return first_screen([Part(wrapped(_same(found), width=width))], None, width, room)
+    blocks = [*_moved(found), *(_change_lines(changes, found.was.file) for changes in _causes_first(found))]
+    parts = [Part(wrapped(summary(found), width=width))]
+    parts += [Part(["", *block], min(n, 1), step=len(block) + 1) for n, block in enumerate(blocks)]
+    since = Part(["", *wrapped(since_then(found), width=width)])
+    return first_screen([*parts, since], lambda: check_text(found, None), width, room)
+
+
+def _same(found: SnapshotCheck) -> str:
+    return (
+        f"{len(found.now.calls)} calls of {found.now.model} on {found.now.device_type} compute as {found.was.file} says"
+    )
+
+
+def _moved(found: SnapshotCheck) -> list[list[str]]:
+    return [
+        [f"moved    {move.src or '(the root)'} is now {move.dst or '(the root)'}: {move.calls} calls, their formats as "
+         "they were"]
+        for move in found.moves
+    ]  # fmt: skip
+
+
+def _causes_first(found: SnapshotCheck) -> list[list[Change]]:
+    """Changes that are alike, those that follow from others last."""
+    return sorted(_alike(found.changes), key=lambda changes: changes[0].follows)
 
 
 def summary(found: SnapshotCheck) -> str:

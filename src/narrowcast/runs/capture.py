@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.eager.words import format_names
 from narrowcast.errors import RunError
 from narrowcast.policy import Policy
-from narrowcast.report.run import CallRecord, Run
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import CallRecord
 from narrowcast.runs.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.runs.environment import environment
 from narrowcast.runs.observer import Observer, SeenCall, quietly
@@ -24,6 +27,7 @@ from narrowcast.runs.token_probabilities import log_probabilities_of
 from narrowcast.runs.trial import Loss, Trial, parameters_of
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
+from narrowcast.torch_surface.dispatch import TO_COPY, OpOverload
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
 STATISTICS = ("sampled", "whole")
@@ -32,14 +36,14 @@ STATISTICS = ("sampled", "whole")
 @overload
 def capture(
     model: None = None, *, statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
-    tensor_limit_bytes: int = ...,
+    tensor_limit_bytes: int = ..., times: bool = ...,
 ) -> Capturing: ...  # fmt: skip
 @overload
 def capture(
     model: Callable[..., Any] | Subject, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
     policy: AnyPolicy = ..., dtype: AnyDtype = ..., device_type: str | None = ..., region: autocast | None = ...,
     backward: bool | Loss = ..., statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
-    tensor_limit_bytes: int = ..., tokens: torch.Tensor | None = ...,
+    tensor_limit_bytes: int = ..., tokens: torch.Tensor | None = ..., times: bool = ...,
 ) -> Run: ...  # fmt: skip
 def capture(
     model: Callable[..., Any] | Subject | None = None,
@@ -56,6 +60,7 @@ def capture(
     tensors: str | Path | None = None,
     tensor_limit_bytes: int = 1 << 30,
     tokens: torch.Tensor | None = None,
+    times: bool = False,
 ) -> Run | Capturing:
     """Capture what `model(*args, **kwargs)` computes; or, without a model, what runs in `with capture() as run:`.
 
@@ -75,8 +80,11 @@ def capture(
             tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
     tokens: ids [..., T] of a language model whose logits are [..., T, V]: the run keeps the log-probability of each
             given those before it, for `compare_runs`. In a block, or where an engine samples: `run.keep_tokens`.
+    times:  also how long each call takes, and each cast of its arguments, as eager code and observed: some microseconds
+            of each are ours. `run.to_trace()` shows them.
 
-    Nothing waits for an accelerator before the block ends, unless checksums or tensors are asked for. Raises RunError.
+    Nothing waits for an accelerator before the block ends, unless checksums, tensors or times are asked for. Raises
+    RunError.
     """
     if statistics not in STATISTICS:
         raise RunError(
@@ -88,11 +96,11 @@ def capture(
         given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
                  "device_type": device_type, "backward": backward or None, "tokens": tokens}  # fmt: skip
         _refuse_without_model(given)
-        return Capturing(table)
+        return Capturing(table, times=times)
     trial = Trial.of("capture", model, args, kwargs, backward)
     opened = observed_region("capture", trial, policy, dtype, device_type, region)
     weights = Weights(parameters_of(trial.model))
-    made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING)
+    made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING, times)
     try:
         outcome = trial.run(opened, made)
     finally:
@@ -142,11 +150,11 @@ class Capturing:
 
     def __init__(
         self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
-        casts_scripts: bool = True,
+        casts_scripts: bool = True, times: bool = False,
     ) -> None:  # fmt: skip
         self.run = Run()
         self._table = table
-        self._observer = _Capture(self.run, table, policies)
+        self._observer = _Capture(self.run, table, policies, times)
         self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
         self._stack = ExitStack()
         self._is_entered = False
@@ -201,8 +209,9 @@ class Capturing:
 class _Capture(Observer):
     """Enters each call into a run."""
 
-    def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...]) -> None:
+    def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...], times: bool) -> None:
         super().__init__(policies)
+        self._times = times
         self._run, self._table = run, table
         self.device_type = ""
 
@@ -211,9 +220,15 @@ class _Capture(Observer):
         tensors = tensors_by_name(call.facts, call.args, call.kwargs)
         self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
         call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
+        if self._times:
+            call.notes["began"] = self._now()
 
     def after(self, call: SeenCall) -> None:
         """The line in the run."""
+        if self._times:
+            self._run.elapsed_ns.append(self._now() - call.notes["began"])
+            number = len(self._run.calls)
+            self._run.cast_elapsed_ns += [(number, *cast) for cast in call.notes.get("casts", ())]
         if call.facts.writes:
             for tensor in call.results:
                 self._table.written(tensor)
@@ -226,3 +241,20 @@ class _Capture(Observer):
                 call.notes["inputs"], outputs, given, call.forward, call.is_cast,
             )
         )  # fmt: skip
+
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op; a cast inside a call that is decided is timed by itself."""
+        around = self._local.decided[0] if self._local.decided else None
+        if not self._times or around is None or func is not TO_COPY:
+            return super()._execute(func, args, kwargs)
+        began = self._now()
+        result = super()._execute(func, args, kwargs)
+        formats = (format_names([tensor.dtype]) for tensor in (args[0], result))
+        around.notes.setdefault("casts", []).append((*formats, self._now() - began))
+        return result
+
+    def _now(self) -> int:
+        """Nanoseconds, once what was given to an accelerator is done."""
+        if self.device_type not in ("", "cpu"):
+            torch.accelerator.synchronize()
+        return time.perf_counter_ns()

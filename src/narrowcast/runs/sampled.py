@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from narrowcast.formats import Format
-from narrowcast.report.run import Histogram, TensorFacts
+from narrowcast.report.run_records import Histogram, TensorFacts
 from narrowcast.report.sketch import SUMS, sketch_text
 from narrowcast.torch_bridge import FORMATS
 

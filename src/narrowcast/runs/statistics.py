@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from narrowcast.errors import Origin, RunError
-from narrowcast.report.run import TensorFacts
+from narrowcast.report.run_records import TensorFacts
 from narrowcast.report.sketch import SUMS, sketched_rows, sketched_step
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.sampled import Taken, facts_of, taken

@@ -10,7 +10,8 @@ from narrowcast.formats import FORMATS, Format, tf32
 from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import op_kind
 from narrowcast.ops.facts import CONV, GEMM, REDUCTION, SOFTMAX
-from narrowcast.report.run import CallRecord, Run
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import CallRecord
 from narrowcast.two_runs.alignment import TOLD_APART, Aligned, ranges_apart
 from narrowcast.two_runs.kept_tensors import KeptTensors
 from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_turn, over_ranks

@@ -10,7 +10,8 @@ from array import array
 from pathlib import Path
 
 from narrowcast.formats import FORMATS
-from narrowcast.report.run import Run, TensorFacts
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import TensorFacts
 
 _NAME = re.compile(r"tensor-\d+\.npy")
 _MAGIC = b"\x93NUMPY"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from narrowcast.report.run import TensorFacts
+from narrowcast.report.run_records import TensorFacts
 from narrowcast.report.sketch import SUMS, Row, rows_and_columns, side_by_side, sketch_distance, sketch_rows
 from narrowcast.report.sketch import sketched_step as step_of
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from narrowcast.formats import FORMATS
 from narrowcast.ledger.identity import CallId
 from narrowcast.ops import op_kind
-from narrowcast.report.run import CallRecord, Run
+from narrowcast.report.run import Run
+from narrowcast.report.run_records import CallRecord
 from narrowcast.two_runs.pieces import Piece, piece_of
 
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])

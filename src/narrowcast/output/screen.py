@@ -1,0 +1,90 @@
+"""The first screen: what a user needs first, in so many lines, none of them wider than the terminal.
+
+Every command and every `print(result)` says its verdict on it; `--all`, or `to_text(every=True)`, has the rest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+LINES, COLUMNS = 25, 80
+"""The room that a first screen has at most, and the columns that prose is wrapped to on wider ones, too."""
+PIPED = 120
+"""Columns where nobody says how wide it is: in a pipe, or a file."""
+NARROWEST = 40
+
+
+def columns() -> int:
+    """How wide standard output is: as COLUMNS or the terminal says."""
+    return max(shutil.get_terminal_size((PIPED, LINES)).columns, NARROWEST)
+
+
+def shortened(text: str, width: int) -> str:
+    """The text's beginning and its end, where it is too long: of a path the end says more."""
+    if len(text) <= width:
+        return text
+    kept = max(width - 3, 0)
+    begin = kept // 4
+    return f"{text[:begin]}...{text[len(text) - (kept - begin) :]}"[: max(width, 0)]
+
+
+def wrapped(line: str, indent: str = "  ", width: int = COLUMNS) -> list[str]:
+    """The line on as many of so many columns as it needs, broken between words."""
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Lines that belong together. rank: those of the highest give up lines first, from their end; 0 does last.
+
+    heading: so many lines say nothing without one below them. step: lines that go together, of a row that has several.
+    least: so many lines stay as long as another part has some to give. is_copied: for the user to copy: they stay
+    whole, however wide.
+    """
+
+    lines: Sequence[str]
+    rank: int = 0
+    heading: int = 0
+    step: int = 1
+    least: int = 0
+    is_copied: bool = False
+
+
+def first_screen(
+    parts: Sequence[Part], whole: Callable[[], str] | None = None, width: int = COLUMNS, room: int = LINES
+) -> str:
+    """The parts on at most `room` lines of `width` columns; what `whole` has besides is counted on the last one."""
+    more = whole().count("\n") + 1 if whole is not None else 0
+    shown = [list(part.lines) for part in parts]
+    over = _count(shown) - room
+    if over > 0 or more > _count(shown):
+        room -= 1  # for the line that says so
+    while _count(shown) > room:
+        _take(parts, shown)
+    lines = [
+        line if part.is_copied else shortened(line.rstrip(), width)
+        for part, taken in zip(parts, shown, strict=True)
+        for line in taken
+    ]
+    left = more - len(lines)
+    if left > 0:
+        lines.append(f"{left} more {'line' if left == 1 else 'lines'} with --all, or to_text(every=True)")
+    return "\n".join(lines)
+
+
+def _count(shown: list[list[str]]) -> int:
+    return sum(map(len, shown))
+
+
+def _take(parts: Sequence[Part], shown: list[list[str]]) -> None:
+    """Take a row of the part that gives next; its heading, too, if that was the last one."""
+    having = [n for n, lines in enumerate(shown) if lines]
+    giving = [n for n in having if len(shown[n]) > parts[n].least] or having
+    number = max(giving, key=lambda n: (parts[n].rank, n))
+    part, lines = parts[number], shown[number]
+    del lines[max(len(lines) - part.step, 0) :]
+    if len(lines) <= part.heading:
+        lines.clear()

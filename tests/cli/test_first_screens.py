@@ -1,0 +1,217 @@
+"""The first screen of every command: at most 25 lines, none wider than the terminal, and `--all` has the rest."""
+
+import re
+from importlib import import_module
+
+import pytest
+
+from narrowcast.cli.app import app, policy_app, profile_app
+from narrowcast.profiles.device import device_now
+from narrowcast.profiles.measure import measure
+from narrowcast.profiles.profile import Profile, Sample, profile_path
+from narrowcast.profiles.sweep import sweep
+
+LINES = 25
+MODEL = """
+import torch
+import narrowcast as nc
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.an_attention_with_a_long_name = torch.nn.Linear(width, width)
+        self.a_feed_forward_with_a_long_name = torch.nn.Linear(width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, x):
+        y = self.a_feed_forward_with_a_long_name(torch.relu(self.an_attention_with_a_long_name(x)))
+        return self.norm(x + y)
+
+class Stack(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.encoder_of_a_model_with_a_long_name = torch.nn.Sequential(*(Block(8) for _ in range(blocks)))
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return torch.softmax(self.head(self.encoder_of_a_model_with_a_long_name(x)), -1)
+
+def subject(blocks=12):
+    torch.manual_seed(0)
+    metric = lambda m: float(m(torch.ones(2, 8)).sum())
+    return nc.Subject(Stack(blocks).eval(), (torch.randn(4, 8),), metric=metric, name="a stack of some blocks")
+
+def few():
+    return subject(2)
+
+def wide(blocks=12):
+    made = subject(blocks)
+    with torch.no_grad():
+        for block in made.model.encoder_of_a_model_with_a_long_name:
+            block.an_attention_with_a_long_name.weight.mul_(1e6)
+    return made
+
+def few_wide():
+    return wide(2)
+"""
+SCRIPT = """
+import torch
+x = torch.zeros(4)
+for n in range(12):
+    with torch.no_grad():
+        (x + n) / x
+"""
+RULES = "\n".join(
+    f'[[rule]]\nop = "aten.{op}"\naction = "full"\nmodule = "a_module_that_is_nowhere.{n}"\nreason = "a reason {n}"'
+    for n, op in enumerate(("linear", "relu", "softmax.int", "gelu", "layer_norm", "add.Tensor", "mm", "bmm") * 5)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the commands are given: a model, runs and a comparison of it, a ledger, policies, profiles, a snapshot."""
+    import torch
+
+    import narrowcast as nc
+
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "stack.py").write_text(MODEL)
+    (folder / "nan.py").write_text(SCRIPT)
+    (folder / "rules.toml").write_text(f'name = "rules"\nextends = "native"\n{RULES}\n')
+    made = {}
+    exec(MODEL, made)
+    with torch.no_grad():
+        for name, subject, region in (("a", made["subject"], {}), ("b", made["wide"], {"dtype": "bf16"})):
+            nc.capture(subject(), **region).save(folder / f"{name}.json.gz")
+        nc.compare(made["subject"](), dtype="bf16", isolate=0).save(folder / "compared.json")
+        nc.compare_runs(folder / "a.json.gz", folder / "b.json.gz").save(folder / "two.json")
+        nc.fit(nc.Run.load(folder / "b.json.gz")).save(folder / "fit.json")
+        with nc.record() as ledger, nc.autocast("cpu"):
+            made["subject"]().run()
+        ledger.save(folder / "ledger.json")
+        with nc.watch() as watched:
+            exec(SCRIPT, {})
+        watched.save(folder / "watched.json")
+        nc.repair(made["few_wide"](), dtype="fp16").save(folder / "repair.json")
+    nc.testing.check_formats(made["wide"](), snapshot=folder / "formats.txt", policy="native", update=True)
+    profile = Profile(device_now("cpu"))
+    measure(profile, sweep("cpu")[:2], 0.2)
+    profile.samples.update({str(n): Sample("gemm", "fp32", False, 1.0, 1.0, 1, 5.0, 4.0, 6.0, 3) for n in range(40)})
+    profile.write(folder / "profile.json")
+    return folder
+
+
+COMMANDS = {
+    "explain": ("explain", "stack.py"),
+    "explain rules": ("explain", "stack.py", "--policy", "rules.toml", "--device-type", "cuda"),
+    "explain --run": ("explain", "stack.py", "--run", "--dtype", "bf16"),
+    "explain export": ("explain", "stack.py:few", "--front-end", "export"),
+    "explain --goal": ("explain", "stack.py:few", "--front-end", "export", "--goal", "fast", "--backend", "eager"),
+    "capture": ("capture", "stack.py", "-o", "new.json.gz", "--dtype", "bf16", "--backward"),
+    "capture not finite": ("capture", "stack.py:wide", "-o", "new.json.gz", "--dtype", "fp16"),
+    "compare": ("compare", "stack.py", "--dtype", "bf16", "--isolate", "2", "--backward"),
+    "compare by module": ("compare", "stack.py:wide", "--dtype", "fp16", "--by", "module", "--isolate", "0"),
+    "compare runs": ("compare", "a.json.gz", "b.json.gz", "--mapping", "pairs.txt"),
+    "watch": ("watch", "--save", "alone", "nan.py"),
+    "fit": ("fit", "stack.py:wide", "-o", "fits.toml"),
+    "repair": ("repair", "stack.py:few_wide", "--dtype", "fp16", "-o", "fixed.toml"),
+    "check": ("check", "stack.py", "--snapshot", "formats.txt", "--policy", "rules.toml"),
+    "policy show": ("policy", "show", "native"),
+    "policy show rules": ("policy", "show", "rules.toml"),
+    "policy check": ("policy", "check", "rules.toml"),
+    "policy diff": ("policy", "diff", "native", "rules.toml", "--device-type", "cuda"),
+    "profile show": ("profile", "show"),
+    "profile compare": ("profile", "compare", "profile.json"),
+    "report run": ("report", "a.json.gz"),
+    "report comparison": ("report", "compared.json"),
+    "report two runs": ("report", "two.json"),
+    "report fit": ("report", "fit.json"),
+    "report ledger": ("report", "ledger.json"),
+    "report watch": ("report", "watched.json"),
+    "report repair": ("report", "repair.json"),
+}
+SHORT = {"profile": ("profile", "--seconds", "0.1"), "profile path": ("profile", "path")}
+COMPUTING = (
+    ("explain", "explain"), ("runs", "capture"), ("runs", "compare"), ("runs", "compare_runs"), ("repair", "repair"),
+    ("check", "check_formats"),
+)  # fmt: skip
+ALL = ("--all",)
+MORE = re.compile(r"^(\d+) more lines? with --all", re.M)
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def remembering(module, name):
+    """The function, which computes once in a test: what is looked at is how the result is printed."""
+    function, results = getattr(module, name), []
+
+    def once(*args, **kwargs):
+        if not results:
+            results.append(function(*args, **kwargs))
+        return results[0]
+
+    return once
+
+
+@pytest.fixture
+def shown(cli, folder, tmp_path, monkeypatch):
+    """What a command prints at a width, in a folder where all its files are."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    own = profile_path(device_now("cpu"))
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.write_bytes((folder / "profile.json").read_bytes())
+
+    for module, name in COMPUTING:
+        monkeypatch.setattr(
+            f"narrowcast.cli.{module}.{name}", remembering(import_module(f"narrowcast.cli.{module}"), name)
+        )
+
+    def show(command, columns, *more, colour=False):
+        (tmp_path / "pairs.txt").unlink(missing_ok=True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        (monkeypatch.setenv if colour else monkeypatch.delenv)("FORCE_COLOR", *(["1"] if colour else [False]))
+        head = 2 if command[0] in ("policy", "profile") and not command[1].startswith("-") else 1
+        code, out, err = cli(*command[:head], *more, *command[head:])
+        assert code in (0, 1) and (code == 0 or command[0] in ("compare", "watch", "check", "policy")), err
+        return out
+
+    return show
+
+
+def test_every_command_is_looked_at():
+    """One that is added is added here."""
+    names = {command.name for command in app.registered_commands}
+    groups = {"policy": policy_app, "profile": profile_app}
+    for group, made in groups.items():
+        names |= {f"{group} {command.name or command.callback.__name__}" for command in made.registered_commands}
+    looked_at = [*COMMANDS.values(), *SHORT.values()]
+    assert names == {" ".join(c[:2]) if c[0] in groups else c[0] for c in looked_at if c[1:2] != ("--seconds",)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_first_screen_fits(shown, name):
+    """At 80 and at 160 columns, plain and in colour; `--all` has what was counted."""
+    command = COMMANDS[name]
+    first = shown(command, 80)
+    fits(first, 80)
+    fits(shown(command, 160), 160)
+    coloured = shown(command, 80, colour=True)
+    assert ESCAPE.sub("", coloured) == first and "\x1b" not in first
+    whole = shown(command, 80, *ALL)
+    assert len(whole.split()) >= len(first.split()), whole
+    said = MORE.search(first)
+    assert said is None or len(whole.splitlines()) > len(first.splitlines()), (first, whole)
+
+
+def fits(text, columns):
+    lines = text.splitlines()
+    assert text.strip() and len(lines) <= LINES and max(map(len, lines)) <= columns, text
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_answers_have_no_rest(shown, name):
+    """They have no `--all`; a path alone is whole, to be copied."""
+    assert 0 < len(shown(SHORT[name], 80).splitlines()) <= LINES
