@@ -10,12 +10,10 @@ from typing import Any
 
 from narrowcast.ledger import Advice
 from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.page.shown import Shown
-from narrowcast.report.lines import cut, wrapped
 
 SCHEMA = "narrowcast.training-check/1"
-SHOWN = 4
-"""How many findings the first screen has."""
 
 
 @dataclass(slots=True)
@@ -45,28 +43,24 @@ class TrainingCheck(Shown):
         return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(whole=False))
+        return self.to_text()
 
-    def lines(self, whole: bool = True) -> list[str]:
-        """The lines of the report; without `whole` the first findings alone."""
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each finding."""
+        parts = [Part(wrapped(self._verdict(), width=width))]
+        parts += [Part(_lines_of(finding, self.times.get(finding, 1), width), rank=1) for finding in self.findings]
+        parts += [Part(wrapped(f"note: {note}", width=width)) for note in self.notes]
+        if every:
+            return "\n".join(line for part in parts for line in part.lines)
+        return first_screen(parts, lambda: self.to_text(every=True, width=width), width, lines)
+
+    def _verdict(self) -> str:
         inside, outside = self.calls.get("inside", 0), self.calls.get("outside", 0)
         ran = f"{self.steps} steps: {inside} calls in a region, {outside} outside that one would lower"
-        if not self.findings:
-            return [f"Nothing is wrong with the precision of this loop. {ran}.", *self._noted()]
         number = len(self.findings)
-        lines = [f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."]
-        shown = self.findings if whole else self.findings[:SHOWN]
-        for finding in shown:
-            where = f"{finding.file}:{finding.line}" if finding.file else "(no line)"
-            times = f", {self.times[finding]} times" if self.times.get(finding, 1) > 1 else ""
-            lines += [f"{finding.kind}  {cut(where, 76 - len(finding.kind) - len(times))}{times}"]
-            lines += [f"  {line}" for text in (finding.what, finding.todo) for line in wrapped(text, "")]
-        if len(self.findings) > len(shown):
-            lines.append(f"... {len(self.findings) - len(shown)} more: check.findings")
-        return [*lines, *self._noted()]
-
-    def _noted(self) -> list[str]:
-        return [line for note in self.notes for line in wrapped(f"note: {note}")]
+        if not number:
+            return f"Nothing is wrong with the precision of this loop. {ran}."
+        return f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."
 
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.training-check/1`."""
@@ -86,3 +80,11 @@ class TrainingCheck(Shown):
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
         save_result(Path(path), "the check of a training loop", self.to_json(indent=1) + "\n")
+
+
+def _lines_of(finding: Advice, times: int, width: int) -> list[str]:
+    where = f"{finding.file}:{finding.line}" if finding.file else "(no line)"
+    often = f", {times} times" if times > 1 else ""
+    room = max(width, COLUMNS) - len(finding.kind) - len(often) - 2
+    lines = [f"{finding.kind}  {shortened(where, room)}{often}"]
+    return lines + [f"  {line}" for text in (finding.what, finding.todo) for line in wrapped(text, "", width - 2)]
