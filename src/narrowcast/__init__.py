@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from narrowcast.runs.rounding import round_to
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
+    from narrowcast.scaling.scaler import Scaler
     from narrowcast.two_runs.compare import compare_runs
 
 __version__ = "0.1.0.dev0"
@@ -56,6 +57,7 @@ _TORCH_HALF = {
     "runs.compare": ("compare",),
     "mending.repair": ("repair",),
     "runs.subject": ("Subject",),
+    "scaling.scaler": ("Scaler",),
     "runs.watch": ("watch",),
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "Rule",
     "Run",
     "RunMapping",
+    "Scaler",
     "Site",
     "Subject",
     "__version__",
