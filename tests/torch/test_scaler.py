@@ -12,6 +12,7 @@ import torch
 import narrowcast as nc
 from narrowcast.errors import ScalerError, ScalerWarning
 from narrowcast.scaling.gradients import Culprits, check
+from narrowcast.scaling.readings import Reading
 
 INF = float("inf")
 
@@ -175,6 +176,61 @@ def test_without_a_watch_the_warning_says_how_to_have_one():
     """It names no op."""
     with pytest.warns(ScalerWarning, match=r"with nc.watch\(\) as w"):
         train(nc.Scaler("cpu", patience=1), [INF])
+
+
+class Late(Reading):
+    """Numbers that come late, as from an accelerator: who reads one before waits for the device."""
+
+    has_come, waits = False, 0
+
+    @property
+    def is_here(self):
+        return Late.has_come
+
+    def values(self):
+        Late.waits += not Late.has_come
+        return super().values()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Every reading is late until it is said to have come."""
+    monkeypatch.setattr("narrowcast.scaling.scaler.Reading", Late)
+    monkeypatch.setattr("narrowcast.scaling.gradients.Reading", Late)
+    monkeypatch.setattr(Late, "has_come", False)
+    monkeypatch.setattr(Late, "waits", 0)
+    return Late
+
+
+def test_nothing_waits_for_the_device_until_somebody_asks(late):
+    """With a fused optimizer, which decides there: neither steps nor updates do, however many are skipped."""
+    scaler = nc.Scaler("cpu", patience=3, on_stuck="raise")
+    _, results = train(scaler, [1.0, INF, INF, INF, INF], fused=True)
+    assert late.waits == 0 and repr(results[1]) == "<StepResult: the device has not told yet>"
+    assert results[1].skipped and late.waits == 1
+    assert "the gradients were gone" in results[1].why  # new ones have been computed meanwhile
+    assert len(scaler.history) == 5 and scaler.history.skipped == 4
+    late.has_come = True
+    with pytest.raises(ScalerError, match="3 steps in a row"):  # when the next step ends
+        train(scaler, [INF], fused=True)
+
+
+def test_gradients_are_looked_at_in_time_once_steps_are_being_skipped(late):
+    """The first skipped step is known too late to name anybody; those after it are named."""
+    late.has_come = True
+    scaler = nc.Scaler("cpu")
+    train(scaler, [INF], fused=True)
+    late.has_come = False
+    _, (second,) = train(scaler, [INF], fused=True)
+    train(scaler, [1.0], fused=True)
+    assert second.parameters == ("parameter 0 of group 0 (3,)",)
+
+
+def test_a_device_that_cannot_say_what_has_come_is_read_now_and_then(late):
+    """So that what waits does not grow for ever."""
+    scaler = nc.Scaler("cpu")
+    train(scaler, [1.0] * 70)
+    assert late.waits > 0 and len(scaler._steps.history) == 65
 
 
 # -- what torch's refuses ----------------------------------------------------------------------------------------------

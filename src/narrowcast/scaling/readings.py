@@ -1,7 +1,8 @@
 """Numbers on their way from a device: asked for when they are made, read when they are there, waited for only if asked.
 
 On an accelerator a number is copied into pinned memory behind the work that makes it, with an event after it: looking
-whether it has come waits for nothing. Memory of the host is read as it is.
+whether it has come waits for nothing. Memory of the host is read as it is. On a device without events the number stays
+there until somebody asks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Reading:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device)
-            self._event.record()
+            self._event.record(torch.accelerator.current_stream(tensor.device))
         elif kind == "cpu":
             self._values = _numbers(tensor)
         else:

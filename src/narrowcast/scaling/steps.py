@@ -15,6 +15,7 @@ from narrowcast.scaling.results import StepResult
 from narrowcast.sites.warned import warn_at
 
 Floor = float | Reading
+_MOST_WAITING = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +84,10 @@ class Steps:
                 result.let_go()
 
     def collect(self, wait: bool = False) -> None:
-        """Note every step whose numbers have come, or all of them."""
+        """Note every step whose numbers have come, or all of them; all of them, too, where many are waiting, as on a
+        device that cannot say what has come.
+        """
+        wait = wait or len(self._waiting) > _MOST_WAITING
         for step in self._waiting:
             for result in step.results:
                 result.look_if_skipped()
