@@ -215,6 +215,12 @@ def test_it_is_a_grad_scaler_to_those_who_ask():
     again.load_state_dict(theirs.state_dict())
     copied = pickle.loads(pickle.dumps(ours))
     keys = theirs.state_dict().keys()
+    weight = torch.nn.Parameter(torch.ones(1))
+    steps = torch.optim.SGD([weight], lr=0.1)
+    again.scale(weight.sum()).backward()
+    assert again.step(steps, None)  # as Accelerate calls it
+    again.load_state_dict(theirs.state_dict())
+    again.update(theirs.get_scale())
     for other in (again, copied):
         assert {key: other.state_dict()[key] for key in keys} == theirs.state_dict()
     assert len(copied.history) == len(ours.history) == STEPS

@@ -173,8 +173,7 @@ class Scaler(ScalerState):
         if not self.is_enabled():
             return
         self._refuse_unscaled_loss("update()")
-        flags = {device: flag for state in self.states() for device, flag in state["found_inf_per_device"].items()}
-        if not flags and new_scale is None:
+        if new_scale is None and not any(state["found_inf_per_device"] for state in self.states()):
             raise self._error(
                 "update()", "no gradients were checked since the last one",
                 "Call scaler.step(optimizer) first: without it the scale knows nothing to go by.",
@@ -221,7 +220,8 @@ class Scaler(ScalerState):
         if skipped is None and flags and scale is not None:
             decided = Reading(in_one(flags.values(), scale.device))
         early = self._early.get(id(optimizer))
-        models = [model for model in (self._model and self._model(), *(watch.models if watch else ())) if model]
+        given = None if self._model is None else self._model()
+        models = [model for model in (given, *(watch.models if watch else ())) if model is not None]
         result = StepResult(
             value,
             decided,
@@ -299,4 +299,5 @@ def _op_seen(found: Watching) -> str:
     if not made:
         return ""
     first = next(finding for finding in made if finding.step == made[-1].step)
-    return f"{first.what} made by {first.id} ({first.file}:{first.line})"
+    when = "" if first.step == found.steps else f", first at step {first.step}"
+    return f"{first.what} made by {first.id} ({first.file}:{first.line}){when}"
