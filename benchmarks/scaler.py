@@ -89,7 +89,7 @@ def step_of(make: Callable[[], Any], optimizer: str, scaler: Any, clips: bool) -
 def main() -> int:
     """Measure, print, write the result file; exit code 1 if a bound is passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
@@ -97,7 +97,7 @@ def main() -> int:
         for optimizer in OPTIMIZERS:
             for clips in (False, True):
                 sides = {side: step_of(make, optimizer, scaler(), clips) for side, scaler in SCALERS.items()}
-                times = alternate(sides, options.rounds, calls=2)
+                times = alternate(sides, options.rounds)
                 rows.append(
                     {
                         "model": name,

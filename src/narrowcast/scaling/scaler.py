@@ -235,20 +235,20 @@ class Scaler(ScalerState):
     def _end(self, new_scale: float | torch.Tensor | None) -> None:
         """The scales for the next iteration; what became of this one waits for its numbers."""
         scale = self.make_scale(torch.device(self._device))
-        results, watched, line = tuple(self._results), open_watch() is not None, user_line()
+        results, watched = tuple(self._results), open_watch() is not None
         number, floor = self._steps.number, self.floor_now()
         for name in sorted(self._named):
             loss = self._losses[name]
             if loss.scale is not None and loss.found is not None:
                 numbers = Reading(loss.scale), Reading(loss.found)
-                self._steps.add(EndedStep(number, line, numbers[0], loss.floor, results, numbers[1], name, watched))
+                self._steps.add(EndedStep(number, numbers[0], loss.floor, results, numbers[1], name, watched))
             loss.update(self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
         if not self._named:
             unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
             left = [flag for flags in unscaled for flag in flags.values()]
             found = Reading(in_one(left, scale.device)) if left else None
-            tell = partial(self._findings.not_stepped, line) if left else None
-            self._steps.add(EndedStep(number, line, Reading(scale), floor, results, found, "", watched, tell))
+            tell = partial(self._findings.not_stepped, user_line()) if left else None
+            self._steps.add(EndedStep(number, Reading(scale), floor, results, found, "", watched, tell))
         if self._named and new_scale is None:
             self.forget_states()
             return

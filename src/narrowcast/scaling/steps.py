@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from narrowcast.errors import Origin, ScalerError, ScalerWarning
 from narrowcast.policy import Site
@@ -12,6 +13,7 @@ from narrowcast.scales.history import History, ScaledStep
 from narrowcast.scales.stuck import Streak, advice_text, found_text
 from narrowcast.scaling.readings import Reading
 from narrowcast.scaling.results import StepResult
+from narrowcast.sites.python_stack import user_line
 from narrowcast.sites.warned import warn_at
 
 Floor = float | Reading
@@ -26,7 +28,6 @@ class EndedStep:
     """
 
     number: int
-    site: Site
     scale: Reading
     floor: Floor
     results: tuple[StepResult, ...]
@@ -66,7 +67,7 @@ class Steps:
         self.number = 0
         self.streaks: dict[str, Streak] = {}
         self._waiting: deque[EndedStep] = deque()
-        self._stuck: tuple[ScalerError, Site] | None = None
+        self._stuck: Callable[[Site], ScalerError] | None = None
 
     def add(self, step: EndedStep) -> None:
         """A step has ended."""
@@ -101,18 +102,19 @@ class Steps:
             streak = self.streaks.get(row.loss, Streak()).after(row, floor)
             if streak.is_stuck(self.patience):
                 streak = streak.told()
-                self._stuck = (_error(streak, row, step), step.site)
+                self._stuck = partial(_error, streak, row, step.is_watched)
             self.streaks[row.loss] = streak
 
     def speak(self) -> None:
-        """Say, once, that the run is stuck: raise ScalerError if so told."""
+        """Say, once and at the user's line, that the run is stuck: raise ScalerError if so told."""
         if self._stuck is not None:
-            (error, site), self._stuck = self._stuck, None
+            site = user_line()
+            error, self._stuck = self._stuck(site), None
             if self.on_stuck == "raise":
                 raise error
             warn_at(str(error), site, ScalerWarning)
 
 
-def _error(streak: Streak, row: ScaledStep, step: EndedStep) -> ScalerError:
-    where = (Origin(step.site.file, step.site.line),) if step.site.file else ()
-    return ScalerError("training with a scaler", found_text(streak, row), where, advice_text(streak, step.is_watched))
+def _error(streak: Streak, row: ScaledStep, is_watched: bool, site: Site) -> ScalerError:
+    where = (Origin(site.file, site.line),) if site.file else ()
+    return ScalerError("training with a scaler", found_text(streak, row), where, advice_text(streak, is_watched))
