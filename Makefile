@@ -74,6 +74,7 @@ bench: .venv/.models
 	$(BIN)/python benchmarks/short_paths.py --first-calls --instructions
 	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/observing.py
+	$(BIN)/python benchmarks/scaler.py
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/graphs.py

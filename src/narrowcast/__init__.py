@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from narrowcast.runs.rounding import round_to
     from narrowcast.runs.subject import Subject
     from narrowcast.runs.watch import watch
+    from narrowcast.scaling.scaler import Scaler
     from narrowcast.two_runs.compare import compare_runs
 
 __version__ = "0.1.0.dev0"
@@ -58,6 +59,7 @@ _TORCH_HALF = {
     "loops.check_training": ("check_training",),
     "mending.repair": ("repair",),
     "runs.subject": ("Subject",),
+    "scaling.scaler": ("Scaler",),
     "runs.watch": ("watch",),
 }
 
@@ -77,6 +79,7 @@ __all__ = [
     "Rule",
     "Run",
     "RunMapping",
+    "Scaler",
     "Site",
     "Subject",
     "__version__",

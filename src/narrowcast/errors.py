@@ -131,6 +131,14 @@ class NotFiniteError(NarrowcastError, ArithmeticError):
     """A watched run made a NaN or an infinity, and was to stop there."""
 
 
+class ScalerError(NarrowcastError, RuntimeError, AssertionError):
+    """A scaler was used in an order, or with values, that would ruin a step; torch's own raises one of both others."""
+
+
+class ScalerWarning(UserWarning):
+    """A scaler works, and something about it is probably a mistake; or its steps are skipped again and again."""
+
+
 class SnapshotError(NarrowcastError, ValueError):
     """A snapshot of formats cannot be read or compared: broken, cut off, or of another device or torch."""
 

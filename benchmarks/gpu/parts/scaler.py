@@ -1,4 +1,7 @@
-"""Training in fp16 with GradScaler: the same losses, weights and scales as under torch.autocast, overflows included."""
+"""Training in fp16 with GradScaler: the same losses, weights and scales as under torch.autocast, overflows included.
+
+With nc.Scaler in its place, too: the same again, and the host waits for the device no more often.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import subjects
 import torch
@@ -83,6 +87,13 @@ def _compare(context: Context, label: str, model: nn.Module, args: tuple, optimi
         custom = _train(model, args, ours(CUSTOM), optimizer, device)
     if expected is None or custom is None:
         return
+    with context.attempt(f"{label}: our scaler"):
+        found = _train(model, args, native, optimizer, device, scaler=partial(nc.Scaler, patience=10**6))
+        context.check(f"{label}: our scaler", _differences(expected, found))
+        if context.is_cuda:
+            text = f"{found.waits} waits in {STEPS} steps, torch's {expected.waits}"
+            late = text if found.waits > expected.waits else ""
+            context.check(f"{label}: our scaler, waits for the device no more often", late)
     whole = nc.autocast(device, low)
     for name, way, against, around in (
         ("native", ours(None), expected, None),
@@ -105,13 +116,13 @@ def _compare(context: Context, label: str, model: nn.Module, args: tuple, optimi
 
 def _train(
     model: nn.Module, args: tuple, call: Callable[[nn.Module], object], optimizer: str, device: str,
-    around: object = None,
+    around: object = None, scaler: Callable = torch.amp.GradScaler,
 ) -> Run:  # fmt: skip
     """A training run on a copy of the model. Step BROKEN_STEP has an infinite loss."""
     torch.manual_seed(0)
     own = copies(model)
     steps = OPTIMIZERS[optimizer](own)
-    scaler = torch.amp.GradScaler(device, init_scale=FIRST_SCALE, growth_interval=4)
+    scaler = scaler(device, init_scale=FIRST_SCALE, growth_interval=4)
     found = Run()
     with around or contextlib.nullcontext():
         for step in range(STEPS):

@@ -25,8 +25,9 @@ def check_training(
     """Run `step(*args, **kwargs)`, a step of training as it is, `steps` times, and say what its precision suffers from.
 
     step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
-    it, if that is to be checked. Nothing in it changes. Afterwards weights, buffers, gradients, the state of
-    optimizers, random state and the scale of a GradScaler are as they were; counters of the function's own are not.
+    it, if that is to be checked. Nothing in it changes. Afterwards weights, buffers, the state of optimizers, random
+    state and the scale of a GradScaler are as they were, and gradients as the first forward found them; counters
+    of the function's own are not.
 
     Found, each with the line and what to write instead: forward or loss outside of the region, backward or optimizer
     inside, no region at all, a clip before unscale_, weights cast again at each micro-batch, an evaluation without the

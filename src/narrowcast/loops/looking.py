@@ -105,7 +105,8 @@ class Looking(Observer):
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Casts of weights."""
-        if facts.op is TO_COPY and seen.plan is not None and seen.id.direction == FORWARD and is_weight(args[0]):
+        is_forward = seen.id.direction == FORWARD and self._phase is TRAINING
+        if is_forward and facts.op is TO_COPY and seen.plan is not None and is_weight(args[0]):
             self._casts.setdefault((storage_key(args[0]), result.dtype), []).append(seen.site)
         return result
 

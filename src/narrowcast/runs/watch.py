@@ -47,6 +47,15 @@ KEPT = 8
 """How many findings keep their tensors for `finding.save`."""
 
 
+_open: list[watch] = []
+"""Those that are open now, on all threads, the innermost last."""
+
+
+def open_watch() -> watch | None:
+    """The watch that was opened last and is open; None if none is."""
+    return _open[-1] if _open else None
+
+
 class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no_grad
     """`with watch() as w:` find what makes NaN or infinity in the block; `w.first`, `w.findings`.
 
@@ -95,6 +104,8 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         self._observer = WatchCalls(self.found, self._at, self._tell)
         self._stack.enter_context(told_of_optimizer_steps(self._step, before=True))
         self._stack.enter_context(self._observer.observing())
+        _open.append(self)
+        self._stack.callback(_open.remove, self)
         return self.found
 
     def __exit__(
@@ -106,6 +117,19 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                     self._observer.settle(final=True)
         finally:
             self._stack.close()
+
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        """The outermost modules that were called in the block."""
+        return tuple(self._observer.roots)
+
+    def step_skipped(self) -> None:
+        """A step ends whose optimizer is not run: it counts, and what was put off is read. Gradients that are to be
+        thrown away show no trend.
+        """
+        with quietly():
+            self.found.steps += 1
+            self._observer.settle(final=False)
 
     def _step(self, optimizer: Any) -> None:
         with quietly():

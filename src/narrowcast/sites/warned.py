@@ -1,4 +1,4 @@
-"""Warnings about regions, at the user's line and once for each."""
+"""Warnings at the user's line, once for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowcast.policy import Site
 _said: dict[str, dict[Any, Any]] = {}  # by file: Python's memory of what was shown, which keeps it to once per line
 
 
-def warn_at(text: str, site: Site) -> None:
-    """RegionWarning at a place, which Python's filters show once there."""
+def warn_at(text: str, site: Site, category: type[Warning] = RegionWarning) -> None:
+    """A warning at a place, which Python's filters show once there."""
     file = site.file or "<unknown>"
-    warnings.warn_explicit(text, RegionWarning, file, site.line, registry=_said.setdefault(file, {}))
+    warnings.warn_explicit(text, category, file, site.line, registry=_said.setdefault(file, {}))

@@ -157,6 +157,19 @@ def _optimizer_hooks() -> str | None:
     return _missing(optimizer, "register_optimizer_step_pre_hook", "register_optimizer_step_post_hook")
 
 
+@probe("torch's scaler checks gradients and steps through its own methods", "nc.Scaler would skip no step")
+def _scaler_methods() -> str | None:
+    from torch.nn.utils import clip_grad
+
+    from narrowcast.torch_surface.grad_scaling import NativeScaler
+
+    theirs = (torch.amp.GradScaler, "_unscale_grads_", "_maybe_opt_step", "_lazy_init_scale_growth_tracker")
+    missing = _missing(*theirs) or _missing(clip_grad, "_clip_grads_with_norm_", "clip_grad_value_")
+    held = {"_scale", "_growth_tracker", "_init_scale", "_per_optimizer_states"}
+    lost = sorted(held - vars(NativeScaler("cpu")).keys())
+    return missing or (f"torch.amp.GradScaler holds no {', '.join(lost)}" if lost else None)
+
+
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
 

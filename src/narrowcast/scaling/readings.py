@@ -1,0 +1,56 @@
+"""Numbers on their way from a device: asked for when they are made, read when they are there, waited for only if asked.
+
+On an accelerator a number is copied into pinned memory behind the work that makes it, with an event after it: looking
+whether it has come waits for nothing. Memory of the host is read as it is. On a device without events the number stays
+there until somebody asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_WITH_EVENTS = ("cuda", "xpu")
+
+
+class Reading:
+    """The numbers of a small tensor as they are now, later on the host."""
+
+    __slots__ = ("_event", "_host", "_kept", "_values")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values: list[float] | None = None
+        self._event: Any = None
+        self._kept: torch.Tensor | None = None
+        kind = tensor.device.type
+        if kind in _WITH_EVENTS:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device)
+            self._event.record(torch.accelerator.current_stream(tensor.device))
+        elif kind == "cpu":
+            self._values = _numbers(tensor)
+        else:
+            self._kept = tensor.clone()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be read without waiting for the device."""
+        return self._values is not None or (self._kept is None and (self._event is None or bool(self._event.query())))
+
+    def values(self) -> list[float]:
+        """The numbers; waits for the device where they have not come."""
+        if self._values is None:
+            if self._event is not None:
+                self._event.synchronize()
+            if self._kept is not None:
+                self._host = self._kept.cpu()
+            self._values = _numbers(self._host)
+            self._event = self._kept = None
+        return self._values
+
+
+def _numbers(tensor: torch.Tensor) -> list[float]:
+    """Through numpy: no op is called, which modes would see, for what lies in the host's memory already."""
+    return [float(value) for value in tensor.numpy().reshape(-1)]
