@@ -15,8 +15,8 @@ from narrowcast.profiles.device import random_state_kept
 from narrowcast.report.training import TrainingCheck
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
-_NOT_OF_LOOPS = ("rule without effect",)
-"""What a recording advises and two steps cannot judge."""
+_NOT_OF_LOOPS = ("rule without effect", "switched off")
+"""What a recording advises and two steps cannot judge, or the user has written on purpose."""
 
 
 def check_training(
@@ -64,7 +64,8 @@ def check_training(
     finally:
         kept.put_back()
     looking.judge()
-    found: dict[Advice, int] = {a: n for a, n in ledger.advice.items() if a.kind not in _NOT_OF_LOOPS}
+    unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
+    found: dict[Advice, int] = {a: n for a, n in ledger.advice.items() if a.kind not in unsaid}
     found.update(looking.found)
     outside = sum(o.times for o in looking.outside.values())
     calls = {"inside": looking.inside[TRAINING] + looking.inside[EVALUATION], "outside": outside}

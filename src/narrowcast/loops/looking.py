@@ -54,6 +54,11 @@ class Looking(Observer):
         self._low: tuple[str, Site] | None = None
         self._scales: Site | None = None
 
+    @property
+    def has_lowered(self) -> bool:
+        """Whether a region lowered a call."""
+        return self._fp16 is not None or self._low is not None
+
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
         finding = Advice(kind, what, todo, *site.at)

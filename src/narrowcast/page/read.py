@@ -13,6 +13,7 @@ from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.model import Page
 from narrowcast.page.run_differences import run_differences_page
 from narrowcast.page.runs import run_page, watch_page
+from narrowcast.page.training import training_page
 
 _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.explanation/1": explanation_page,
@@ -22,6 +23,7 @@ _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.watch/1": watch_page,
     "narrowcast.fit/1": fit_page,
     "narrowcast.ledger/1": ledger_page,
+    "narrowcast.training-check/1": training_page,
 }
 
 

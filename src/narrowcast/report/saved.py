@@ -13,16 +13,16 @@ from typing import Any
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger import Ledger
 from narrowcast.ledger.identity import CallId
-from narrowcast.report import differences, findings, fit, repair, run, run_differences
+from narrowcast.report import differences, findings, fit, repair, run, run_differences, training
 from narrowcast.report.mapping import RunMapping
 from narrowcast.report.run_records import Histogram, TensorFacts
 
 Comparison = differences.Differences | run_differences.RunDifferences
-Saved = run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | Ledger
+Saved = run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | training.TrainingCheck | Ledger
 
 
 def load_saved(path: str | Path) -> Saved:
-    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, a ledger. RunError
+    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, a check of a training loop, a ledger. RunError
     for other files.
     """
     where = (Origin(str(path)),)
@@ -131,5 +131,5 @@ def _run_differences(data: dict[str, Any]) -> run_differences.RunDifferences:
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     differences.SCHEMA: _differences, findings.SCHEMA: _watching, fit.SCHEMA: _fit,
     repair.SCHEMA: repair.repair_of,
-    run_differences.SCHEMA: _run_differences,
+    run_differences.SCHEMA: _run_differences, training.SCHEMA: training.TrainingCheck.from_data,
 }  # fmt: skip
