@@ -22,8 +22,8 @@ Saved = run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | tra
 
 
 def load_saved(path: str | Path) -> Saved:
-    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, a check of a training loop, a ledger. RunError
-    for other files.
+    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, a check of a training
+    loop, a ledger. RunError for other files.
     """
     where = (Origin(str(path)),)
     try:
