@@ -65,9 +65,20 @@ def check_training(
         kept.put_back()
     looking.judge()
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
-    found: dict[Advice, int] = {a: n for a, n in ledger.advice.items() if a.kind not in unsaid}
-    found.update(looking.found)
+    found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
     outside = sum(o.times for o in looking.outside.values())
     calls = {"inside": looking.inside[TRAINING] + looking.inside[EVALUATION], "outside": outside}
     notes = [] if trained else ["no optimizer stepped: what weights and gradients suffer from may be missing."]
+    if looking.updates > trained:
+        notes.append(
+            f"{looking.updates - trained} steps were skipped: gradients were not finite at the scaler's scale."
+        )
     return TrainingCheck(tuple(found), found, steps, calls, notes)
+
+
+def _one_per_line(found: dict[Advice, int]) -> dict[Advice, int]:
+    """Of findings of one kind at one line the first: a loss is several ops."""
+    first: dict[tuple[str, str, int], Advice] = {}
+    for finding in found:
+        first.setdefault((finding.kind, finding.file, finding.line), finding)
+    return {finding: found[finding] for finding in first.values()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +12,7 @@ import torch
 
 from narrowcast.ledger import Advice
 from narrowcast.ledger.identity import BACKWARD, FORWARD
-from narrowcast.loops.kept import UNSCALE, Kept, written
+from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept, written
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
@@ -38,11 +39,12 @@ class _Outside:
 
 
 class Looking(Observer):
-    """Sees the steps of a loop. found: what is wrong, and how often."""
+    """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}
+        self.updates = 0
         self.inside = {TRAINING: 0, EVALUATION: 0}
         self.outside: dict[str, _Outside] = {}
         self._kept = kept
@@ -88,6 +90,9 @@ class Looking(Observer):
         self._kept.before_write(call)
         if call.facts.id == UNSCALE:
             self._unscales(call)
+        elif call.facts.id == UPDATE_SCALE:
+            self.updates += 1
+            self.end_of_step()
         elif op_name(call.facts.op) in _CLIPS and call.id.direction == FORWARD:
             self._clips(call)
 
@@ -116,8 +121,12 @@ class Looking(Observer):
         return result
 
     def steps(self, optimizer: Any) -> None:
-        """An optimizer is about to step: what was cast until now was cast for one step."""
+        """An optimizer is about to step."""
         self._kept.optimizer(optimizer)
+        self.end_of_step()
+
+    def end_of_step(self) -> None:
+        """An optimizer steps, or a scaler has skipped that: what was cast until now was cast for one step."""
         again = {key: sites for key, sites in self._casts.items() if len(sites) > 1}
         if again:
             (key, _), sites = max(again.items(), key=lambda item: len(item[1]))
@@ -170,6 +179,8 @@ class Looking(Observer):
         came = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
         for result in results:
             x = result.detach().abs().float()
+            if not math.isfinite(float(x.sum())):
+                continue  # a step that a scaler skips
             there = int((x > 0).sum())
             small = int(((x > 0) & (x < FORMATS[torch.float16].smallest_normal)).sum())
             is_gone = not there and all(bool(t.detach().count_nonzero()) for t in came)
