@@ -167,6 +167,23 @@ def test_nothing_is_said_of_a_right_loop(step: Callable[[Loop], None]) -> None:
     assert found and "Nothing is wrong" in str(found) and found.steps == 2
 
 
+def test_our_scaler_is_seen_as_torchs_is() -> None:
+    for step, kinds in ((scaled_fp16, ()), (clipped_fp16, ()), (clip_before_unscale, ("clip before unscale",))):
+        loop = Loop()
+        loop.scaler = nc.Scaler("cpu", init_scale=1024.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert nc.check_training(step, (loop,)).kinds == kinds
+        assert loop.scaler.get_scale() == 1024.0
+
+
+def test_a_compiled_model_is_looked_into() -> None:
+    loop = Loop()
+    loop.net = torch.compile(loop.net, backend="aot_eager")  # type: ignore[assignment]
+    assert nc.check_training(scaled_fp16, (loop,)).kinds == ()
+    assert nc.check_training(evaluation_outside, (loop,)).kinds == ("evaluation without the region",)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_nothing_changes(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     loop = Loop(optimizer, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
