@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.decide import Plan
+from narrowcast.ledger import Tally
 from narrowcast.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.profiles.device import is_here
 from narrowcast.torch_bridge import OpFacts, Slot
@@ -39,7 +40,8 @@ class DecidedCall:
 class Watched:
     """A call on its way: what was decided, and which of its planned casts were seen.
 
-    `again`: the op that the mode is executing has come round to its own kernel; it is counted already.
+    `again`: the op that the mode is executing has come round to its own kernel; it is counted already. `done`: what the
+    ops inside it moved and multiplied.
     """
 
     decided: DecidedCall
@@ -48,7 +50,7 @@ class Watched:
     widens: bool
     again: bool
     seen_widening: bool = False
-    op_bytes: int = 0
+    done: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)
