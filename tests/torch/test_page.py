@@ -32,7 +32,7 @@ X = torch.linspace(-2, 3, 48).reshape(2, 3, 8)
 
 
 def flow(result):
-    graph = page_of(result.page_data()).graph
+    graph = page_of(result.data()).graph
     name = [f"{n.path} {n.op.split('.')[1]}" for n in graph.nodes]
     return {(name[e.start], name[e.end]) for e in graph.edges if e.start != OUTSIDE}, graph
 
@@ -69,7 +69,7 @@ def test_errors_of_a_comparison_are_on_the_nodes_of_an_explanation():
     """Each call's own error, where the explanation was run."""
     with torch.no_grad():
         found = nc.explain(Net(), X, dtype="bf16", run=True)
-    page = page_of(found.page_data())
+    page = page_of(found.data())
     errors = [n.own for n in page.graph.nodes if n.op == "aten.linear.default"]
     assert len(errors) == 3 and all(errors) and page.series[0].title == "Error by depth"
 
@@ -78,7 +78,7 @@ def test_a_recording_has_a_page_and_a_compact_form():
     """Backward included."""
     with nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
         Net()(X).sum().backward()
-    page = page_of(ledger.page_data())
+    page = page_of(ledger.data())
     assert {n.direction for n in page.graph.nodes} == {"forward", "backward"}
     assert sum(e.times for e in page.graph.edges) == ledger.totals().casts
     assert "aten.linear.default" in ledger._repr_html_() and "aten.linear.default" in ledger.to_html()

@@ -1,7 +1,7 @@
 // The first screen: what was looked at, the verdict, the figures, shares by format, what is worth doing.
 import type { Bar, Model, Todo } from "./data";
 import { button, copy, h } from "./dom";
-import { formatClass, inBytes, inTime, percent, ruleText } from "./words";
+import { formatClass, inBytes, inCount, inTime, percent, ruleText } from "./words";
 
 export function overview(model: Model, open: (path: string) => void): HTMLElement {
   const page = model.page;
@@ -21,6 +21,7 @@ export function overview(model: Model, open: (path: string) => void): HTMLElemen
 
 function amount(bar: Bar, value: number): string {
   if (bar.unit === "bytes") return inBytes(value);
+  if (bar.unit === "multiplications") return `${inCount(value)} multiplications`;
   return bar.unit === "ns" ? inTime(value) : `${value} calls`;
 }
 

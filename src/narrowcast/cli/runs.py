@@ -12,13 +12,16 @@ import typer
 
 from narrowcast.cli.target import check_folder, load_subject, write_page
 from narrowcast.errors import NotFiniteError, Origin, TargetError
+from narrowcast.output.console import print_all, terminal
 from narrowcast.output.files import save_result
+from narrowcast.report import Explanation
 from narrowcast.report.differences import FAULT, NOT_FINITE, Differences, differences_text
+from narrowcast.report.explain_text import explanation_parts
 from narrowcast.report.fit import fit
 from narrowcast.report.repair import Repair, repair_text
 from narrowcast.report.run import Run, run_text
 from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER, RunDifferences, run_differences_text
-from narrowcast.report.saved import load_saved
+from narrowcast.report.saved import Saved, load_saved
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
 from narrowcast.runs.watch import watch
@@ -182,27 +185,36 @@ def fit_command(
 
 
 def report_command(
-    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit, repair or a ledger's save wrote.")],
+    saved: Annotated[
+        Path, typer.Argument(help="What explain --json, capture, compare, watch, fit, repair or a ledger's save wrote.")
+    ],
     every_call: AllOption = False,
+    json_file: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
     """Show a saved result again."""
+    check_folder("--json", json_file)
     check_folder("--html", html)
     found = load_saved(saved)
-    write_page(found, html)
+    if isinstance(found, Explanation) and str(json_file) != "-":
+        print_all(terminal(), explanation_parts(found, every_call))
+    show(found, _text(found, every_call), json_file, html)
+
+
+def _text(found: Saved, every_call: bool) -> str | None:
+    """A saved result in words; None if they are printed already."""
     if isinstance(found, Run):
-        typer.echo(run_text(found, every_call))
-    elif isinstance(found, Differences):
-        typer.echo(differences_text(found, every_call))
-    elif isinstance(found, Repair):
-        typer.echo(repair_text(found, every_call))
-    elif isinstance(found, RunDifferences):
-        typer.echo(run_differences_text(found, every_call))
-    else:
-        typer.echo(str(found))
+        return run_text(found, every_call)
+    if isinstance(found, Differences):
+        return differences_text(found, every_call)
+    if isinstance(found, Repair):
+        return repair_text(found, every_call)
+    if isinstance(found, RunDifferences):
+        return run_differences_text(found, every_call)
+    return None if isinstance(found, Explanation) else str(found)
 
 
-def show(found: Any, text: str, json_file: Path | None, html: Path | None = None) -> None:
+def show(found: Any, text: str | None, json_file: Path | None, html: Path | None = None) -> None:
     """The text, or its JSON in place of it or beside it; and the page."""
     write_page(found, html)
     if json_file is not None and str(json_file) == "-":
@@ -210,4 +222,5 @@ def show(found: Any, text: str, json_file: Path | None, html: Path | None = None
         return
     if json_file is not None:
         found.save(json_file)
-    typer.echo(text)
+    if text is not None:
+        typer.echo(text)

@@ -18,8 +18,9 @@ from narrowcast.page.ledgers import (
     ledger_tables,
 )
 from narrowcast.page.model import OUTSIDE, Edge, Figure, Graph, Node, Page, Table, Todo
-from narrowcast.page.tables import table
-from narrowcast.page.words import place, shares
+from narrowcast.page.tables import edge_cast_table, table
+from narrowcast.page.times import cast_series
+from narrowcast.page.words import place
 
 Data = Mapping[str, Any]
 SLOWER = 1.05
@@ -48,11 +49,9 @@ def explanation_page(data: Data) -> Page:
     page.notes = [note for note in (data["note"], *ledger.get("notes", ())) if note]
     page.figures = [*_cost_figures(comparison), *cast_figures(ledger["totals"]), *output_figures(comparison)]
     page.bars = format_bars(graph.nodes)
-    times = shares(graph.nodes, "ns", "Time by format")
-    page.bars += [times] if times.parts else []
     page.todos = _todos(data, graph.nodes)[:3]
-    page.tables = [*ledger_tables(ledger, graph, data["rules"]), *_graph_tables(data)]
-    page.series = error_series(graph.nodes)
+    page.tables = [*ledger_tables(ledger, graph, data["rules"]), *_graph_tables(data), *_backward_casts(graph)]
+    page.series = [*error_series(graph.nodes), *cast_series(graph)]
     return page
 
 
@@ -173,6 +172,12 @@ def _graph_tables(data: Data) -> list[Table]:
     return found + table("placement", "Formats chosen by cost", columns, placed)
 
 
+def _backward_casts(graph: Graph) -> list[Table]:
+    """The casts of the backward, which are in no ledger: it is written before there is a backward."""
+    edges = [e for e in graph.edges if graph.nodes[e.end].direction != "forward"]
+    return edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, edges)
+
+
 def _add_costs(nodes: list[Node], placed: Data) -> None:
     """What each placed call costs in the format that was chosen."""
     costs: dict[tuple[str, str, int], list[float]] = {}
@@ -186,6 +191,12 @@ def _add_costs(nodes: list[Node], placed: Data) -> None:
             node.ns = known.pop(0)
 
 
+_MAKES = {
+    "dgrad": (("makes", "the gradient of an input"),),
+    "wgrad": (("makes", "the gradient of a weight"),),
+}
+
+
 def flow_graph(flows: list[Data], ledger: Data) -> Graph:
     """The calls of captured graphs with the values between them; why each computes as it does is in the ledger."""
     kinds: dict[tuple[Any, ...], list[Data]] = {}
@@ -195,14 +206,15 @@ def flow_graph(flows: list[Data], ledger: Data) -> Graph:
     edges: list[Edge] = []
     for flow in flows:
         first = len(nodes)
-        for path, op, file, line, number, direction, came, computes, result, moved in flow["steps"]:
+        for path, op, file, line, number, way, came, computes, result, moved, multiplied in flow["steps"]:
+            direction = "forward" if way == "forward" else "backward"
             alike = kinds.get((path, op, file, line), [])
             row = next((k for k in alike if k["computes"] == computes), alike[0] if alike else None)
             decided = replace(call_node(row)) if row is not None else Node(path, op)
             label = f"#{number}" if number else ""
             nodes.append(
                 Node(path, op, label, 1, direction, came, computes, result, decided.action, "", decided.reason, file,
-                     line, moved)
+                     line, moved, multiplied, facts=_MAKES.get(way, ()))
             )  # fmt: skip
         for start, end, argument, src, dst, moved, kind, how in flow["edges"]:
             begin = OUTSIDE if start == OUTSIDE else start + first

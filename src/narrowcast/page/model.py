@@ -6,8 +6,9 @@ Every word that comes from a user (module paths, files, reasons) is text here an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from narrowcast.formats import FORMATS
@@ -29,7 +30,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Shares of a whole by format. unit: `calls`, `bytes` or `ns`."""
+    """Shares of a whole by format. unit: `calls`, `bytes`, `multiplications` or `ns`."""
 
     title: str
     unit: str
@@ -72,8 +73,9 @@ class Node:
     """Calls of one op at one place that are alike: what is drawn as a box.
 
     came, computes, result: formats, several with commas. label: which call of its op it is (`#2`). bytes: read and
-    written. ns: measured or predicted time. own, inherited, total: relative errors. None: not known. finding: why
-    somebody should look at it. facts: names and values besides, in words.
+    written. multiplications: as ops/multiplications.py counts them. ns: measured or predicted time. own, inherited,
+    total: relative errors. None: not known. finding: why somebody should look at it. facts: names and values besides,
+    in words.
     """
 
     path: str
@@ -90,6 +92,7 @@ class Node:
     file: str = ""
     line: int = 0
     bytes: int | None = None
+    multiplications: int | None = None
     ns: float | None = None
     own: float | None = None
     inherited: float | None = None
@@ -130,7 +133,12 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Figures over a common axis; nodes: the call that each stands for, if it is one."""
+    """Figures over a common axis; nodes: the call that each stands for, if it is one.
+
+    x, y: what the axes say; `time` (in ns) and `bytes` are shown in units that fit. kind: `lines`, or `stems`: a thin
+    line up to each point, for what happens now and then. marks: points to be marked, each with its words. note: what a
+    reader has to know.
+    """
 
     title: str
     x: str
@@ -139,6 +147,10 @@ class Series:
     lines: list[tuple[str, list[float | None]]]
     log: bool = False
     nodes: list[int] = field(default_factory=list)
+    log_x: bool = False
+    kind: str = "lines"
+    marks: list[tuple[float, float, str]] = field(default_factory=list)
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +168,8 @@ class Exponents:
 class Page:
     """Everything that one page shows.
 
-    kind: of what (`explanation`, `run`, `comparison`, `watch`, `fit`, `ledger`). facts: what was looked at, by name.
-    verdict: one sentence; tone as of a figure. todos: most worth doing first.
+    kind: of what (`explanation`, `run`, `comparison`, `watch`, `fit`, `ledger`, `repair`, `profile`). facts: what was
+    looked at, by name. verdict: one sentence; tone as of a figure. todos: most worth doing first.
     """
 
     kind: str
@@ -177,8 +189,7 @@ class Page:
     def data(self) -> dict[str, Any]:
         """The page as JSON has it: nodes and edges as rows under their columns, texts of nodes in a table of texts."""
         texts: dict[str, int] = {"": 0}
-        nodes = [_row(node, _NODE, texts) for node in self.graph.nodes]
-        edges = [_row(edge, _EDGE, texts) for edge in self.graph.edges]
+        nodes, edges = _rows(self.graph.nodes, _NODE, texts), _rows(self.graph.edges, _EDGE, texts)
         graph = {
             "flow": self.graph.flow, "note": self.graph.note,
             "node_columns": list(_NODE), "nodes": nodes,
@@ -196,19 +207,28 @@ _TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.ty
 _NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
 
 
-def _row(record: Node | Edge, columns: tuple[str, ...], texts: dict[str, int]) -> list[Any]:
-    row = [(name, getattr(record, name)) for name in columns]
-    return [texts.setdefault(value, len(texts)) if name in _TEXTS else _plain(value) for name, value in row]
+def _rows(records: Iterable[Node | Edge], columns: tuple[str, ...], texts: dict[str, int]) -> list[list[Any]]:
+    """A large model has ten thousand of each: what is the same for all of them is asked once."""
+    values_of = attrgetter(*columns)
+    is_text = [name in _TEXTS for name in columns]
+    return [
+        [
+            texts.setdefault(value, len(texts)) if text else _plain(value)
+            for text, value in zip(is_text, values_of(record), strict=True)
+        ]
+        for record in records
+    ]
 
 
 def _plain(value: Any) -> Any:
     """As JSON can have it: records as objects; a number that is not finite is not known; six digits are enough."""
-    if value is None or isinstance(value, (str, int)):
+    kind = type(value)
+    if kind is int or kind is str or value is None:
         return value
-    if isinstance(value, float):
+    if kind is float:
         return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+    if kind is list or kind is tuple:
+        return [v if type(v) is int else _plain(v) for v in value]
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if hasattr(value, "__dataclass_fields__"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from narrowcast.page.model import Bar, Node
@@ -60,10 +61,13 @@ def _quoted(value: str) -> str:
 
 
 def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
-    """Calls, bytes or time by the format in which the nodes compute, most first; calls without one are left out."""
+    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
+    left out.
+    """
     found: dict[str, float] = {}
+    amount_of = attrgetter("times" if unit == "calls" else unit)
     for node in nodes:
-        amount = {"calls": node.times, "bytes": node.bytes, "ns": node.ns}[unit]
+        amount = amount_of(node)
         if node.computes and amount:
             found[node.computes] = found.get(node.computes, 0.0) + amount
     return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))

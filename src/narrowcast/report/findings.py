@@ -124,14 +124,17 @@ class Watching(Shown):
         lines += [f"meant: {times} infinities, {why}" for why, times in self.meant.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.watch/1`."""
-        data = {
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {
             "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread,
             "repeated": self.repeated, "meant": self.meant, "notes": self.notes, "history": self.history,
             "findings": [finding.data() for finding in self.findings],
         }  # fmt: skip
-        return json.dumps(data, indent=indent)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.watch/1`."""
+        return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. RunError if it cannot be written."""

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class TensorFacts:
     over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
     elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
     looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
-    sample was taken. checksum, file: on request. sketch: of some rows (report/sketch.py).
+    sample was taken. checksum, file: on request. sketch: of some rows (report/sketch.py). lies_in: the tensor of
+    the table that was entered before in whose memory it lies (a view, a slice, one written to since); -1: in none's.
     """
 
     format: str
@@ -74,6 +76,7 @@ class TensorFacts:
     exponents: Histogram = field(default_factory=Histogram)
     below: Histogram = field(default_factory=Histogram)
     looked_at: int = 0
+    lies_in: int = -1
     checksum: str = ""
     file: str = ""
     sketch: str = ""
@@ -175,21 +178,20 @@ class Run(Shown):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def to_json(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON, numbers with all their digits."""
+        return {
+            "schema": SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
+            "tokens": self.tokens, "log_probabilities": self.log_probabilities,
+            "tensor_columns": list(_TENSOR_COLUMNS), "tensors": [_tensor_row(t) for t in self.tensors],
+            "call_columns": list(_CALL_COLUMNS), "calls": [_call_row(c) for c in self.calls],
+        }  # fmt: skip
+
+    def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
-        data = {
-            "schema": SCHEMA,
-            "environment": self.environment,
-            "notes": self.notes,
-            "tensor_columns": list(_TENSOR_COLUMNS),
-            "tensors": [_tensor_row(t) for t in self.tensors],
-            "call_columns": [f.name for f in fields(CallRecord)],
-            "calls": [_call_row(c) for c in self.calls],
-            "parameters": self.parameters,
-            "tokens": self.tokens,
-            "log_probabilities": [_short(value) for value in self.log_probabilities],
-        }
-        return json.dumps(data, separators=(",", ":"))
+        data = self.data() | {"log_probabilities": [_short(value) for value in self.log_probabilities]}
+        data["tensors"] = [[_short(value) for value in row] for row in data["tensors"]]
+        return json.dumps(data, separators=None if indent else (",", ":"), indent=indent)
 
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Run:
@@ -210,7 +212,7 @@ class Run(Shown):
             named += [number for row in parameters.values() for number in row.values()]
             if named and not 0 <= min(named) <= max(named) < len(tensors):
                 raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
-            run = Run(dict(data["environment"]), calls, tensors, parameters, [str(note) for note in data["notes"]])
+            run = Run(dict(data["environment"]), calls, tensors, parameters, list(map(str, data["notes"])))
             run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
             return run
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -251,15 +253,14 @@ def _flat(values: Any) -> Iterator[Any]:
         yield values
 
 
-_TENSOR_COLUMNS = tuple(f.name for f in fields(TensorFacts))
+_TENSOR_COLUMNS, _CALL_COLUMNS = (tuple(f.name for f in fields(kind)) for kind in (TensorFacts, CallRecord))
+_tensor_values, _call_values = (attrgetter(*columns) for columns in (_TENSOR_COLUMNS, _CALL_COLUMNS))
+_ID, _FORWARD = (_CALL_COLUMNS.index(name) for name in ("id", "forward"))
 
 
 def _tensor_row(tensor: TensorFacts) -> list[Any]:
-    row = {name: getattr(tensor, name) for name in _TENSOR_COLUMNS}  # asdict copies, and takes four times as long
-    for name in ("exponents", "below"):
-        value = getattr(tensor, name)
-        row[name] = [value.first, *value.counts]
-    return [_short(value) for value in row.values()]
+    """asdict copies, and takes many times as long."""
+    return [[v.first, *v.counts] if type(v) is Histogram else v for v in _tensor_values(tensor)]
 
 
 def _short(value: Any) -> Any:
@@ -282,16 +283,16 @@ def _tensor_of(row: dict[str, Any]) -> TensorFacts:
 
 
 def _call_row(call: CallRecord) -> list[Any]:
-    values = {f.name: getattr(call, f.name) for f in fields(CallRecord)}
-    return list({**values, "id": str(call.id), "forward": str(call.forward) if call.forward else ""}.values())
+    row = list(_call_values(call))
+    row[_ID], row[_FORWARD] = str(call.id), str(call.forward or "")
+    return row
 
 
 def _call_of(row: dict[str, Any]) -> CallRecord:
     known = {f.name: row[f.name] for f in fields(CallRecord) if f.name in row}
     known["id"] = CallId.parse(known["id"])
     known["forward"] = CallId.parse(known["forward"]) if known.get("forward") else None
-    for name in ("inputs", "outputs"):
-        known[name] = tuple((str(a), int(n)) for a, n in known[name])
+    known |= {name: tuple((str(a), int(n)) for a, n in known[name]) for name in ("inputs", "outputs")}
     known["given"] = tuple((str(a), str(v)) for a, v in known["given"])
     return CallRecord(**known)
 
@@ -358,8 +359,7 @@ def _is_given_infinity(call: CallRecord) -> bool:
 
 def _is_mask(tensor: TensorFacts) -> bool:
     """Whether it holds the lowest value of its format, which masks are filled with."""
-    format = tensor.fits()
-    return format is not None and tensor.low <= -0.99 * format.max
+    return (format := tensor.fits()) is not None and tensor.low <= -0.99 * format.max
 
 
 def _worth_a_look(run: Run) -> list[CallRecord]:
