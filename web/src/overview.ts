@@ -15,7 +15,7 @@ export function overview(model: Model, open: (path: string) => void): HTMLElemen
     h("dl", { class: "figures" }, ...figures),
     h("div", { class: "columns" },
       page.bars.length > 0 && h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
-      todos(page.todos, open)),
+      todos(page.todos, model.calls.length > 0 ? open : null)),
     page.notes.length > 0 && h("div", { class: "notes" }, ...page.notes.map((note) => h("p", {}, note))));
 }
 
@@ -47,7 +47,9 @@ function bar(of: Bar): HTMLElement {
 function legend(bars: Bar[]): HTMLElement | null {
   const names = [...new Set(bars.flatMap((b) => b.parts.map(([name]) => name)))];
   if (names.length === 0) return null;
+  const said = new Set(bars.map((b) => b.unit)).size === bars.length;
   const items = names.map((name) => {
+    if (!said) return h("li", {}, h("i", { class: `swatch ${formatClass(name)}` }), name);
     const sums = bars.map((b) => {
       const part = b.parts.find(([n]) => n === name);
       return part ? amount(b, part[1]) : null;
@@ -57,13 +59,13 @@ function legend(bars: Bar[]): HTMLElement | null {
   return h("ul", { class: "legend" }, ...items);
 }
 
-function todos(found: Todo[], open: (path: string) => void): HTMLElement {
+function todos(found: Todo[], open: ((path: string) => void) | null): HTMLElement {
   const items = found.map((todo) =>
     h("li", {},
       h("p", {}, h("strong", {}, todo.what)),
       h("p", { class: "quiet" }, todo.why),
       Object.keys(todo.rule).length > 0 && ruleBlock(ruleText(todo.rule)),
-      todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
+      open && todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
   return h("div", { class: "todos" }, h("h3", {}, "Most worth doing"),
     found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "Nothing stands out."));
 }

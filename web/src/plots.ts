@@ -54,11 +54,19 @@ function drawMarks(plot: uPlot, marks: Series["marks"]): void {
   ctx.restore();
 }
 
+// Lines of formats have their colours, others one after the other.
+const lineColour = (label: string, i: number): string =>
+  colour(/^(fp|bf)\d+$/.test(label) ? `--${label}` : LINES[i % LINES.length]!);
+
+const WHOLE = new Set(["run", "step", "call, in order"]);
+const MOST_POINTS = 60;
+
 function axis(label: string, values?: uPlot.Axis["values"]): uPlot.Axis {
   const made: uPlot.Axis = {
     label, stroke: colour("--text"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--grid"), width: 1 },
     font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
   };
+  if (WHOLE.has(label)) made.incrs = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
   return values ? { ...made, values } : made;
 }
 
@@ -117,8 +125,8 @@ export class Plots {
       series: [
         { label: one.x, value: (_: uPlot, v: number | null) => (v === null ? "" : sayX(v)) },
         ...one.lines.map(([label], i) => ({
-          label, stroke: colour(LINES[i % LINES.length]!), width: label === "own" ? 0 : 1.5,
-          points: { show: stemmed || one.marks.length > 0 || label === "own", size: 6, fill: colour(LINES[i % LINES.length]!) },
+          label, stroke: lineColour(label, i), width: label === "own" ? 0 : 1.5,
+          points: { show: stemmed || one.xs.length <= MOST_POINTS || label === "own", size: 6, fill: lineColour(label, i) },
           spanGaps: !stemmed, ...(stemmed ? { paths: stems } : {}),
           value: (_: uPlot, v: number | null, __: number, i: number | null) => (i === null ? "" : v === null ? (stemmed ? "-" : say(0)) : say(v)),
         })),

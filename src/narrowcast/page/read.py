@@ -11,6 +11,8 @@ from narrowcast.page.explanations import explanation_page
 from narrowcast.page.fits import fit_page
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.model import Page
+from narrowcast.page.profiles import profile_page
+from narrowcast.page.repairs import repair_page
 from narrowcast.page.runs import run_page, watch_page
 
 _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
@@ -20,6 +22,8 @@ _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.watch/1": watch_page,
     "narrowcast.fit/1": fit_page,
     "narrowcast.ledger/1": ledger_page,
+    "narrowcast.repair/1": repair_page,
+    "narrowcast.profile/1": profile_page,
 }
 
 
