@@ -368,8 +368,8 @@ def test_the_rules_of_a_page_are_those_of_a_policy_file(tmp_path):
 
 def test_other_files_and_broken_records_have_no_page():
     """With what is wrong."""
-    with pytest.raises(RunError, match=r"narrowcast\.profile/1"):
-        page_of({"schema": "narrowcast.profile/1"})
+    with pytest.raises(RunError, match=r"narrowcast\.profile/0"):
+        page_of({"schema": "narrowcast.profile/0"})
     broken = {**RESULTS["run"].data(), "calls": [["one", "two"]]}
     with pytest.raises(RunError, match="a record is broken"):
         page_of(broken)

@@ -69,7 +69,8 @@ def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
     for node in nodes:
         amount = amount_of(node)
         if node.computes and amount:
-            found[node.computes] = found.get(node.computes, 0.0) + amount
+            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
+            found[name] = found.get(name, 0.0) + amount
     return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
 
 

@@ -36,8 +36,8 @@ class CompiledGraph:
     candidates: what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them
     took, compiling included; from_disk: the choice was made earlier.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
-    the written graph; the rest went into reading, passes and writing. saved: of a saved explanation, which has no
-    programs, what it says of them.
+    the written graph; the rest went into reading, passes and writing. saved, saved_returned: of a saved
+    explanation, which has no programs, what it says of them.
     """
 
     number: int
@@ -64,6 +64,7 @@ class CompiledGraph:
     seconds: float = 0.0
     capture_seconds: float = 0.0
     saved: GraphRow | None = None
+    saved_returned: tuple[int, int] = (0, 0)
 
     @property
     def is_captured(self) -> bool:
@@ -149,6 +150,15 @@ def graph_row(graph: CompiledGraph) -> GraphRow:
     )
 
 
+def returned_casts(graph: CompiledGraph) -> tuple[int, int]:
+    """The casts that were put on what the graph returns: how many, and the bytes that they write."""
+    if graph.before is None or graph.after is None:
+        return graph.saved_returned
+    steps = [graph.after.steps[value] for value in graph.after.body.returns if value in graph.after.steps]
+    casts = [step for step in steps if step.is_cast and step.id not in graph.before.steps]
+    return len(casts), sum(cast.value.bytes for cast in casts)
+
+
 def placement_data(graph: CompiledGraph) -> dict[str, object]:
     """What was placed in a graph, for JSON: candidates, totals, and each call with its formats and costs."""
     placement = graph.placement
@@ -167,7 +177,7 @@ def placement_data(graph: CompiledGraph) -> dict[str, object]:
         "cost": placement.cost, "policy_cost": placement.policy_cost, "bound": placement.bound, "gap": placement.gap,
         "method": placement.method, "fixed": placement.fixed, "kept_bytes": placement.kept_bytes,
         "policy_kept_bytes": placement.policy_kept_bytes, "candidates_seconds": graph.candidates_seconds,
-        "from_disk": graph.from_disk, "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
+        "from_disk": graph.from_disk, "returned_casts": list(returned_casts(graph)), "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
     }  # fmt: skip
 
 

@@ -89,6 +89,8 @@ def _graph(row: Data, placed: Data | None) -> CompiledGraph:
     graph.goal, graph.chosen = placed["goal"], placed["chosen"]
     graph.candidates = tuple(_candidate(each) for each in placed["candidates"])
     graph.candidates_seconds = placed.get("candidates_seconds", 0.0)
+    count, written_bytes = placed.get("returned_casts", (0, 0))
+    graph.saved_returned = (int(count), int(written_bytes))
     graph.from_disk = placed.get("from_disk", False)
     calls = tuple(_placed_call(number, each) for number, each in enumerate(placed["calls"]))
     graph.placement = record_of(Placement, placed, calls=calls)
