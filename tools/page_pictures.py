@@ -67,13 +67,14 @@ class GPT(torch.nn.Module):
 
 
 def main() -> None:
-    """Three pages, three pictures."""
+    """Four pages, four pictures."""
     torch.manual_seed(0)
     driver, minilm = load(ROOT / "tests/page/browser.py"), load(ROOT / "examples/minilm.py")
     subject = minilm.subject()
     with torch.no_grad():
         slow = nc.explain(subject, dtype="bf16", run=True).to_html()
         run = nc.capture(subject, policy="native", dtype="bf16").to_html()
+        placed = nc.explain(subject, dtype="bf16", front_end="export", goal="fast").to_html()
         overflow = nc.compare(GPT(4), (torch.randint(0, 100, (2, 16)),), dtype="fp16").to_html()
     overflow = overflow.replace(f"{ROOT}/", "")
     browser = driver.Browser(driver.where())
@@ -82,6 +83,9 @@ def main() -> None:
         file.write_text(slow, encoding="utf-8")
         browser.open(file, width=1300, height=780)
         browser.picture(PICTURES / "page-overview.png")
+        file.write_text(placed, encoding="utf-8")
+        browser.open(file, width=1300, height=780)
+        browser.picture(PICTURES / "page-placement.png")
         file.write_text(run, encoding="utf-8")
         browser.open(file, width=1300, height=860)
         browser.value(GRAPH)

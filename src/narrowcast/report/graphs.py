@@ -177,7 +177,8 @@ def placement_data(graph: CompiledGraph) -> dict[str, object]:
         "cost": placement.cost, "policy_cost": placement.policy_cost, "bound": placement.bound, "gap": placement.gap,
         "method": placement.method, "fixed": placement.fixed, "kept_bytes": placement.kept_bytes,
         "policy_kept_bytes": placement.policy_kept_bytes, "candidates_seconds": graph.candidates_seconds,
-        "from_disk": graph.from_disk, "returned_casts": list(returned_casts(graph)), "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
+        "from_disk": graph.from_disk, "returned_casts": list(returned_casts(graph)),
+        "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
     }  # fmt: skip
 
 
