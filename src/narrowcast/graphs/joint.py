@@ -11,9 +11,9 @@ from narrowcast.decide import Region
 from narrowcast.graphs.edit import write_passes
 from narrowcast.graphs.levels import Ambient
 from narrowcast.graphs.read import Reading, read_graph
+from narrowcast.output.collector import collector_paused
 from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
-from narrowcast.program.collector import collector_paused
 from narrowcast.regions.stack import Prepared
 from narrowcast.torch_bridge import op_facts
 from narrowcast.torch_surface.dispatch import OpOverload, op_name

@@ -18,13 +18,17 @@ class Shown(ABC):
 
     def to_html(self) -> str:
         """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
+        from narrowcast.output.collector import collector_paused
         from narrowcast.page.html import page_html
         from narrowcast.page.read import page_of
 
-        return page_html(page_of(self.data()))
+        with collector_paused():
+            return page_html(page_of(self.data()))
 
     def _repr_html_(self) -> str:
+        from narrowcast.output.collector import collector_paused
         from narrowcast.page.notebook import notebook_html
         from narrowcast.page.read import page_of
 
-        return notebook_html(page_of(self.data()))
+        with collector_paused():
+            return notebook_html(page_of(self.data()))
