@@ -74,6 +74,7 @@ def main() -> None:
     subject = minilm.subject()
     with torch.no_grad():
         slow = nc.explain(subject, dtype="bf16", run=True).to_html()
+        placed = nc.explain(subject, dtype="bf16", front_end="export", goal="fast").to_html()
         run = nc.capture(subject, policy="native", dtype="bf16")
         written_out = AutoModel.from_pretrained(minilm.WEIGHTS, attn_implementation="eager").eval()
         other = nc.capture(written_out, subject.args, subject.kwargs, policy="native", dtype="bf16")
@@ -86,6 +87,9 @@ def main() -> None:
         file.write_text(slow, encoding="utf-8")
         browser.open(file, width=1300, height=780)
         browser.picture(PICTURES / "page-overview.png")
+        file.write_text(placed, encoding="utf-8")
+        browser.open(file, width=1300, height=780)
+        browser.picture(PICTURES / "page-placement.png")
         file.write_text(run.to_html(), encoding="utf-8")
         browser.open(file, width=1300, height=860)
         browser.value(GRAPH)

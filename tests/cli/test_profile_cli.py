@@ -40,7 +40,8 @@ def test_a_device_is_measured_shown_plotted_and_compared(folder, capsys):
     for words in ("low over fp32", "bf16/fp32", "copy:", "plot written"):
         assert words in out, words
     assert (folder / "costs.png").read_bytes().startswith(b"\x89PNG")
-    assert call("profile", "show", shipped, "--all") == 0
+    assert call("profile", "show", shipped, "--all", "--html", folder / "page.html") == 0
+    assert '"kind":"profile"' in (folder / "page.html").read_text(encoding="utf-8")
     capsys.readouterr()
     assert call("profile", "compare", shipped) == 0
     assert "time of B over A" in capsys.readouterr().out

@@ -53,7 +53,8 @@ def mine(tmp_path):
 def test_a_policy_is_repaired_into_another_file(cli, target, mine, tmp_path):
     before = mine.read_text()
     code, out, err = cli("repair", target, "--policy", mine, "--dtype", "fp16", "-o", tmp_path / "fixed.toml",
-                         "--json", tmp_path / "repair.json")  # fmt: skip
+                         "--json", tmp_path / "repair.json", "--html", tmp_path / "page.html")  # fmt: skip
+    assert '"kind":"repair"' in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert (code, err) == (0, "") and "REPAIRED: raises RuntimeError" in out and "wrote" in out
     assert mine.read_text() == before
     fixed = nc.Policy.load(tmp_path / "fixed.toml")

@@ -155,7 +155,21 @@ def test_each_command_writes_a_page_beside_what_it_says(cli, target, script, tmp
     assert code == 0 and "VERDICT" in out and has_page(page, "explanation")
 
 
-@pytest.mark.parametrize("command", ["capture", "compare", "fit", "explain"])
+def test_a_saved_explanation_is_shown_again(cli, target, tmp_path):
+    """As text, as JSON and as the same page."""
+    saved, page = tmp_path / "e.json", tmp_path / "page.html"
+    code, out, _ = cli("explain", target, "--dtype", "bf16", "--json", saved, "--html", page)
+    assert code == 0
+    code, again, _ = cli("report", saved, "--html", tmp_path / "again.html")
+    assert (code, again) == (0, out) and (tmp_path / "again.html").read_bytes() == page.read_bytes()
+    code, text, _ = cli("report", saved, "--json", "-")
+    assert code == 0 and json.loads(text) == json.loads(saved.read_text())
+    saved.write_text(saved.read_text().replace("narrowcast.explanation/1", "narrowcast.explanation/0"))
+    code, out, err = cli("report", saved)
+    assert code == 2 and out == "" and "explanation/0" in err and "Write it anew" in err
+
+
+@pytest.mark.parametrize("command", ["capture", "compare", "fit", "explain", "repair"])
 def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(cli, target, tmp_path, command):
     """As the other files are."""
     output = ("-o", tmp_path / "run") if command == "capture" else ()

@@ -228,7 +228,7 @@ def test_a_model_of_eight_thousand_calls_is_opened_module_by_module(show):
 
 def test_a_broken_page_is_noticed(show, browser):
     """What the tests above look at has the error of a page whose data lacks a part."""
-    data = page_of(a_ledger().page_data()).data()
+    data = page_of(a_ledger().data()).data()
     del data["graph"]["texts"]
     whole = a_ledger().to_html()
     start, end = whole.index('id="data">') + 10, whole.index("</script>")

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from narrowcast.formats import bf16, fp32
 from narrowcast.ledger import Advice, CallKind, Cast, Ledger, Refusal
 from narrowcast.ledger.identity import CallId
-from narrowcast.report import Attempt, Comparison, Explanation, Failure, NotFinite, OutputError
+from narrowcast.page.shown import Shown
+from narrowcast.placement.place import PlacedCall, Placement
+from narrowcast.policy import Action, Kind, Policy, Rule, Site
+from narrowcast.report import (
+    Attempt,
+    CandidateTime,
+    Comparison,
+    CompiledGraph,
+    Explanation,
+    Failure,
+    NotFinite,
+    OutputError,
+)
 from narrowcast.report.differences import CallError, Differences, GradientError
 from narrowcast.report.findings import Finding, Watching
 from narrowcast.report.fit import fit
+from narrowcast.report.repair import (
+    OUT_OF_IDEAS,
+    RAISED,
+    REPAIRED,
+    Products,
+    Repair,
+    RepairRule,
+    RepairStep,
+)
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.two_runs.compare import compare_runs
@@ -187,6 +209,84 @@ def a_failure():
     return Failure("aten.lerp.Scalar", "bf16,fp32", SCRIPT, FILE, 5, "expected dtype", "native", tried)
 
 
+def a_repair():
+    """Two rules, one of which was priced and tried without, after three runs."""
+    rules = [
+        RepairRule(Rule(LINEAR, Action(Kind.FULL), module="layer.1", reason=f"overflows {SCRIPT}"), RAISED, 0.75, 2,
+                   2e6, "infinity"),
+        RepairRule(Rule(ADD, Action(Kind.ALIGN), module=SCRIPT, reason="mixed"), RAISED, 0.25),
+    ]  # fmt: skip
+    steps = [
+        RepairStep("under native", f"raises {SCRIPT}", (str(rules[0].rule),), error=0.5, products=Products(8, 8)),
+        RepairStep("in fp32", "clean"),
+        RepairStep("under native", "clean", (), ("a rule",), 0.01, {"auc": 0.5}, Products(6, 8)),
+    ]
+    made = Repair(SCRIPT, "cpu", "fp16", "native", Policy.native(), "it runs", REPAIRED, rules, steps)
+    made.before, made.after, made.reference = steps[0], steps[2], {"auc": 0.75}
+    made.products_before, made.products_after = Products(8, 8), Products(6, 8)
+    made.runs, made.dropped, made.untried, made.notes = 7, ["a rule"], [f"another {SCRIPT}"], [f"a note {SCRIPT}"]
+    return made
+
+
+def not_repaired():
+    """What is left raises."""
+    step = RepairStep("under native", "raises")
+    return replace(a_repair(), verdict=OUT_OF_IDEAS, rules=[], before=step, after=step)
+
+
+class Given(Shown):
+    """A result that is only known as its JSON."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def data(self):
+        return self._data
+
+
+def a_profile():
+    """Products of which bf16 loses the small ones and wins the large ones, fp16 by less than what times are spread."""
+    samples = {}
+    for size, times in ((64, (10, 40, 11)), (256, (100, 200, 100)), (1024, (1e4, 2500, 9.9e3))):
+        for name, us in zip(("fp32", "bf16", "fp16"), times, strict=True):
+            shape = f"{name}[{size}, {size}]"
+            samples[f"aten.mm.default({shape}, {shape})"] = a_sample("gemm", name, 2 * size**3, size**2, us)
+    for name, us in (("fp32", 5.0), ("bf16", 4.0)):
+        text = f"aten.mm.default({name}[1, 4096], {name}[4096, 4096])"
+        samples[text] = {**a_sample("gemm", name, 2 * 4096**2, 4096**2, us), "moved_bytes": 4 * 4096.0**2}
+    samples["cast(fp32[16]) -> bf16"] = a_sample("copy", "bf16", 16, 16, 1)
+    device = {"type": "cpu", "name": f"a cpu {SCRIPT}", "units": ["avx2"], "threads": 2, "torch": "2.13.0"}
+    asked = [
+        {"op": LINEAR, "format": "bf16", "direction": "forward", "state": "runs", "ratio": 0.0, "error": ""},
+        {"op": LINEAR, "format": "fp16", "direction": "forward", "state": "raises", "ratio": 0.0, "error": SCRIPT},
+    ]
+    emulated = [{"family": "gemm", "format": "fp16", "ratio": 4.5}]
+    return Given(
+        {"schema": "narrowcast.profile/1", "device": device, "samples": samples, "abilities": asked,
+         "emulated": emulated}
+    )  # fmt: skip
+
+
+def a_sample(family, name, flops, elements, us):
+    """One that is spread by 5 %."""
+    ns = 1000.0 * us
+    return {"family": family, "format": name, "backward": False, "flops": float(flops), "moved_bytes": 1.0,
+            "elements": elements, "ns": ns, "lower_ns": 0.95 * ns, "upper_ns": 1.05 * ns, "rounds": 5}  # fmt: skip
+
+
+def a_placed():
+    """An explanation of a graph in which a goal chose fp32 for one of two calls."""
+    calls = tuple(
+        PlacedCall(n, LINEAR, Site(f"encoder.layer.{n}.dense", file=FILE, line=7), (2, 8), (bf16, fp32), (3e6, 1e6), to)
+        for n, to in enumerate((fp32, bf16))
+    )
+    graph = CompiledGraph(0, Site(file=FILE, line=3), goal="fast", chosen="placed", candidates_seconds=1.5)
+    graph.placement = Placement(calls, "ns", 4e6, 6e6, 4e6, "minimum cut")
+    graph.candidates = (CandidateTime("placed", 1, 4e6, 0.5, 4.5e6), CandidateTime("policy", None, 6e6))
+    broken = CompiledGraph(1, Site(file=FILE, line=9), broken_by=f"a call of {SCRIPT}", broken_at=f"{FILE}:8")
+    return explained(graphs=(graph, broken), front_end="compile")
+
+
 def not_finite():
     """The comparison of a run whose output is not finite."""
     found = differences()
@@ -202,4 +302,5 @@ def all_results():
         "explanation": explained(), "compared": explained(comparison=a_comparison()),
         "failed": explained(failure=a_failure()), "empty": Ledger(), "empty run": Run(),
         "empty watching": Watching(), "not finite": not_finite(), "pair": a_pair(), "saved pair": saved(a_pair()),
+        "repair": a_repair(), "not repaired": not_repaired(), "profile": a_profile(), "placed": a_placed(),
     }  # fmt: skip

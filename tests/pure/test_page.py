@@ -47,7 +47,7 @@ each = pytest.mark.parametrize("name", RESULTS)
 
 
 def page(result):
-    return page_of(result.page_data())
+    return page_of(result.data())
 
 
 class Elements(HTMLParser):
@@ -328,7 +328,8 @@ def test_a_graph_flows_through_casts_and_views():
         [OUTSIDE, 0, "weight", "fp32", "bf16", 192, "weight", "copied"],
         [0, 1, "self", "bf16", "bf16", 32, "activation", ""],
     ]
-    assert graph_flow(CompiledGraph(1)) == {"steps": [], "edges": []}
+    nothing = graph_flow(CompiledGraph(1))
+    assert nothing["steps"] == nothing["edges"] == []
     made = page(explained(graphs=(graph,), front_end="compile")).graph
     assert made.flow and [(e.start, e.end) for e in made.edges] == [(OUTSIDE, 0), (OUTSIDE, 0), (0, 1)]
 
@@ -367,8 +368,8 @@ def test_the_rules_of_a_page_are_those_of_a_policy_file(tmp_path):
 
 def test_other_files_and_broken_records_have_no_page():
     """With what is wrong."""
-    with pytest.raises(RunError, match=r"narrowcast\.profile/1"):
-        page_of({"schema": "narrowcast.profile/1"})
-    broken = {**RESULTS["run"].page_data(), "calls": [["one", "two"]]}
+    with pytest.raises(RunError, match=r"narrowcast\.profile/0"):
+        page_of({"schema": "narrowcast.profile/0"})
+    broken = {**RESULTS["run"].data(), "calls": [["one", "two"]]}
     with pytest.raises(RunError, match="a record is broken"):
         page_of(broken)

@@ -2,7 +2,7 @@
 import { identity } from "./words";
 
 export interface Figure { name: string; value: string; detail: string; tone: string }
-export interface Bar { title: string; unit: "calls" | "bytes" | "ns" | "pairs"; parts: [string, number][] }
+export interface Bar { title: string; unit: "calls" | "bytes" | "multiplications" | "ns" | "pairs"; parts: [string, number][] }
 export type Rule = Record<string, string>;
 export interface Todo { what: string; why: string; rule: Rule; path: string }
 export interface Column { name: string; kind: string }
@@ -10,6 +10,7 @@ export type Cell = string | number | boolean | null;
 export interface TableData { name: string; title: string; columns: Column[]; rows: Cell[][]; rules: Rule[]; texts: number[] }
 export interface Series {
   title: string; x: string; y: string; xs: number[]; lines: [string, (number | null)[]][]; log: boolean; nodes: number[];
+  log_x: boolean; kind: "lines" | "stems"; marks: [number, number, string][]; note: string;
 }
 export interface Exponents { node: number; name: string; format: string; first: number; counts: number[] }
 export interface Range { bits: number; largest: number; normal: number; smallest: number }
@@ -17,7 +18,7 @@ export interface Range { bits: number; largest: number; normal: number; smallest
 export interface Call {
   index: number; path: string; op: string; label: string; times: number; direction: string; came: string;
   computes: string; result: string; action: string; rule: string; reason: string; file: string; line: number;
-  bytes: number | null; ns: number | null; own: number | null; inherited: number | null; total: number | null;
+  bytes: number | null; multiplications: number | null; ns: number | null; own: number | null; inherited: number | null; total: number | null;
   verdict: string; finding: string; facts: [string, string][];
 }
 export interface Edge {

@@ -4,7 +4,7 @@ import { button, h } from "./dom";
 import { ruleBlock, shareBar } from "./overview";
 import type { Box } from "./tree";
 import {
-  castText, changingRule, counted, errorText, formatClass, identity, inBytes, inTime, packageFile, ruleText, shortOp,
+  castText, changingRule, counted, errorText, formatClass, identity, inBytes, inCount, inTime, packageFile, ruleText, shortOp,
 } from "./words";
 
 export interface Doings {
@@ -56,6 +56,7 @@ function ofCall(model: Model, call: Call, box: Box, doings: Doings): Node[] {
     ["line", place(call)],
     ["times", call.times > 1 ? String(call.times) : ""],
     ["bytes", call.bytes === null ? "" : inBytes(call.bytes)],
+    ["multiplications", call.multiplications ? inCount(call.multiplications) : ""],
     ["time", call.ns === null ? "" : inTime(call.ns)],
     ["own error", call.own === null ? "" : errorText(call.own)],
     ["inherited", call.inherited === null ? "" : errorText(call.inherited)],

@@ -1,7 +1,7 @@
 // The first screen: what was looked at, the verdict, the figures, shares by format, what is worth doing.
 import type { Bar, Model, Todo } from "./data";
 import { button, copy, h } from "./dom";
-import { inBytes, inTime, partClass, percent, ruleText } from "./words";
+import { inBytes, inCount, inTime, partClass, percent, ruleText } from "./words";
 
 export function overview(model: Model, open: (path: string) => void): HTMLElement {
   const page = model.page;
@@ -15,12 +15,13 @@ export function overview(model: Model, open: (path: string) => void): HTMLElemen
     h("dl", { class: "figures" }, ...figures),
     h("div", { class: "columns" },
       page.bars.length > 0 && h("div", { class: "bars" }, ...page.bars.map(bar), legend(page.bars)),
-      todos(page.pair ? "Look here first" : "Most worth doing", page.todos, open)),
+      todos(page.pair ? "Look here first" : "Most worth doing", page.todos, model.calls.length > 0 ? open : null)),
     page.notes.length > 0 && h("div", { class: "notes" }, ...page.notes.map((note) => h("p", {}, note))));
 }
 
 function amount(bar: Bar, value: number): string {
   if (bar.unit === "bytes") return inBytes(value);
+  if (bar.unit === "multiplications") return `${inCount(value)} multiplications`;
   return bar.unit === "ns" ? inTime(value) : `${value} ${bar.unit}`;
 }
 
@@ -46,7 +47,9 @@ function bar(of: Bar): HTMLElement {
 function legend(bars: Bar[]): HTMLElement | null {
   const names = [...new Set(bars.flatMap((b) => b.parts.map(([name]) => name)))];
   if (names.length === 0) return null;
+  const said = new Set(bars.map((b) => b.unit)).size === bars.length;
   const items = names.map((name) => {
+    if (!said) return h("li", {}, h("i", { class: `swatch ${partClass(name)}` }), name);
     const sums = bars.map((b) => {
       const part = b.parts.find(([n]) => n === name);
       return part ? amount(b, part[1]) : null;
@@ -65,13 +68,13 @@ function byUnit(bars: Bar[], sums: (string | null)[]): string[] {
   }).filter(Boolean);
 }
 
-function todos(title: string, found: Todo[], open: (path: string) => void): HTMLElement {
+function todos(title: string, found: Todo[], open: ((path: string) => void) | null): HTMLElement {
   const items = found.map((todo) =>
     h("li", {},
       h("p", {}, h("strong", {}, todo.what)),
       todo.why && h("p", { class: "quiet" }, todo.why),
       Object.keys(todo.rule).length > 0 && ruleBlock(ruleText(todo.rule)),
-      todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
+      open && todo.path && button("Show in the graph", () => open(todo.path), { class: "link" })));
   return h("div", { class: "todos" }, h("h3", {}, title),
     found.length > 0 ? h("ol", {}, ...items) : h("p", { class: "quiet" }, "Nothing stands out."));
 }

@@ -1,19 +1,72 @@
-// Plots, with uPlot: errors by depth, figures over steps, histograms of exponents under the formats' ranges.
+// Plots, with uPlot: errors by depth, figures over steps, casts along a run, times over sizes, histograms of exponents under the formats' ranges.
 import uPlot from "uplot";
 import type { Call, Exponents, Model, Series } from "./data";
 import { h, on } from "./dom";
-import { errorText, identity } from "./words";
+import { errorText, identity, inCount, inDecimalBytes, inTime } from "./words";
 
 const HEIGHT = 300;
 const RANGES = ["fp32", "bf16", "fp16", "e5m2", "e4m3fn"];
 const colour = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const LINES = ["--line1", "--line2", "--line3", "--line4", "--line5"];
 
+// What an axis of that name says of a value; logarithmic ones leave the lines between powers of ten without words.
+function words(name: string, log: boolean): ((value: number) => string) | null {
+  if (name === "bytes") return inDecimalBytes;
+  if (name === "time") return inTime;
+  return name === "relative error" || name === "figure" ? errorText : log ? inCount : null;
+}
+
+function ticks(name: string, log: boolean): uPlot.Axis["values"] {
+  const said = words(name, log);
+  return said === null ? undefined : (_, values) => values.map((v) => (v === null ? "" : said(v)));
+}
+
+// A thin line up to each point, for what happens now and then.
+const stems: uPlot.Series.PathBuilder = (plot, series, from, to) => {
+  const path = new Path2D();
+  const bottom = plot.bbox.top + plot.bbox.height;
+  for (let i = from; i <= to; i++) {
+    const value = plot.data[series]![i];
+    if (value === null || value === undefined) continue;
+    const x = plot.valToPos(plot.data[0]![i]!, "x", true);
+    path.moveTo(x, bottom);
+    path.lineTo(x, plot.valToPos(value, "y", true));
+  }
+  return { stroke: path };
+};
+
+function drawMarks(plot: uPlot, marks: Series["marks"]): void {
+  const { ctx } = plot;
+  const ratio = uPlot.pxRatio;
+  ctx.save();
+  ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+  ctx.strokeStyle = ctx.fillStyle = colour("--text");
+  ctx.lineWidth = 1.5 * ratio;
+  for (const [x, y, said] of marks) {
+    const [left, top] = [plot.valToPos(x, "x", true), plot.valToPos(y, "y", true)];
+    const onTheRight = left > plot.bbox.left + plot.bbox.width / 2;
+    ctx.beginPath();
+    ctx.arc(left, top, 6 * ratio, 0, 2 * Math.PI);
+    ctx.stroke();
+    ctx.textAlign = onTheRight ? "right" : "left";
+    ctx.fillText(said, left + (onTheRight ? -10 : 10) * ratio, top + 14 * ratio);
+  }
+  ctx.restore();
+}
+
+// Lines of formats have their colours, others one after the other.
+const lineColour = (label: string, i: number): string =>
+  colour(/^(fp|bf)\d+$/.test(label) ? `--${label}` : LINES[i % LINES.length]!);
+
+const WHOLE = new Set(["run", "step", "call, in order"]);
+const MOST_POINTS = 60;
+
 function axis(label: string, values?: uPlot.Axis["values"]): uPlot.Axis {
   const made: uPlot.Axis = {
     label, stroke: colour("--text"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--grid"), width: 1 },
     font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
   };
+  if (WHOLE.has(label)) made.incrs = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
   return values ? { ...made, values } : made;
 }
 
@@ -63,17 +116,22 @@ export class Plots {
   }
 
   private lines(one: Series, width: number): uPlot {
+    const stemmed = one.kind === "stems";
+    const say = words(one.y, one.log) ?? String, sayX = words(one.x, one.log_x) ?? String;
+    const scale = (log: boolean): uPlot.Scale => (log ? { time: false, distr: 3, log: 10 } : { time: false });
     const made = new uPlot({
-      width, height: HEIGHT, scales: { x: { time: false }, y: one.log ? { distr: 3, log: 10 } : {} },
-      axes: [axis(one.x), axis(one.y, one.log ? (_, ticks) => ticks.map((v) => (v === null ? "" : errorText(v))) : undefined)],
+      width, height: HEIGHT, scales: { x: scale(one.log_x), y: scale(one.log) },
+      axes: [axis(one.x, ticks(one.x, one.log_x)), { ...axis(one.y, ticks(one.y, one.log)), size: 64 }],
       series: [
-        { label: one.x },
+        { label: one.x, value: (_: uPlot, v: number | null) => (v === null ? "" : sayX(v)) },
         ...one.lines.map(([label], i) => ({
-          label, stroke: colour(LINES[i % LINES.length]!), width: label === "own" ? 0 : 1.5,
-          points: { show: label === "own", size: 6, fill: colour(LINES[i % LINES.length]!) }, spanGaps: true,
-          value: (_: uPlot, v: number | null, __: number, i: number | null) => (i === null ? "" : v === null ? "0" : errorText(v)),
+          label, stroke: lineColour(label, i), width: label === "own" ? 0 : 1.5,
+          points: { show: stemmed || one.xs.length <= MOST_POINTS || label === "own", size: 6, fill: lineColour(label, i) },
+          spanGaps: !stemmed, ...(stemmed ? { paths: stems } : {}),
+          value: (_: uPlot, v: number | null, __: number, i: number | null) => (i === null ? "" : v === null ? (stemmed ? "-" : say(0)) : say(v)),
         })),
       ],
+      hooks: { draw: [(plot) => drawMarks(plot, one.marks)] },
     }, [one.xs, ...one.lines.map(([, values]) => values)] as uPlot.AlignedData);
     if (one.nodes.length > 0) {
       made.over.title = "A click shows the call in the graph";
@@ -96,8 +154,11 @@ export class Plots {
 
 function describe(one: Series): string {
   const known = one.lines.flatMap(([, values]) => values).filter((v): v is number => v !== null);
-  const most = known.length > 0 ? errorText(Math.max(...known)) : "none";
-  return `${one.lines.map(([name]) => name).join(", ")} over ${one.xs.length} points; the largest is ${most}.${one.nodes.length > 0 ? " A click shows the call in the graph." : ""}`;
+  const most = known.length > 0 ? (words(one.y, one.log) ?? String)(known.reduce((a, b) => Math.max(a, b))) : "none";
+  const parts = [`${one.lines.map(([name]) => name).join(", ")} over ${one.xs.length} points; the largest is ${most}.`, one.note];
+  if (one.marks.length > 0) parts.push(`Lines cross where ${one.marks.map(([, , said]) => said).join("; ")}.`);
+  if (one.nodes.length > 0) parts.push("A click shows the call in the graph.");
+  return parts.filter(Boolean).join(" ");
 }
 
 function exponents(row: Exponents, model: Model, width: number): uPlot {

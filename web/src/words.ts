@@ -9,8 +9,21 @@ export function inBytes(count: number): string {
   return `${count.toFixed(1)} GiB`;
 }
 
+const digits = (value: number): string => String(Number(value.toPrecision(3)));
+
 export const inTime = (ns: number): string =>
-  ns >= 1e6 ? `${(ns / 1e6).toPrecision(3)} ms` : ns >= 1e3 ? `${(ns / 1e3).toPrecision(3)} µs` : `${Math.round(ns)} ns`;
+  ns >= 1e9 ? `${digits(ns / 1e9)} s` : ns >= 1e6 ? `${digits(ns / 1e6)} ms` : ns >= 1e3 ? `${digits(ns / 1e3)} µs` : `${Math.round(ns)} ns`;
+
+export function inCount(count: number): string {
+  for (const unit of ["", " k", " M", " G", " T"]) {
+    if (Math.abs(count) < 1000) return `${unit === "" ? Math.round(count) : digits(count)}${unit}`;
+    count /= 1000;
+  }
+  return `${digits(count)} P`;
+}
+
+// On an axis, whose lines lie at powers of ten.
+export const inDecimalBytes = (count: number): string => `${inCount(count).replace(/([a-zA-Z]?)$/, count < 1000 ? " B" : "$1B")}`;
 
 export const errorText = (value: number): string => (value === 0 ? "0" : value.toExponential(1));
 

@@ -36,7 +36,7 @@ from narrowcast.graphs.check import check_formats
 from narrowcast.graphs.compiled import first_site, note_reading, report_graph
 from narrowcast.graphs.elsewhere import find_elsewhere
 from narrowcast.graphs.explicit import Explicit, make_explicit
-from narrowcast.graphs.joint import edit_joint
+from narrowcast.graphs.joint import edit_joint, forward_steps
 from narrowcast.graphs.other_paths import tell_other_paths
 from narrowcast.graphs.resting import Resting, rest_weights, weight_positions, with_stand_ins
 from narrowcast.policy import Policy
@@ -231,6 +231,7 @@ class GraphBackend:
                 _check_joint(joint, rules)
             report.joint_before, report.joint_after = reading.program, outcome.program
             report.joint_edits = outcome.edits
+            report.forward_steps = forward_steps(reading, explicit.nodes)
             report.seconds += time.perf_counter() - start
             return joint
 

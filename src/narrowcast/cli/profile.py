@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from narrowcast.cli.target import AllOption
+from narrowcast.cli.runs import HtmlOption
+from narrowcast.cli.target import AllOption, check_folder, write_page
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, shortened, wrapped
@@ -32,11 +33,13 @@ def measure_command(
     seconds: Annotated[float, typer.Option(help="Stop measuring after so many seconds.")] = 50.0,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the profile has.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the profile there, to be shipped.")] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Measure this device: every family of ops in every format, over sizes, forward and backward."""
     if context.invoked_subcommand is not None:
         return
     _check_here(device_type)
+    check_folder("--html", html)
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         found = "it is a folder" if output.is_dir() else "its folder does not exist"
         raise ProfileError(f"--output {output}", found, advice="Name a file in a folder that is there.")
@@ -57,6 +60,7 @@ def measure_command(
     asked = capabilities(device_type, backward=True)
     profile.abilities.update({ability.key: ability for ability in asked.abilities})
     path = profile.write(output or profile_path(here))
+    write_page(profile, html)
     wanted = sum(len(group) for group in groups)
     missing = sum(call.signature.text not in profile.samples for group in groups for call in group)
     took = f"{time.perf_counter() - start:.1f} s"
@@ -72,9 +76,12 @@ def show(
     device_type: DeviceType = "cpu",
     every: AllOption = False,
     plot: Annotated[Path | None, typer.Option(help="Also write a plot there (.png, .svg, .pdf).")] = None,
+    html: HtmlOption = None,
 ) -> None:
     """A profile as tables: which format wins, by how much, and how sure that is."""
+    check_folder("--html", html)
     profile = _profile(file, device_type)
+    write_page(profile, html)
     if plot is not None:
         if not plot.parent.is_dir() or plot.is_dir() or not plot.suffix:
             found = "its folder does not exist" if not plot.parent.is_dir() else "that names no file with an ending"

@@ -13,6 +13,7 @@ from narrowcast.cli.runs import (
     BackwardOption,
     DeviceOption,
     DtypeOption,
+    HtmlOption,
     JsonOption,
     Target,
     show,
@@ -37,9 +38,11 @@ def repair_command(
     force: Annotated[bool, typer.Option("--force", help="Also over a file that holds the policy.")] = False,
     every_row: AllOption = False,
     json_file: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Find the fewest rules under which TARGET's model runs, is finite and precise; 1 if there are none."""
     check_folder("--json", json_file)
+    check_folder("--html", html)
     check_folder("--output", output)
     asked = Policy.load(policy)
     if output is not None and not force:
@@ -50,7 +53,8 @@ def repair_command(
             subject, policy=asked, dtype=dtype, device_type=device_type, backward=backward, budget=budget,
             better="lower" if lower else "higher", tolerance=tolerance,
         )  # fmt: skip
-    show(found, every_row, json_file, notices=[_write(found, output)] if output is not None else [])
+    notices = [_write(found, output)] if output is not None else []
+    show(found, every_row, json_file, html, notices=notices)
     if not found.is_clean:
         raise typer.Exit(1)
 

@@ -188,18 +188,21 @@ def fit_command(
 
 
 def report_command(
-    saved: Annotated[Path, typer.Argument(help="What capture, compare, watch, fit, repair or a ledger's save wrote.")],
+    saved: Annotated[
+        Path, typer.Argument(help="What explain --json, capture, compare, watch, fit, repair or a ledger's save wrote.")
+    ],
     every_call: AllOption = False,
+    json_file: JsonOption = None,
     html: HtmlOption = None,
     trace: TraceOption = None,
 ) -> None:
     """Show a saved result again."""
+    check_folder("--json", json_file)
     check_folder("--html", html)
     check_folder("--trace", trace)
     found = load_saved(saved)
-    write_page(found, html)
     write_trace(found, trace)
-    show(found, every_call)
+    show(found, every_call, json_file, html)
 
 
 def show(

@@ -25,9 +25,9 @@ from narrowcast.eager.watch import (
     present_device_types,
     remove_watcher,
 )
-from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, planned_names
+from narrowcast.eager.words import SIZES, bytes_of, deciding_rule, format_names, multiplied, planned_names
 from narrowcast.formats import Format, fp32
-from narrowcast.ledger import CallKind, Cast, Ledger, Refusal
+from narrowcast.ledger import CallKind, Cast, Ledger, Refusal, Tally
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.profiles.abilities import slow_note
 from narrowcast.sites.numbering import coming_round, counting
@@ -154,7 +154,7 @@ class Recorder(DispatchMode):
             result,
             plan,
             decided.policy,
-            call.op_bytes,
+            call.done,
             decided.number,
         )
 
@@ -213,10 +213,10 @@ class Recorder(DispatchMode):
             self.adviser.passed_on(arguments, results)
         if not results or (func is TO_COPY and self._see_cast(args[0], result)):
             return result
-        moved = bytes_of(arguments) + bytes_of(results)
+        done = Tally(1, bytes_of(arguments) + bytes_of(results), set(), multiplied(facts.id, args, arguments, results))
         calls = self._state.calls
         if calls:
-            calls[-1].op_bytes += moved
+            calls[-1].done.add(done)
         else:
             came = format_names([t.dtype for t in arguments])
             site = find_site(with_names=False)
@@ -225,7 +225,7 @@ class Recorder(DispatchMode):
                     self.adviser.converted()
                 elif facts.computes:
                     self.adviser.gave(facts, results, site)
-            self._count(facts.id, site, came, came, result, None, None, moved)
+            self._count(facts.id, site, came, came, result, None, None, done)
         return result
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
@@ -364,7 +364,7 @@ class Recorder(DispatchMode):
         result: Any,
         plan: Plan | None,
         policy: Policy | None,
-        moved_bytes: int,
+        done: Tally,
         number: int = 0,
     ) -> None:
         """Add one call to the tallies."""
@@ -380,4 +380,4 @@ class Recorder(DispatchMode):
             policy=policy.name if policy else "",
             direction="forward" if current_autograd_node() is None else "backward",
         )
-        self.ledger.count_call(kind, moved_bytes, number)
+        self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)

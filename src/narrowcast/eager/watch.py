@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.decide import Plan
+from narrowcast.ledger import Tally
 from narrowcast.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.profiles.device import is_here
 from narrowcast.sites.python_stack import find_site
@@ -48,7 +49,8 @@ class DecidedCall:
 class Watched:
     """A call on its way: what was decided, and which of its planned casts were seen.
 
-    `again`: the op that the mode is executing has come round to its own kernel; it is counted already.
+    `again`: the op that the mode is executing has come round to its own kernel; it is counted already. `done`: what the
+    ops inside it moved and multiplied.
     """
 
     decided: DecidedCall
@@ -57,7 +59,7 @@ class Watched:
     widens: bool
     again: bool
     seen_widening: bool = False
-    op_bytes: int = 0
+    done: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)

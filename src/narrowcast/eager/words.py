@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from narrowcast.decide import Plan
+from narrowcast.ops import multiplications
 from narrowcast.policy import Rule
 from narrowcast.torch_bridge import DTYPES, FORMATS, Slot
 
@@ -41,3 +44,11 @@ def planned_names(plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -
 def bytes_of(tensors: list[torch.Tensor]) -> int:
     """How much memory the elements take."""
     return sum([t.numel() * t.itemsize for t in tensors])
+
+
+def multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
+    """How many multiplications a call made; None where that is not known, as for rows of several lengths."""
+    if any(t.is_nested or t.layout is not torch.strided for t in given):
+        return None
+    transposed = op.startswith("aten.convolution") and any(value is True for value in args)
+    return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)

@@ -6,8 +6,8 @@ from torch.fx import Node
 
 from narrowcast.graphs.read import Reading
 from narrowcast.graphs.write import write_graph
+from narrowcast.output.collector import collector_paused
 from narrowcast.passes import Outcome, Pass, run_passes
-from narrowcast.program.collector import collector_paused
 from narrowcast.torch_bridge import id_with_dtype
 
 

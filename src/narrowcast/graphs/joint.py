@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -10,9 +11,9 @@ from narrowcast.decide import Region
 from narrowcast.graphs.edit import write_passes
 from narrowcast.graphs.levels import Ambient
 from narrowcast.graphs.read import Reading, read_graph
+from narrowcast.output.collector import collector_paused
 from narrowcast.passes import AFTER_AUTOGRAD, Outcome
 from narrowcast.policy import Policy
-from narrowcast.program.collector import collector_paused
 from narrowcast.regions.stack import Prepared
 from narrowcast.torch_bridge import op_facts
 from narrowcast.torch_surface.dispatch import OpOverload, op_name
@@ -63,6 +64,28 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
+    return found
+
+
+def forward_steps(joint: Reading, written: Mapping[int, Node]) -> dict[int, int]:
+    """For each step of a joint graph the step of the forward graph that it was, or whose gradients it makes.
+
+    written: the nodes of that graph by step. AOTAutograd notes on each node which one it came from, and numbers what
+    autograd recorded: a node of the backward has the number of the forward's. Nothing for nodes without such notes.
+    """
+    by_name = {node.name: step for step, node in written.items()}
+    by_number: dict[Any, int] = {}
+    found: dict[int, int] = {}
+    for step, node in joint.nodes.items():
+        sources, number = node.meta.get("from_node"), node.meta.get("seq_nr")
+        if node.meta.get("partitioner_tag") == "is_backward":
+            origin = by_number.get(number)
+        else:
+            origin = by_name.get(sources[0].name) if sources else None
+            if origin is not None and number is not None:
+                by_number[number] = origin
+        if origin is not None:
+            found[step] = origin
     return found
 
 

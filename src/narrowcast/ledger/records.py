@@ -145,18 +145,26 @@ class Advice:
 class Tally:
     """How often calls of one kind ran, and the bytes that they read and wrote.
 
-    numbers: which calls of their op they were, in their modules' calls, where somebody counted.
+    numbers: which calls of their op they were, in their modules' calls, where somebody counted. multiplications: how
+    many they made (ops/multiplications.py); None where that is not known.
     """
 
     calls: int = 0
     moved_bytes: int = 0
     numbers: set[int] = field(default_factory=set)
+    multiplications: int | None = 0
 
     def add(self, other: Tally) -> None:
         """Count these, too."""
         self.calls += other.calls
         self.moved_bytes += other.moved_bytes
         self.numbers |= other.numbers
+        self.multiplications = both(self.multiplications, other.multiplications)
+
+
+def both(a: int | None, b: int | None) -> int | None:
+    """The sum of two counts; not known if one is not."""
+    return None if a is None or b is None else a + b
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class Repairing:
         ran = self._checks.run(region, Looking((region.policy,)), functions)
         problem = self._checks.judge(ran)
         said = problem.said if problem is not None else "clean"
-        self._found.steps.append(RepairStep(what, said, error=ran.relative, metric=ran.metric))
+        self._found.steps.append(RepairStep(what, said, (), (), ran.relative, ran.metric, _products(ran.look)))
         return ran
 
     def _judge(self, ran: Ran, rules: tuple[Rule, ...]) -> Problem | None:

@@ -14,8 +14,9 @@ from narrowcast.ops.facts import (
     named,
     op_kind,
 )
+from narrowcast.ops.multiplications import multiplications
 
 __all__ = [
     "ATTENTION", "CONV", "COPY", "FAMILIES", "GEMM", "NORM", "POINTWISE", "SOFTMAX", "VIEW", "called_by",
-    "named", "op_kind",
+    "multiplications", "named", "op_kind",
 ]  # fmt: skip

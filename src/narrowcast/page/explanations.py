@@ -18,8 +18,16 @@ from narrowcast.page.ledgers import (
     ledger_tables,
 )
 from narrowcast.page.model import OUTSIDE, Edge, Figure, Graph, Node, Page, Table, Todo
-from narrowcast.page.tables import table
-from narrowcast.page.words import place, shares
+from narrowcast.page.placements import (
+    add_costs,
+    placement_bars,
+    placement_figures,
+    placement_tables,
+    placement_verdict,
+)
+from narrowcast.page.tables import edge_cast_table, table
+from narrowcast.page.times import cast_series
+from narrowcast.page.words import counted, place
 
 Data = Mapping[str, Any]
 SLOWER = 1.05
@@ -40,19 +48,18 @@ def explanation_page(data: Data) -> Page:
     comparison = data.get("comparison")
     if comparison is not None:
         add_errors(graph.nodes, comparison.get("calls") or comparison["worst"])
-    for placed in data.get("placements", ()):
-        _add_costs(graph.nodes, placed)
+    for placed in data["placements"]:
+        add_costs(graph.nodes, placed)
     verdict, tone = _verdict(data)
     page = Page("explanation", data["subject"], verdict, tone, graph=graph)
     page.facts = _facts(data)
     page.notes = [note for note in (data["note"], *ledger.get("notes", ())) if note]
-    page.figures = [*_cost_figures(comparison), *cast_figures(ledger["totals"]), *output_figures(comparison)]
-    page.bars = format_bars(graph.nodes)
-    times = shares(graph.nodes, "ns", "Time by format")
-    page.bars += [times] if times.parts else []
+    page.figures = [*placement_figures(data["placements"]), *_cost_figures(comparison), *cast_figures(ledger["totals"])]
+    page.figures += [*_backward_figures(data["graphs"]), *output_figures(comparison)]
+    page.bars = [*placement_bars(data["placements"]), *format_bars(graph.nodes)]
     page.todos = _todos(data, graph.nodes)[:3]
-    page.tables = [*ledger_tables(ledger, graph, data["rules"]), *_graph_tables(data)]
-    page.series = error_series(graph.nodes)
+    page.tables = [*ledger_tables(ledger, graph, data["rules"]), *_graph_tables(data), *_backward_casts(graph)]
+    page.series = [*error_series(graph.nodes), *cast_series(graph)]
     return page
 
 
@@ -88,6 +95,9 @@ def _verdict(data: Data) -> tuple[str, str]:
             f"{VERDICTS.get(comparison['verdict'], comparison['verdict'])}{joined} it takes {ratio:.2f} times the time"
         )
         return f"{said} of fp32 here", "bad" if ratio > SLOWER or comparison["verdict"] in AT_FAULT else "good"
+    chosen = placement_verdict(data["placements"])
+    if chosen:
+        return chosen, ""
     return (
         f"{totals['casts']} casts move {in_bytes(totals['cast_bytes'])}, {totals['share_of_casts']:.0%} of all bytes",
         "",
@@ -129,6 +139,7 @@ def _todos(data: Data, nodes: list[Node]) -> list[Todo]:
         )
     if comparison is not None:
         found += error_todos(comparison["worst"], faults_only=True)
+    found += _break_todos(data["graphs"])
     for row in data["rules"]:
         if not row["calls"]:
             found.append(
@@ -147,6 +158,26 @@ def _todos(data: Data, nodes: list[Node]) -> list[Todo]:
     return found
 
 
+def _break_todos(graphs: list[Data]) -> list[Todo]:
+    """Code that is in no graph: it runs as eager code, and this page shows nothing of it."""
+    said = "what stands there runs as eager code, in the same region, and is not on this page"
+    ends = [f"{g['broken_by']} ({g['broken_at']})" for g in graphs if g["broken_by"]]
+    left = [f"{g['fallback']} ({g['site']})" for g in graphs if g["fallback"]]
+    found = [Todo(f"See where graphs end: {counted(len(ends), 'break')}", f"{ends[0]}; {said}")] if ends else []
+    if left:
+        found.append(Todo(f"See what is captured in no graph: {counted(len(left), 'part')}", f"{left[0]}; {said}"))
+    return found
+
+
+def _backward_figures(graphs: list[Data]) -> list[Figure]:
+    """Casts of the joint graphs: the ledger is that of the forward."""
+    before, after, backward = (sum(g[name] for g in graphs) for name in ("joint_before", "joint_after", "backward"))
+    if not before:
+        return []
+    detail = f"forward and backward: {after}, {before} as autograd made them"
+    return [Figure("casts of the backward", str(backward), detail)]
+
+
 def _graph_tables(data: Data) -> list[Table]:
     """Graphs, what they decide otherwise than eager code, and what was placed."""
     rows = [
@@ -162,26 +193,19 @@ def _graph_tables(data: Data) -> list[Table]:
     others = [[d["op"], d["module_path"], d["computes"], d["eager"], d["graph"]] for d in data["differences"]]
     columns = "op:op, module:module, computes:format, eager calls:number, graph calls:number"
     found += table("differences", "Decided otherwise than in eager code", columns, others)
-    placed = [
-        [c["module"], c["op"], c["policy"], c["chosen"], c["saved_ns"], place(c["file"], c["line"])]
-        for p in data["placements"]
-        for c in p.get("calls", ())
-    ]
-    columns = "module:module, op:op, policy says:format, chosen:format, saved ns:number, line:line"
-    return found + table("placement", "Formats chosen by cost", columns, placed)
+    return [*found, *placement_tables(data["placements"])]
 
 
-def _add_costs(nodes: list[Node], placed: Data) -> None:
-    """What each placed call costs in the format that was chosen."""
-    costs: dict[tuple[str, str, int], list[float]] = {}
-    for call in placed.get("calls", ()):
-        cost = call["costs_ns"].get(call["chosen"])
-        if cost is not None:
-            costs.setdefault((call["module"], call["op"], call["line"]), []).append(cost)
-    for node in nodes:
-        known = costs.get((node.path, node.op, node.line))
-        if known and node.ns is None and node.direction == "forward":
-            node.ns = known.pop(0)
+def _backward_casts(graph: Graph) -> list[Table]:
+    """The casts of the backward, which are in no ledger: it is written before there is a backward."""
+    edges = [e for e in graph.edges if graph.nodes[e.end].direction != "forward"]
+    return edge_cast_table("backward casts", "Each cast of the backward, after the passes", graph, edges)
+
+
+_MAKES = {
+    "dgrad": (("makes", "the gradient of an input"),),
+    "wgrad": (("makes", "the gradient of a weight"),),
+}
 
 
 def flow_graph(flows: list[Data], ledger: Data) -> Graph:
@@ -193,14 +217,15 @@ def flow_graph(flows: list[Data], ledger: Data) -> Graph:
     edges: list[Edge] = []
     for flow in flows:
         first = len(nodes)
-        for path, op, file, line, number, direction, came, computes, result, moved in flow["steps"]:
+        for path, op, file, line, number, way, came, computes, result, moved, multiplied in flow["steps"]:
+            direction = "forward" if way == "forward" else "backward"
             alike = kinds.get((path, op, file, line), [])
             row = next((k for k in alike if k["computes"] == computes), alike[0] if alike else None)
             decided = replace(call_node(row)) if row is not None else Node(path, op)
             label = f"#{number}" if number else ""
             nodes.append(
                 Node(path, op, label, 1, direction, came, computes, result, decided.action, "", decided.reason, file,
-                     line, moved)
+                     line, moved, multiplied, facts=_MAKES.get(way, ()))
             )  # fmt: skip
         for start, end, argument, src, dst, moved, kind, how in flow["edges"]:
             begin = OUTSIDE if start == OUTSIDE else start + first

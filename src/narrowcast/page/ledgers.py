@@ -76,6 +76,7 @@ def call_node(row: Data) -> Node:
     return Node(
         row["module_path"], row["op"], label, row["calls"], row["direction"], row["came"], row["computes"],
         row["result"], row["action"], "", row["reason"], row["file"], row["line"], row["moved_bytes"],
+        row.get("multiplications"),
     )  # fmt: skip
 
 
@@ -103,8 +104,12 @@ def cast_figures(totals: Data) -> list[Figure]:
 
 
 def format_bars(nodes: list[Node]) -> list[Bar]:
-    """Calls and bytes by the format in which they compute."""
-    bars = [shares(nodes, "calls", "Calls by format"), shares(nodes, "bytes", "Bytes by format")]
+    """Calls, bytes, multiplications and time, as far as they are known, by the format in which they compute."""
+    multiplied = "Multiplications by format"
+    unknown = sum(node.times for node in nodes if node.multiplications is None)
+    multiplied += f"; {unknown} calls are not counted" if unknown else ""
+    titles = {"calls": "Calls by format", "bytes": "Bytes by format", "multiplications": multiplied}
+    bars = [shares(nodes, unit, title) for unit, title in (*titles.items(), ("ns", "Time by format"))]
     return [bar for bar in bars if bar.parts]
 
 

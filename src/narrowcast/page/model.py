@@ -6,8 +6,9 @@ Every word that comes from a user (module paths, files, reasons) is text here an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from narrowcast.formats import FORMATS
@@ -29,7 +30,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Shares of a whole by format; of `pairs` by verdict, too. unit: `calls`, `bytes`, `ns` or `pairs`."""
+    """Shares of a whole by format; of `pairs` by verdict, too. unit: `calls`, `bytes`, `multiplications`, `ns` or
+    `pairs`.
+    """
 
     title: str
     unit: str
@@ -74,8 +77,9 @@ class Node:
     """Calls of one op at one place that are alike: what is drawn as a box.
 
     came, computes, result: formats, several with commas. label: which call of its op it is (`#2`). bytes: read and
-    written. ns: measured or predicted time. own, inherited, total: relative errors. None: not known. finding: why
-    somebody should look at it. facts: names and values besides, in words.
+    written. multiplications: as ops/multiplications.py counts them. ns: measured or predicted time. own, inherited,
+    total: relative errors. None: not known. finding: why somebody should look at it. facts: names and values besides,
+    in words.
     """
 
     path: str
@@ -92,6 +96,7 @@ class Node:
     file: str = ""
     line: int = 0
     bytes: int | None = None
+    multiplications: int | None = None
     ns: float | None = None
     own: float | None = None
     inherited: float | None = None
@@ -132,7 +137,12 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Figures over a common axis; nodes: the call that each stands for, if it is one."""
+    """Figures over a common axis; nodes: the call that each stands for, if it is one.
+
+    x, y: what the axes say; `time` (in ns) and `bytes` are shown in units that fit. kind: `lines`, or `stems`: a thin
+    line up to each point, for what happens now and then. marks: points to be marked, each with its words. note: what a
+    reader has to know.
+    """
 
     title: str
     x: str
@@ -141,6 +151,10 @@ class Series:
     lines: list[tuple[str, list[float | None]]]
     log: bool = False
     nodes: list[int] = field(default_factory=list)
+    log_x: bool = False
+    kind: str = "lines"
+    marks: list[tuple[float, float, str]] = field(default_factory=list)
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +205,9 @@ class Pair:
 class Page:
     """Everything that one page shows.
 
-    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`). facts: what was
-    looked at, by name. verdict: one sentence; tone as of a figure. todos: most worth doing first. pair: the second run,
-    where two are shown side by side; graph is then the first's.
+    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`, `repair`,
+    `profile`, `training-check`). facts: what was looked at, by name. verdict: one sentence; tone as of a figure. todos:
+    most worth doing first. pair: the second run, where two are shown side by side; graph is then the first's.
     """
 
     kind: str
@@ -225,7 +239,7 @@ class Page:
             made["pair"] = {
                 "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
                 "columns": list(columns), "text_columns": sorted(_PAIR_TEXTS),
-                "rows": [_row(row, columns, texts, _PAIR_TEXTS) for row in self.pair.rows],
+                "rows": _rows(self.pair.rows, columns, texts, _PAIR_TEXTS),
             }  # fmt: skip
         return made | {"texts": list(texts)}
 
@@ -246,8 +260,7 @@ def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
 def _packed(graph: Graph) -> dict[str, Any]:
     """A graph whose texts stand once each."""
     texts: dict[str, int] = {"": 0}
-    nodes = [_row(node, _NODE, texts, _TEXTS) for node in graph.nodes]
-    edges = [_row(edge, _EDGE, texts, _TEXTS) for edge in graph.edges]
+    nodes, edges = _rows(graph.nodes, _NODE, texts, _TEXTS), _rows(graph.edges, _EDGE, texts, _TEXTS)
     return {
         "flow": graph.flow, "note": graph.note,
         "node_columns": list(_NODE), "nodes": nodes,
@@ -263,21 +276,30 @@ _PAIR_TEXTS = frozenset(f.name for f in fields(PairRow) if f.type == "str")
 _NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
 
 
-def _row(
-    record: Node | Edge | PairRow, columns: tuple[str, ...], texts: dict[str, int], of_texts: frozenset[str]
-) -> list[Any]:
-    row = [(name, getattr(record, name)) for name in columns]
-    return [texts.setdefault(value, len(texts)) if name in of_texts else _plain(value) for name, value in row]
+def _rows(
+    records: Iterable[Node | Edge | PairRow], columns: tuple[str, ...], texts: dict[str, int], of_texts: frozenset[str]
+) -> list[list[Any]]:
+    """A large model has ten thousand of each: what is the same for all of them is asked once."""
+    values_of = attrgetter(*columns)
+    is_text = [name in of_texts for name in columns]
+    return [
+        [
+            texts.setdefault(value, len(texts)) if text else _plain(value)
+            for text, value in zip(is_text, values_of(record), strict=True)
+        ]
+        for record in records
+    ]
 
 
 def _plain(value: Any) -> Any:
     """As JSON can have it: records as objects; a number that is not finite is not known; six digits are enough."""
-    if value is None or isinstance(value, (str, int)):
+    kind = type(value)
+    if kind is int or kind is str or value is None:
         return value
-    if isinstance(value, float):
+    if kind is float:
         return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+    if kind is list or kind is tuple:
+        return [v if type(v) is int else _plain(v) for v in value]
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if hasattr(value, "__dataclass_fields__"):

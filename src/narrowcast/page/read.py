@@ -11,6 +11,8 @@ from narrowcast.page.explanations import explanation_page
 from narrowcast.page.fits import fit_page
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.model import Page
+from narrowcast.page.profiles import profile_page
+from narrowcast.page.repairs import repair_page
 from narrowcast.page.run_differences import run_differences_page
 from narrowcast.page.runs import run_page, watch_page
 from narrowcast.page.training import training_page
@@ -24,6 +26,8 @@ _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.fit/1": fit_page,
     "narrowcast.ledger/1": ledger_page,
     "narrowcast.training-check/1": training_page,
+    "narrowcast.repair/1": repair_page,
+    "narrowcast.profile/1": profile_page,
 }
 
 

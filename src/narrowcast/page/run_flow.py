@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowcast.formats import FORMATS
+from narrowcast.ops import multiplications
 from narrowcast.page.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.page.words import number, split_identity
 
 Data = Mapping[str, Any]
 FLOW = (
-    "A tensor that no call gave, and that has the format, the number of elements and the range of an earlier result, "
-    "is taken for a view of it. Calls without a floating tensor are left out."
+    "A view or a slice comes from the call that gave the memory it lies in; a copy that has the format, the number of "
+    "elements and the range of an earlier result is taken for that. Calls without a floating tensor are left out."
 )
 
 
@@ -64,7 +65,11 @@ class RunFlow:
             self._made.update((n, made) for _, n in call["outputs"])
 
     def _maker(self, tensor: int) -> int:
-        known = self._made.get(tensor)
+        """The call that made a tensor, or the one in whose memory it lies; or else one that gave what looks alike."""
+        at = tensor
+        while at not in self._made and 0 <= self.tensors[at].get("lies_in", -1) < at:
+            at = self.tensors[at]["lies_in"]
+        known = self._made.get(at)
         return self._like.get(_figures(self.tensors[tensor]), OUTSIDE) if known is None else known
 
     def _edge(self, argument: str, tensor: int, end: int, computes: str) -> None:
@@ -90,6 +95,11 @@ class RunFlow:
             self.tensors[n]["elements"] * FORMATS[self.tensors[n]["format"]].bits // 8
             for n in (*read, *(n for _, n in gave))
         )
+        transposed = ("transposed", "True") in map(tuple, call["given"])
+        node.multiplications = multiplications(
+            op, [self.tensors[n]["shape"] for _, n in call["inputs"]],
+            [self.tensors[n]["shape"] for _, n in call["outputs"]], transposed,
+        )  # fmt: skip
         node.facts = tuple((name, tensor_words(self.tensors[n])) for name, n in gave)
         bad = [name for name, n in gave if self.tensors[n]["nan"] or self.tensors[n]["infinite"]]
         if bad:

@@ -9,10 +9,12 @@ from narrowcast.output.console import in_bytes
 from narrowcast.page.ledgers import ORDER, format_bars
 from narrowcast.page.model import Exponents, Figure, Graph, Node, Page, Series, Todo
 from narrowcast.page.run_flow import RunFlow, flow_of
-from narrowcast.page.tables import finding_table, module_table, op_table, table
-from narrowcast.page.words import call_rule, counted, number, place, split_identity
+from narrowcast.page.tables import edge_cast_table, finding_table, module_table, op_table, table
+from narrowcast.page.times import cast_series
+from narrowcast.page.words import call_rule, counted, number, split_identity
 
 Data = Mapping[str, Any]
+CASTS = "Each cast: read off the formats that came and were read"
 
 
 def run_page(data: Data) -> Page:
@@ -44,25 +46,16 @@ def run_page(data: Data) -> Page:
         for n in [n for n in bad if n.computes not in ("", "fp32", "fp64")][:3]
     ]
     page.tables = [
-        *finding_table(nodes), *op_table(nodes), *_edge_casts(page.graph), *module_table(nodes), *_tensors(nodes, flow),
+        *finding_table(nodes), *op_table(nodes), *edge_cast_table("casts", CASTS, page.graph, page.graph.edges),
+        *module_table(nodes), *_tensors(nodes, flow),
     ]  # fmt: skip
+    page.series = cast_series(page.graph)
     page.exponents = [
         Exponents(node, name, t["format"], t["exponents"][0], t["exponents"][1:])
         for node, name, t in flow.results
         if len(t["exponents"]) > 1
     ]
     return page
-
-
-def _edge_casts(graph: Graph) -> list[Any]:
-    """The casts that formats tell of: a tensor came in one and was read in another."""
-    rows = []
-    for e in graph.edges:
-        if e.src != e.dst:
-            n = graph.nodes[e.end]
-            rows.append([n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)])
-    columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
-    return table("casts", "Each cast: read off the formats that came and were read", columns, rows)
 
 
 def _tensors(nodes: list[Node], flow: RunFlow) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from narrowcast.formats import FORMATS
-from narrowcast.page.model import Column, Node, Table
+from narrowcast.page.model import Column, Edge, Graph, Node, Table
 from narrowcast.page.words import call_rule, place
 
 Row = Mapping[str, Any]
@@ -78,6 +78,14 @@ def cast_table(casts: Iterable[Row], counted: Iterable[Row] = ()) -> list[Table]
     )
     rules = [{**call_rule(key[1], key[0], cast_changes(key[4], key[5]))} for key, _ in ordered]
     return table("casts", "Each cast: who asked for it, and what it moves", columns, rows, rules)
+
+
+def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) -> list[Table]:
+    """The casts on these edges: a value came in one format and was read in another."""
+    casts = [(e, graph.nodes[e.end]) for e in edges if e.src != e.dst]
+    rows = [[n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)] for e, n in casts]
+    columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
+    return table(name, title, columns, rows)
 
 
 def cast_changes(src: str, dst: str) -> str:

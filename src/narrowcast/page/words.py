@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from narrowcast.page.model import Bar, Node
@@ -60,10 +61,35 @@ def _quoted(value: str) -> str:
 
 
 def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
-    """Calls, bytes or time by the format in which the nodes compute, most first; calls without one are left out."""
+    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
+    left out.
+    """
     found: dict[str, float] = {}
+    amount_of = attrgetter("times" if unit == "calls" else unit)
     for node in nodes:
-        amount = {"calls": node.times, "bytes": node.bytes, "ns": node.ns}[unit]
+        amount = amount_of(node)
         if node.computes and amount:
-            found[node.computes] = found.get(node.computes, 0.0) + amount
+            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
+            found[name] = found.get(name, 0.0) + amount
     return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
+
+
+def in_time(ns: float) -> str:
+    """`1.2 ms`, `35 us`, `3 s`."""
+    for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def in_count(count: float) -> str:
+    """`950`, `16.8 M`, `1.2 G`."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def without_format(text: str, format: str) -> str:
+    """The text of a sample in a profile, as it is in every format that it computes in."""
+    return text.replace(f"{format}[", "[").replace(f"-> {format}", "").strip()

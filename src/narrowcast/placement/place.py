@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format
+from narrowcast.output.collector import collector_paused
 from narrowcast.placement import Energy, Optimum, minimise
 from narrowcast.placement.prices import CastBytes, Prices
 from narrowcast.placement.question import EXACT, FREE, Question, Read, find_choices
 from narrowcast.policy import Site
 from narrowcast.program import CastReturn, Edit, Follow, InsertCast, Program, Reread, Why
-from narrowcast.program.collector import collector_paused
 
 NAME = "place"
 GIVEN = "given"

@@ -186,23 +186,12 @@ def slow_families(device_type: str, format: Format) -> dict[str, float]:
     found = _slow.get(key)
     if found is None:
         shipped = shipped_capabilities(device_type, device.units)
-        measured = _profiled(load_profile(device), format) if is_here(device_type) else {}
+        measured = load_profile(device).low_over_high(format) if is_here(device_type) else {}
         if not (measured or shipped.abilities) and is_here(device_type) and not is_capturing():
             measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format), measured)
         ratios = {**shipped.emulated(format), **measured}
         found = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
     return found
-
-
-def _profiled(profile: Profile, format: Format) -> dict[str, float]:
-    """From calls that were measured in both formats, and that take fp32 a millisecond or more."""
-    ratios: dict[str, list[float]] = {}
-    for text, sample in profile.samples.items():
-        if sample.format == fp32.name and sample.ns >= 1e6 and sample.family in (GEMM, CONV):
-            low = profile.samples.get(text.replace(f"{fp32.name}[", f"{format.name}["))
-            if low is not None:
-                ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
-    return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
 
 
 def _probed(device_type: str, format: Format) -> dict[str, float]:

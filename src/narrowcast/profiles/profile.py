@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import Origin, ProfileError
+from narrowcast.formats import Format, bf16, fp16, fp32
+from narrowcast.ops import CONV, GEMM
 from narrowcast.output.files import is_there, replace_text
-from narrowcast.policy.capabilities import Ability
+from narrowcast.page.shown import Shown
+from narrowcast.policy.capabilities import EMULATED_RATIO, Ability
 
 SCHEMA = "narrowcast.profile/1"
 
@@ -66,7 +69,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Profile:
+class Profile(Shown):
     """The samples of one device by signature text, and what it can do by op, format and direction.
 
     path: where it was read from or will be written; None in memory.
@@ -77,15 +80,40 @@ class Profile:
     path: Path | None = None
     abilities: dict[str, Ability] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """The text of the file."""
-        data = {
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {
             "schema": SCHEMA,
             "device": asdict(self.device),
             "abilities": [self.abilities[key].to_data() for key in sorted(self.abilities)],
             "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
+            "emulated": self._emulated(),
         }
-        return json.dumps(data, indent=1) + "\n"
+
+    def low_over_high(self, format: Format) -> dict[str, float]:
+        """A low format's time over fp32's, by family: the median over products and convolutions that were measured in
+        both and take fp32 a millisecond or more.
+        """
+        ratios: dict[str, list[float]] = {}
+        for text, sample in self.samples.items():
+            if sample.format == fp32.name and sample.ns >= 1e6 and sample.family in (GEMM, CONV):
+                low = self.samples.get(text.replace(f"{fp32.name}[", f"{format.name}["))
+                if low is not None:
+                    ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
+        return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
+
+    def _emulated(self) -> list[dict[str, Any]]:
+        """The families that the device only emulates in a low format, for readers of the file."""
+        rows = [(family, low, ratio) for low in (bf16, fp16) for family, ratio in self.low_over_high(low).items()]
+        return [
+            {"family": family, "format": low.name, "ratio": ratio}
+            for family, low, ratio in rows
+            if ratio > EMULATED_RATIO
+        ]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(self.data(), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Profile:

@@ -13,6 +13,7 @@ from narrowcast.errors import Origin, ProfileError
 from narrowcast.ops import FAMILIES
 from narrowcast.output.console import as_text, table
 from narrowcast.output.screen import LINES, Part, first_screen, wrapped
+from narrowcast.page.words import without_format
 from narrowcast.policy.capabilities import RAISES
 from narrowcast.profiles.profile import Profile, Sample
 
@@ -24,8 +25,7 @@ def rows_of(profile: Profile) -> dict[str, list[Row]]:
     """By family, one row per call: its text without formats, and its sample in each format."""
     found: dict[tuple[str, str], dict[str, Sample]] = {}
     for text, sample in profile.samples.items():
-        plain = text.replace(f"{sample.format}[", "[").replace(f"-> {sample.format}", "").strip()
-        found.setdefault((sample.family, plain), {})[sample.format] = sample
+        found.setdefault((sample.family, without_format(text, sample.format)), {})[sample.format] = sample
     rows: dict[str, list[Row]] = {}
     for (family, text), samples in found.items():
         rows.setdefault(family, []).append((text, samples))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from narrowcast.formats import Format
-from narrowcast.ops import ATTENTION, CONV, COPY, GEMM, op_kind
+from narrowcast.ops import ATTENTION, CONV, COPY, GEMM, multiplications, op_kind
 from narrowcast.program import CAST, Step, Value, element_bytes
 
 Shape = tuple[int, ...]
@@ -63,18 +63,13 @@ class Signature:
         width = [element_bytes(t) for t in self.types]
         moved = sum(n * w for n, w in zip(sizes, width, strict=True)) + result * self.format.bits / 8
         largest = max([result, *sizes], default=0)
-        return Work(self._flops(sizes, result, largest), moved, largest)
+        return Work(self._flops(largest), moved, largest)
 
-    def _flops(self, sizes: Sequence[int], result: int, largest: int) -> float:
-        family = self.family
-        if family == GEMM and len(self.shapes) > 1:
-            first = self.shapes[1 if _has_bias_first(self.op) and len(self.shapes) > 2 else 0]
-            return 2.0 * result * (first[-1] if first else 1)
-        if family == CONV and len(self.shapes) > 1:
-            taps = math.prod(self.shapes[1][1:])
-            return 2.0 * (sizes[0] if "transpose" in self.op else result) * taps
-        if family == ATTENTION and len(self.shapes) > 2 and len(self.shapes[1]) > 1:
-            return 4.0 * sizes[0] * self.shapes[1][-2]
+    def _flops(self, largest: int) -> float:
+        if self.family in (GEMM, CONV, ATTENTION):
+            found = multiplications(self.op, self.shapes, [self.result])
+            if found:
+                return 2.0 * found
         return float(largest)
 
 
@@ -114,7 +109,3 @@ def cast_signature(
 def known_shape(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> Shape:
     """The shape with numbers for symbolic sizes; 64 for one that nobody knows."""
     return tuple(size if isinstance(size, int) else sizes.get(size, 64) for size in shape or ())
-
-
-def _has_bias_first(op: str) -> bool:
-    return op.split(".")[1] in ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")

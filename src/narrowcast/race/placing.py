@@ -215,6 +215,7 @@ def compile_placed(
     def found(choice: Choice) -> None:
         own = reports[tell(report, placed, choice)]
         report.joint_before, report.joint_after, report.joint_edits = own.joint_before, own.joint_after, own.joint_edits
+        report.forward_steps = own.forward_steps
 
     if len(sides) == 1:
         found(placed.choice or Choice(sides[0].name, {}, {}, 0, 0.0))

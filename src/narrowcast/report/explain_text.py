@@ -56,7 +56,7 @@ class Explanation(Explained):
 def explanation_parts(explanation: Explained) -> list[RenderableType]:
     """The report, part by part: what was run, ops, modules, every cast, costs, refusals, comparison."""
     parts: list[RenderableType] = [_heading(explanation), *advice_parts(explanation.ledger), _ops(explanation)]
-    if explanation.rules:
+    if explanation.rule_rows():
         parts += [_own_rules(explanation)]
     if explanation.ledger.casts:
         parts += [_casts_by_module(explanation), _rules(explanation)]
@@ -86,7 +86,7 @@ def _heading(explanation: Explained) -> str:
 def _ran(explanation: Explained) -> str:
     if explanation.front_end == "eager":
         return f"ran on {explanation.ran_on}"
-    captured = sum(graph.after is not None for graph in explanation.graphs)
+    captured = sum(graph.is_captured for graph in explanation.graphs)
     return f"front end {explanation.front_end}, {captured} graphs; {explanation.ran_on}"
 
 

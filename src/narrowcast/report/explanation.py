@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.ledger import Cast, Ledger, Tally
 from narrowcast.ledger.identity import CallId
+from narrowcast.output.files import save_result
 from narrowcast.page.shown import Shown
 from narrowcast.policy import Rule
 from narrowcast.report.differences import (
@@ -168,12 +170,13 @@ class Comparison:
         return self.differences.reference_not_finite
 
     def data(self) -> dict[str, Any]:
-        """The short form as data: NaN and infinities as text."""
+        """As data: the call errors of all calls, and the worst again; NaN and infinities as text."""
         whole = self.differences.data()
         taken = ("outputs", "verdict", "band", "not_finite", "reference_not_finite", "notes", "runs")
         short = {key: whole[key] for key in taken}
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "differences"}
-        return {**short, "worst": [row.data() for row in self.worst], **without_specials(own)}
+        rows = {"worst": [row.data() for row in self.worst], "calls": whole["rows"]}
+        return {**short, **rows, **without_specials(own)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +285,12 @@ class Explained(Shown):
             )  # fmt: skip
         return trace_text(self.subject, rows)
 
-    def page_data(self) -> dict[str, Any]:
-        """The same with what only its page shows: what flows between calls, and the errors of all of them."""
-        data = self.data() | {"flows": [graph_flow(graph) for graph in self.graphs]}
-        if self.comparison is not None:
-            data["comparison"]["calls"] = [row.data() for row in self.comparison.differences.rows]
-        return data
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "an explanation", self.to_json() + "\n")
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
+        """What is written as JSON: all that its text and its page say."""
         data: dict[str, Any] = {"schema": SCHEMA}
         for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end"):
             data[name] = getattr(self, name)
@@ -300,10 +300,11 @@ class Explained(Shown):
         data["repeated_casts"] = [asdict(row) for row in self.repeats()]
         data["graphs"] = [asdict(row) for row in self.graph_rows()]
         data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
+        data["flows"] = [graph_flow(graph) for graph in self.graphs]
         data["differences"] = [asdict(row) for row in self.differences]
         data["comparison"] = self.comparison.data() if self.comparison else None
         data["failure"] = asdict(self.failure) if self.failure else None
-        data["ledger"] = json.loads(self.ledger.to_json())
+        data["ledger"] = self.ledger.data()
         return data
 
 

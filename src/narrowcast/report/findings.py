@@ -117,14 +117,17 @@ class Watching(Shown):
         """The first screen, at most so many lines and columns; or, with every, each finding."""
         return watching_text(self, every, width, lines)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.watch/1`."""
-        data = {
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {
             "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread,
             "repeated": self.repeated, "meant": self.meant, "notes": self.notes, "history": self.history,
             "findings": [finding.data() for finding in self.findings],
         }  # fmt: skip
-        return json.dumps(data, indent=indent)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.watch/1`."""
+        return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. RunError if it cannot be written."""

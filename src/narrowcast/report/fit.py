@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
@@ -105,12 +106,15 @@ class Fit(Shown):
         """The first screen, at most so many lines and columns; or, with every, each call that must stay in fp32."""
         return fit_text(self, every, width, lines)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.fit/1`."""
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
         rows = [{**asdict(row), "id": str(row.id), "headroom_bits": _finite(row.headroom_bits)} for row in self.rows]
         places = {str(k): v for k, v in self.places.items()}
-        data = {"schema": SCHEMA, "tolerance": self.tolerance, "rows": rows, "places": places, "notes": self.notes}
-        return json.dumps(data, indent=indent)
+        return {"schema": SCHEMA, "tolerance": self.tolerance, "rows": rows, "places": places, "notes": self.notes}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.fit/1`."""
+        return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. RunError if it cannot be written."""

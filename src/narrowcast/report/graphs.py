@@ -13,6 +13,7 @@ from typing import Any
 
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
+from narrowcast.ops import multiplications
 from narrowcast.passes import call_of
 from narrowcast.placement.peak import Peak
 from narrowcast.placement.place import Placement
@@ -25,7 +26,8 @@ class CompiledGraph:
     """One graph that was captured.
 
     before, after: its program as read and as written, None if it was not captured. joint_before, joint_after: the same
-    of the joint graph of forward and backward, if autograd made one. edits, joint_edits: what the passes did.
+    of the joint graph of forward and backward, if autograd made one. forward_steps: of a step of that graph the step of
+    `after` that it was, or whose gradients it makes, as far as that is known. edits, joint_edits: what the passes did.
     policies: of its regions, by digest. boundaries: what is known of casts that were captured at the boundaries of
     modules' calls, by step, as JSON. hidden: calls in blocks in which the policy around does not rule.
     fallback: why it runs as eager would run it; empty if it does not.
@@ -34,7 +36,8 @@ class CompiledGraph:
     candidates: what was timed to keep the best, which is `chosen`. candidates_seconds: what making and timing them
     took, compiling included; from_disk: the choice was made earlier.
     seconds: spent on all of it, the inner compiler apart; capture_seconds: of these, in the capture and the check of
-    the written graph; the rest went into reading, passes and writing.
+    the written graph; the rest went into reading, passes and writing. saved, saved_returned: of a saved
+    explanation, which has no programs, what it says of them.
     names: of an exported program's nodes, by step of `after`. costs: if times were asked for, predicted nanoseconds of
     its calls and casts by step, and of what kind the prediction is: measured, interpolated or assumed.
     """
@@ -45,6 +48,7 @@ class CompiledGraph:
     after: Program | None = None
     joint_before: Program | None = None
     joint_after: Program | None = None
+    forward_steps: Mapping[int, int] = field(default_factory=dict)
     edits: tuple[EditRecord, ...] = ()
     joint_edits: tuple[EditRecord, ...] = ()
     policies: Mapping[str, Policy] = field(default_factory=dict)
@@ -63,6 +67,13 @@ class CompiledGraph:
     capture_seconds: float = 0.0
     names: Mapping[int, str] = field(default_factory=dict)
     costs: Mapping[int, tuple[float, str]] = field(default_factory=dict)
+    saved: GraphRow | None = None
+    saved_returned: tuple[int, int] = (0, 0)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a program with explicit casts, here or where the explanation was saved."""
+        return self.after is not None or (self.saved is not None and self.saved.calls > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,8 @@ class DecisionDifference:
 
 def graph_row(graph: CompiledGraph) -> GraphRow:
     """The line about one graph."""
+    if graph.saved is not None:
+        return graph.saved
     kinds = Counter((e.kind, e.by) for e in graph.edits)
     calls = len(graph.before.steps) if graph.before else 0
     return GraphRow(
@@ -141,6 +154,15 @@ def graph_row(graph: CompiledGraph) -> GraphRow:
     )
 
 
+def returned_casts(graph: CompiledGraph) -> tuple[int, int]:
+    """The casts that were put on what the graph returns: how many, and the bytes that they write."""
+    if graph.before is None or graph.after is None:
+        return graph.saved_returned
+    steps = [graph.after.steps[value] for value in graph.after.body.returns if value in graph.after.steps]
+    casts = [step for step in steps if step.is_cast and step.id not in graph.before.steps]
+    return len(casts), sum(cast.value.bytes for cast in casts)
+
+
 def placement_data(graph: CompiledGraph) -> dict[str, object]:
     """What was placed in a graph, for JSON: candidates, totals, and each call with its formats and costs."""
     placement = graph.placement
@@ -150,14 +172,17 @@ def placement_data(graph: CompiledGraph) -> dict[str, object]:
         {
             "op": call.op, "module": call.site.module_path, "file": call.site.file, "line": call.site.line,
             "shape": call.shape, "costs_ns": dict(zip((f.name for f in call.formats), call.costs, strict=True)),
-            "policy": call.formats[0].name, "chosen": call.chosen.name, "saved_ns": call.saved,
+            "policy": call.formats[0].name, "chosen": call.chosen.name, "saved_ns": call.saved, "step": call.step,
         }
         for call in placement.calls
     ]  # fmt: skip
     return {
         "graph": graph.number, "goal": graph.goal, "chosen": graph.chosen, "unit": placement.unit,
         "cost": placement.cost, "policy_cost": placement.policy_cost, "bound": placement.bound, "gap": placement.gap,
-        "method": placement.method, "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
+        "method": placement.method, "fixed": placement.fixed, "kept_bytes": placement.kept_bytes,
+        "policy_kept_bytes": placement.policy_kept_bytes, "candidates_seconds": graph.candidates_seconds,
+        "from_disk": graph.from_disk, "returned_casts": list(returned_casts(graph)),
+        "candidates": [asdict(c) for c in graph.candidates], "calls": calls,
     }  # fmt: skip
 
 
@@ -201,10 +226,7 @@ class _Walker:
         self.inputs = {v.id for v in before.body.parameters}
         self.seen: set[tuple[int, str]] = set()
         self.read: set[int] = set()
-        self.elements: dict[int, Value] = {}
-        for step in before.steps.values():
-            if step.op == "getitem":
-                self.elements.setdefault(step.operands[0].value, step.value)
+        self.parts = parts_of(before)
 
     def run(self, boundaries: Mapping[int, str]) -> None:
         """Every call, in order; what only moves or shapes is passed by, as in a recording."""
@@ -225,15 +247,16 @@ class _Walker:
             self.ledger.count_match(decided.label, known.site.module_path)
         read = [self.after.values[o.value] for o in step.operands]
         came = [self.before.values[o.value] for o in known.operands]
-        result = self.elements.get(step.id, step.value)
+        gave = self.parts.get(step.id, [step.value])
         computes = floating_formats(read) if step.given == known.given else "fp32"  # the call was given dtype=fp32
         rule = plan.rule
         action, reason = self._why(step, rule)
         kind = CallKind(
-            known.op, *step.site.at, floating_formats(came), computes, floating_formats([result]), action or "unlisted",
+            known.op, *step.site.at, floating_formats(came), computes, floating_formats(gave[:1]), action or "unlisted",
             reason or "runs as its inputs are", policy,
         )  # fmt: skip
-        self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number)
+        done = step_multiplications(step, read, gave)
+        self.ledger.count_call(kind, sum(v.bytes for v in read) + step.value.bytes, known.number, done)
         for old, new in zip(known.operands, step.operands, strict=True):
             made = self.after.steps.get(new.value)
             is_new = old.value != new.value and new.value not in self.before.steps
@@ -306,3 +329,18 @@ def _copied(source: Value, cast: Step) -> dict[str, Any]:
 def floating_formats(values: Sequence[Value]) -> str:
     """The floating formats among the values, in order, each once."""
     return ",".join(dict.fromkeys(v.type for v in values if v.format is not None))
+
+
+def parts_of(program: Program) -> dict[int, list[Value]]:
+    """What is taken out of the tuple that a step gives, by the step, in the order in which it is taken."""
+    found: dict[int, list[Value]] = {}
+    for step in program.steps.values():
+        if step.op == "getitem":
+            found.setdefault(step.operands[0].value, []).append(step.value)
+    return found
+
+
+def step_multiplications(step: Step, read: Sequence[Value], made: Sequence[Value]) -> int | None:
+    """How many multiplications a step makes; None where sizes are symbolic. read, made: what it reads and gives."""
+    shapes, results = ([v.shape for v in values if v.shape is not None] for values in (read, made))
+    return multiplications(step.op, shapes, results, "transposed=True" in step.constants)

@@ -8,8 +8,7 @@ from rich.markup import escape
 from narrowcast.goals import MEMORY
 from narrowcast.output.console import in_bytes, short_file, table
 from narrowcast.placement.place import GIVEN, PlacedCall, Placement
-from narrowcast.program import Step
-from narrowcast.report.graphs import CandidateTime, CompiledGraph
+from narrowcast.report.graphs import CandidateTime, CompiledGraph, returned_casts
 
 
 def placement_parts(graphs: tuple[CompiledGraph, ...]) -> list[RenderableType]:
@@ -54,12 +53,11 @@ def _totals(graph: CompiledGraph, placement: Placement) -> str:
         f"  {_proof(graph, placement)}; choosing took {graph.candidates_seconds:.1f} s",
     ]
     parts += [f"  {line}" for line in _held(graph)]
-    returned = _returned(graph)
+    returned, written_bytes = returned_casts(graph)
     if returned and placement.raised == len(placement.calls):
-        size = in_bytes(sum(cast.value.bytes for cast in returned))
         parts.append(
-            f"  every call runs high; results keep the formats that the policy gives them: {len(returned)} casts of "
-            f"results, {size} written"
+            f"  every call runs high; results keep the formats that the policy gives them: {returned} casts of "
+            f"results, {in_bytes(written_bytes)} written"
         )
     if timed is not None and timed.measured_ns:
         off = timed.predicted_ns / timed.measured_ns
@@ -83,14 +81,6 @@ def _held(graph: CompiledGraph) -> list[str]:
     policy = peaks.get("policy")
     against = f"; {in_bytes(policy.bytes)} as the policy says" if policy is not None and policy is not peak else ""
     return [f"predicted to hold at most {in_bytes(peak.bytes)} at once{of_these}{where}{line}{against}"]
-
-
-def _returned(graph: CompiledGraph) -> list[Step]:
-    """The casts that were put on what the graph returns."""
-    if graph.before is None or graph.after is None:
-        return []
-    steps = (graph.after.steps.get(value) for value in graph.after.body.returns)
-    return [step for step in steps if step is not None and step.is_cast and step.id not in graph.before.steps]
 
 
 def _proof(graph: CompiledGraph, placement: Placement) -> str:

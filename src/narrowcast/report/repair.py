@@ -10,6 +10,7 @@ from typing import Any
 
 from narrowcast.output.files import replace_text
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.page.shown import Shown
 from narrowcast.policy import Action, Policy, Rule, parse_action
 from narrowcast.report.lines import number_text, without_specials
 
@@ -41,10 +42,19 @@ class RepairRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Products:
+    """How many products (matrix products, convolutions, attention) of a run compute in a low format, of how many."""
+
+    low: int = 0
+    all: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RepairStep:
     """One run of the model under a policy, or in fp32: what was found, and the rules that were added or left out.
 
     error: relative, of the output that is furthest off; NaN where it was not asked for. metric: by name.
+    products: of this run; of a run in fp32, and in files from before they were kept, none.
     """
 
     what: str
@@ -53,18 +63,11 @@ class RepairStep:
     left_out: tuple[str, ...] = ()
     error: float = math.nan
     metric: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Products:
-    """How many products (matrix products, convolutions, attention) of a run compute in a low format, of how many."""
-
-    low: int = 0
-    all: int = 0
+    products: Products = Products()
 
 
 @dataclass(slots=True)
-class Repair:
+class Repair(Shown):
     """What `nc.repair` found. `policy` is the repaired one, or what came of it.
 
     asked: what had to hold, for a reader. before, after: the first run, and the last that counts. reference: the metric
@@ -107,8 +110,8 @@ class Repair:
         """The first screen, at most so many lines and columns; or, with every, each rule, step and note."""
         return repair_text(self, every, width, lines)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.repair/1` (docs/reference/run.md)."""
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
         said = {
             key: getattr(self, key)
             for key in (
@@ -121,7 +124,11 @@ class Repair:
             "steps": [asdict(step) for step in self.steps], "before": asdict(self.before), "after": asdict(self.after),
             "products_before": asdict(self.products_before), "products_after": asdict(self.products_after),
         }  # fmt: skip
-        return json.dumps({"schema": SCHEMA, **without_specials(data)}, indent=indent)
+        return {"schema": SCHEMA, **without_specials(data)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.repair/1` (docs/reference/run.md)."""
+        return json.dumps(self.data(), indent=indent)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON text, replacing the file at once. `result.policy.save(path)` writes the policy."""
@@ -158,8 +165,9 @@ def repair_of(data: dict[str, Any]) -> Repair:
 def _step(row: dict[str, Any]) -> RepairStep:
     metric = {name: float(value) for name, value in row["metric"].items()}
     return RepairStep(
-        row["what"], row["found"], tuple(row["added"]), tuple(row["left_out"]), float(row["error"]), metric
-    )
+        row["what"], row["found"], tuple(row["added"]), tuple(row["left_out"]), float(row["error"]), metric,
+        Products(**row.get("products", {})),
+    )  # fmt: skip
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
 from narrowcast.report.run_records import (
+    CALL_COLUMNS,
     TENSOR_COLUMNS,
     CallRecord,
     TensorFacts,
@@ -99,23 +100,22 @@ class Run(Shown):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def to_json(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON, numbers with all their digits."""
+        data: dict[str, Any] = {
+            "schema": SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
+            "tokens": self.tokens, "log_probabilities": self.log_probabilities,
+            "tensor_columns": list(TENSOR_COLUMNS), "tensors": [tensor_row(t) for t in self.tensors],
+            "call_columns": list(CALL_COLUMNS), "calls": [call_row(c) for c in self.calls],
+        }  # fmt: skip
+        timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
+        return data | timed
+
+    def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
-        data = {
-            "schema": SCHEMA,
-            "environment": self.environment,
-            "notes": self.notes,
-            "tensor_columns": list(TENSOR_COLUMNS),
-            "tensors": [tensor_row(t) for t in self.tensors],
-            "call_columns": [f.name for f in fields(CallRecord)],
-            "calls": [call_row(c) for c in self.calls],
-            "parameters": self.parameters,
-            "tokens": self.tokens,
-            "log_probabilities": [short(value) for value in self.log_probabilities],
-        }
-        if self.elapsed_ns:
-            data |= {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns}
-        return json.dumps(data, separators=(",", ":"))
+        data = self.data() | {"log_probabilities": [short(value) for value in self.log_probabilities]}
+        data["tensors"] = [[short(value) for value in row] for row in data["tensors"]]
+        return json.dumps(data, separators=None if indent else (",", ":"), indent=indent)
 
     def to_trace(self) -> str:
         """A trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
@@ -156,7 +156,7 @@ class Run(Shown):
             named += [number for row in parameters.values() for number in row.values()]
             if named and not 0 <= min(named) <= max(named) < len(tensors):
                 raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
-            run = Run(dict(data["environment"]), calls, tensors, parameters, [str(note) for note in data["notes"]])
+            run = Run(dict(data["environment"]), calls, tensors, parameters, list(map(str, data["notes"])))
             run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
             run.elapsed_ns = [int(ns) for ns in data.get("elapsed_ns", ())]
             run.cast_elapsed_ns = [(int(n), str(a), str(b), int(ns)) for n, a, b, ns in data.get("cast_elapsed_ns", ())]
@@ -265,8 +265,7 @@ def _is_given_infinity(call: CallRecord) -> bool:
 
 def _is_mask(tensor: TensorFacts) -> bool:
     """Whether it holds the lowest value of its format, which masks are filled with."""
-    format = tensor.fits()
-    return format is not None and tensor.low <= -0.99 * format.max
+    return (format := tensor.fits()) is not None and tensor.low <= -0.99 * format.max
 
 
 def _worth_a_look(run: Run) -> list[CallRecord]:

@@ -188,7 +188,7 @@ class RunDifferences(Shown):
     def page_data(self) -> dict[str, Any]:
         """The same with what only its page shows: both runs, and what the first screen says of them."""
         more = {"summary": _verdict(self), "advice": _advice(self).removeprefix("What to do: ")}
-        return self.data() | more | {"runs": [run.page_data() for run in self.compared_runs]}
+        return self.data() | more | {"runs": [run.data() for run in self.compared_runs]}
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""

@@ -6,24 +6,29 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.ledger import Ledger
 from narrowcast.ledger.identity import CallId
-from narrowcast.report import differences, findings, fit, repair, run, run_differences, training
+from narrowcast.ledger.ledger import SCHEMA as LEDGER
+from narrowcast.report import differences, explanation, findings, fit, repair, run, run_differences, training
+from narrowcast.report.explain_text import Explanation
 from narrowcast.report.mapping import RunMapping
+from narrowcast.report.records import call_errors, call_id_of, first_not_finite, output_errors, record_of
 from narrowcast.report.run_records import Histogram, TensorFacts
+from narrowcast.report.saved_explanation import explanation_of
 
 Comparison = differences.Differences | run_differences.RunDifferences
-Saved = run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | training.TrainingCheck | Ledger
+Saved = (
+    run.Run | Comparison | findings.Watching | fit.Fit | repair.Repair | Explanation | training.TrainingCheck | Ledger
+)
 
 
 def load_saved(path: str | Path) -> Saved:
-    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, a check of a training
-    loop, a ledger. RunError for other files.
+    """What a command or `save` wrote: a run, a comparison of any kind, a watch, a fit, a repair, an explanation, a
+    check of a training loop, a ledger. RunError for other files, and for schemas of other versions.
     """
     where = (Origin(str(path)),)
     try:
@@ -33,7 +38,7 @@ def load_saved(path: str | Path) -> Saved:
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise RunError(
             f"a saved result, {path}", f"{type(error).__name__}: {error}", where,
-            "Give a file that narrowcast capture, compare, watch, fit or repair wrote.",
+            "Give a file that narrowcast explain --json, capture, compare, watch, fit or repair wrote.",
         ) from None  # fmt: skip
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == run.SCHEMA:
@@ -42,7 +47,7 @@ def load_saved(path: str | Path) -> Saved:
         return Ledger.from_json(text, str(path))
     read = _READERS.get(str(schema))
     if read is None:
-        known = ", ".join((run.SCHEMA, *_READERS))
+        known = ", ".join((run.SCHEMA, LEDGER, *_READERS))
         raise RunError(
             f"a saved result, {path}", f"schema {schema!r}, where these are known: {known}", where,
             "Write it anew with this version of Narrowcast.",
@@ -57,41 +62,26 @@ def load_saved(path: str | Path) -> Saved:
         ) from None  # fmt: skip
 
 
-def _of(kind: Any, row: dict[str, Any], **changed: Any) -> Any:
-    """The record of that kind; numbers that JSON lacks come as text."""
-    known = {f.name: row[f.name] for f in fields(kind) if f.name in row}
-    numbers = {k: float(v) for k, v in known.items() if v in ("nan", "inf", "-inf")}
-    return kind(**{**known, **numbers, **changed})
-
-
-def _call_id(text: str) -> CallId | None:
-    return CallId.parse(text) if text else None
-
-
 def _differences(data: dict[str, Any]) -> differences.Differences:
-    rows = [
-        _of(differences.CallError, row, id=CallId.parse(row["id"]), forward=_call_id(row["forward"]))
-        for row in data["rows"]
-    ]
-    gradients = [_of(differences.GradientError, row) for row in data["gradients"]]
-    outputs = tuple(_of(differences.OutputError, row) for row in data["outputs"])
-    first = data.get("not_finite")
-    found: differences.Differences = _of(
-        differences.Differences, data, rows=rows, gradients=gradients, outputs=outputs,
-        not_finite=None if first is None else _of(differences.NotFinite, first, value=first["value"]),
+    gradients = [record_of(differences.GradientError, row) for row in data["gradients"]]
+    found: differences.Differences = record_of(
+        differences.Differences, data, rows=call_errors(data["rows"]), gradients=gradients,
+        outputs=output_errors(data), not_finite=first_not_finite(data),
     )  # fmt: skip
     return found
 
 
 def _watching(data: dict[str, Any]) -> findings.Watching:
     def facts(row: dict[str, Any]) -> TensorFacts:
-        made: TensorFacts = _of(TensorFacts, row, shape=tuple(row["shape"]), exponents=Histogram(), below=Histogram())
+        made: TensorFacts = record_of(
+            TensorFacts, row, shape=tuple(row["shape"]), exponents=Histogram(), below=Histogram()
+        )
         return made
 
     def finding(row: dict[str, Any]) -> findings.Finding:
         named = {key: tuple((n, facts(r)) for n, r in row[key].items()) for key in ("inputs", "outputs")}
-        made: findings.Finding = _of(
-            findings.Finding, row, id=CallId.parse(row["id"]), forward=_call_id(row["forward"]), **named
+        made: findings.Finding = record_of(
+            findings.Finding, row, id=CallId.parse(row["id"]), forward=call_id_of(row["forward"]), **named
         )
         return made
 
@@ -102,7 +92,7 @@ def _watching(data: dict[str, Any]) -> findings.Watching:
 
 
 def _fit(data: dict[str, Any]) -> fit.Fit:
-    rows = [_of(fit.TensorFit, row, id=CallId.parse(row["id"])) for row in data["rows"]]
+    rows = [record_of(fit.TensorFit, row, id=CallId.parse(row["id"])) for row in data["rows"]]
     places = {CallId.parse(key): str(place) for key, place in data["places"].items()}
     return fit.Fit(rows, places, float(data["tolerance"]), list(data["notes"]))
 
@@ -112,15 +102,15 @@ def _run_differences(data: dict[str, Any]) -> run_differences.RunDifferences:
         return tuple(CallId.parse(name) for name in names)
 
     rows = [
-        _of(run_differences.RunRow, row, a=ids(row["a"]), b=ids(row["b"]),
+        record_of(run_differences.RunRow, row, a=ids(row["a"]), b=ids(row["b"]),
             given=tuple((str(n), str(x), str(y)) for n, x, y in row["given"]))
         for row in data["rows"]
     ]  # fmt: skip
-    tokens = data["tokens"] and _of(run_differences.TokenDifference, data["tokens"])
+    tokens = data["tokens"] and record_of(run_differences.TokenDifference, data["tokens"])
     gradients = [
-        _of(run_differences.GradientRow, row, a=tuple(row["a"]), b=tuple(row["b"])) for row in data["gradients"]
+        record_of(run_differences.GradientRow, row, a=tuple(row["a"]), b=tuple(row["b"])) for row in data["gradients"]
     ]
-    unaligned = [_of(run_differences.Unaligned, row, id=CallId.parse(row["id"])) for row in data["unaligned"]]
+    unaligned = [record_of(run_differences.Unaligned, row, id=CallId.parse(row["id"])) for row in data["unaligned"]]
     environment = [(str(n), str(x), str(y)) for n, x, y in data["environment"]]
     return run_differences.RunDifferences(
         data["a"], data["b"], environment, rows, unaligned, gradients, tokens, list(data["notes"]),
@@ -129,7 +119,7 @@ def _run_differences(data: dict[str, Any]) -> run_differences.RunDifferences:
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    differences.SCHEMA: _differences, findings.SCHEMA: _watching, fit.SCHEMA: _fit,
+    differences.SCHEMA: _differences, explanation.SCHEMA: explanation_of, findings.SCHEMA: _watching, fit.SCHEMA: _fit,
     repair.SCHEMA: repair.repair_of,
     run_differences.SCHEMA: _run_differences, training.SCHEMA: training.TrainingCheck.from_data,
 }  # fmt: skip

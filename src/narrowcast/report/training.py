@@ -62,11 +62,14 @@ class TrainingCheck(Shown):
             return f"Nothing is wrong with the precision of this loop. {ran}."
         return f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."
 
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        rows = [{**asdict(finding), "times": self.times.get(finding, 1)} for finding in self.findings]
+        return {"schema": SCHEMA, "steps": self.steps, "calls": self.calls, "findings": rows, "notes": self.notes}
+
     def to_json(self, indent: int | None = None) -> str:
         """JSON text under the schema `narrowcast.training-check/1`."""
-        rows = [{**asdict(finding), "times": self.times.get(finding, 1)} for finding in self.findings]
-        data = {"schema": SCHEMA, "steps": self.steps, "calls": self.calls, "findings": rows, "notes": self.notes}
-        return json.dumps(data, indent=indent)
+        return json.dumps(self.data(), indent=indent)
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> TrainingCheck:

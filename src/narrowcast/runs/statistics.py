@@ -19,7 +19,7 @@ import torch
 from narrowcast.errors import Origin, RunError
 from narrowcast.report.run_records import TensorFacts
 from narrowcast.report.sketch import SUMS, sketched_rows, sketched_step
-from narrowcast.runs.by_storage import has_storage
+from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.sampled import Taken, facts_of, taken
 from narrowcast.torch_bridge import FORMATS, short_type
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
@@ -63,6 +63,7 @@ class Statistics:
         self._written: list[Path] = []
         self._rows: list[TensorFacts | Taken | _Pending] = []
         self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
+        self._last_in = ByStorage[int]()
         self._held_bytes = 0
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -77,6 +78,7 @@ class Statistics:
             weak = StorageWeakRef(tensor.untyped_storage())
         self._rows.append(self._look(tensor))
         number = len(self._rows) - 1
+        self._last_in.put(tensor, number)
         if key is not None:
             self._known[key] = (number, weak)
             if len(self._known) > 4096:
@@ -99,7 +101,9 @@ class Statistics:
             return _unseen(tensor)
         x = tensor.detach()
         elements = x.numel()
-        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements)
+        before = self._last_in.get(tensor)
+        lies_in = -1 if before is None else before
+        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in=lies_in)
         if not elements:
             return facts
         if self._checksums or self.folder is not None:

@@ -1,4 +1,4 @@
-"""Python's collector, paused while a large program is worked on."""
+"""Python's collector, paused while a large program, or a page, is worked on."""
 
 from __future__ import annotations
 
