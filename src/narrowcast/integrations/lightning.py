@@ -85,8 +85,9 @@ class _Plugin:
         return _again, (plugin, base), self.__dict__
 
     def __repr__(self) -> str:
-        name, policy = type(self).__name__, self.training.policy
-        return f"{name}(policy={policy}) [it says the formats: write plugins=[{name}(...)] and leave precision= out]"
+        return (
+            f"{type(self).__name__}(policy={self.training.policy}) [leave precision= out: the plugin says the formats]"
+        )
 
 
 class LightningPrecision(_Plugin):
@@ -160,7 +161,7 @@ def _home(cls: type[_Plugin], package: str | None) -> str:
         if package not in cls.homes:
             raise TrainingError(asked, "no such package", advice=f"Give one of {', '.join(cls.homes)}.")
         return cls.homes[package]
-    imported = [name for name, home in cls.homes.items() if ".".join(home.split(".")[:-2]) in sys.modules]
+    imported = [name for name, home in cls.homes.items() if sys.modules.get(home.rpartition(".plugins")[0])]
     if len(imported) > 1:
         raise TrainingError(
             asked, f"{' and '.join(imported)} are both imported, and neither takes the other's plugins",

@@ -36,7 +36,7 @@ def take_up(
         return None, None
     if state.keys() >= BARE_SCALER:
         say(f"the checkpoint has a scaler's state and no policy; this run trains under {_words(policy, region)}")
-        _say_of_scaler(True, has_scaler)
+        say(_of_scaler(True, has_scaler))
         return None, state
     if state.get("schema") != SCHEMA:
         raise TrainingError(
@@ -49,13 +49,14 @@ def take_up(
         what = "policy" if state["digest"] != policy.digest else "low format"
         lines = [f"resumed under another {what}: saved under {saved}; now {_words(policy, region)}"]
         say("\n".join([*lines, *_changes(state["rules"], policy)]))
-    _say_of_scaler(state["has_scaler"], has_scaler)
+    say(_of_scaler(state["has_scaler"], has_scaler))
     return state["steps"], state["scaler"]
 
 
 def say(text: str) -> None:
-    """TrainingWarning: at the line of the framework or of the user that resumes."""
-    warnings.warn(f"narrowcast: {text}", TrainingWarning, stacklevel=4)
+    """TrainingWarning at the line of the framework or of the user that resumes, if there is something to say."""
+    if text:
+        warnings.warn(f"narrowcast: {text}", TrainingWarning, stacklevel=4)
 
 
 def _words(policy: Policy, region: autocast) -> str:
@@ -72,8 +73,7 @@ def _changes(rules: str, policy: Policy) -> list[str]:
     return [f"  {line}" for line in found[:SHOWN]] + more
 
 
-def _say_of_scaler(was_there: bool, is_there: bool) -> None:
+def _of_scaler(was_there: bool, is_there: bool) -> str:
     if was_there and not is_there:
-        say("the checkpoint has a scaler's state, which this run, without a scaler, does not use")
-    if is_there and not was_there:
-        say("the checkpoint has no scaler's state: the scale starts anew")
+        return "the checkpoint has a scaler's state, which this run, without a scaler, does not use"
+    return "the checkpoint has no scaler's state: the scale starts anew" if is_there and not was_there else ""

@@ -272,9 +272,9 @@ def _checked_every(every: int) -> int:
 
 
 def _device_type(model: Any) -> str:
-    """Where the model's parameters are; without a model, the accelerator that is there."""
+    """Where the model's parameters are; before they are anywhere, the accelerator that is there."""
     parameter = next(iter(model.parameters()), None) if model is not None else None
-    if parameter is not None:
+    if parameter is not None and parameter.device.type != "meta":
         return str(parameter.device.type)
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
