@@ -21,7 +21,7 @@ ENGINES = ("DEEPSPEED", "MEGATRON_LM")
 
 
 class AcceleratePrecision(TrainingPrecision):
-    """Precision for an Accelerator, and `prepare` for what it prepares.
+    """Precision for an Accelerator, and `prepare` for what it prepares::
 
         accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=4)
         precision = AcceleratePrecision(accelerator, policy=..., dtype="bf16")
@@ -87,7 +87,7 @@ class AcceleratePrecision(TrainingPrecision):
 
         @wraps(forward)
         def in_region(_: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.around_forward():
+            with self.around_forward() if model.training else self.region:
                 result = forward(*args, **kwargs)
             return to_fp32(result) if self._fp32_outputs else result
 

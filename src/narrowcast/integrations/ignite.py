@@ -24,7 +24,7 @@ def _loss_item(x: Any, y: Any, y_pred: Any, loss: torch.Tensor) -> Any:
 
 
 class IgnitePrecision(TrainingPrecision):
-    """Ignite's engines under a policy.
+    """Ignite's engines under a policy::
 
         precision = IgnitePrecision(policy=..., dtype="bf16")
         trainer = precision.trainer(model, optimizer, loss_fn, gradient_accumulation_steps=4)

@@ -15,7 +15,7 @@ CLIP_MODES = ("norm", "value", "agc")
 
 
 class LoopPrecision(TrainingPrecision):
-    """`amp_autocast` and `loss_scaler` for a loop like timm's `train.py`.
+    """`amp_autocast` and `loss_scaler` for a loop like timm's `train.py`::
 
         precision = LoopPrecision(policy=..., dtype="bf16", device_type="cuda")
         amp_autocast, loss_scaler = precision.amp_autocast, precision

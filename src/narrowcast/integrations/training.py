@@ -122,7 +122,10 @@ class TrainingPrecision:
             raise
 
     def around_forward(self) -> Any:
-        """`training()` where gradients are recorded, the region elsewhere: for loops that do not say which it is."""
+        """`training()` where gradients are recorded, the region elsewhere: for loops that do not say which it is.
+
+        What such a forward begins ends with the next step, or with `close`.
+        """
         return self.training() if torch.is_grad_enabled() else self.region
 
     # -- steps ---------------------------------------------------------------------------------------------------------

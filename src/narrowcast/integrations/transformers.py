@@ -18,7 +18,7 @@ OVERRIDDEN = ("autocast_smart_context_manager", "create_accelerator_and_postproc
 
 
 class PrecisionMixin:
-    """`class MyTrainer(PrecisionMixin, Trainer)`, also with Seq2SeqTrainer; then
+    """`class MyTrainer(PrecisionMixin, Trainer)`, also with Seq2SeqTrainer; then::
 
         MyTrainer(model=..., args=TrainingArguments(bf16=False, fp16=False),
                   precision=TrainingPrecision(policy=..., dtype="bf16"))
