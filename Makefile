@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-limited test-shuffled mutate compat wheel page conformance bench gpu lint docs clean
+.PHONY: demo test test-limited test-shuffled mutate compat wheel page frameworks conformance bench gpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -54,7 +54,12 @@ wheel: .venv/.ready
 page:
 	cd web && npm ci --silent --no-audit --no-fund && npm run --silent build
 
-conformance: .venv/.models test-shuffled
+# The plugins in Lightning, transformers, Accelerate and Ignite, the newest versions and the oldest, each set in an
+# environment of its own (build/frameworks, some 1.5 gigabytes each).
+frameworks: .venv/.ready
+	$(BIN)/python tools/framework_examples.py $(ARGS)
+
+conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py

@@ -151,6 +151,14 @@ class CheckWarning(UserWarning):
     """A test holds less than it might: a front end cannot be taken, and was not asked for by name."""
 
 
+class TrainingError(NarrowcastError, RuntimeError):
+    """A plugin cannot do in a framework's loop what was asked: the framework is missing, or autocasts itself."""
+
+
+class TrainingWarning(UserWarning):
+    """Training goes on under another precision than its checkpoint's, or its watch found a NaN or an infinity."""
+
+
 class SurfaceError(NarrowcastError, RuntimeError):
     """This torch is not as Narrowcast takes it to be: which assumption does not hold, and for which version."""
 

@@ -207,6 +207,23 @@ def test_the_layout_in_contributing_is_the_one_that_is_enforced():
     assert shown == enforced and shown[::-1] != enforced
 
 
+def _untold_versions(page):
+    """Pins of frameworks that the page does not name."""
+    names = "lightning", "pytorch-lightning", "lightning-fabric", "transformers", "accelerate", "pytorch-ignite"
+    rows = [line for line in page.splitlines() if line.startswith("| [")]
+    pins = [file.read_text(encoding="utf-8").splitlines() for file in sorted(ROOT.glob("constraints-frameworks*.txt"))]
+    asked = [line.split("==") for lines in pins for line in lines if line.split("==")[0] in names]
+    assert len(asked) == 2 * len(names)
+    return [name for name, version in asked if not any(name in row and version in row for row in rows)]
+
+
+def test_the_page_on_frameworks_names_the_versions_that_are_pinned():
+    """Newest and oldest of each; a page with one of them missing is caught."""
+    page = (ROOT / "docs/frameworks/index.md").read_text(encoding="utf-8")
+    assert not _untold_versions(page)
+    assert _untold_versions(page.replace("pytorch-ignite 0.5.1", "pytorch-ignite")) == ["pytorch-ignite"]
+
+
 def _missing_names(text):
     """The names that a page gives beside a file, and that the file does not define."""
     missing = []

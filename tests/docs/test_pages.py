@@ -13,8 +13,17 @@ pages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(pages)
 
 ROOT = pages.ROOT
+# Pages that need a framework, which `make frameworks` installs and runs them with.
+NEEDS = {f"docs/frameworks/{page}.md": name for page, name in (
+    ("lightning", "lightning"), ("transformers", "accelerate"), ("accelerate", "accelerate"), ("ignite", "ignite"),
+)}  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_CODE = [page for page in PAGES if set(pages.languages(page)) & set(pages.LANGUAGES)]
+WITH_CODE = [
+    page
+    for page in PAGES
+    if set(pages.languages(page)) & set(pages.LANGUAGES)
+    and importlib.util.find_spec(NEEDS.get(str(page.relative_to(ROOT)), "torch"))
+]
 # Blocks that no test runs, page by page; each says why where it stands.
 SKIPPED = {"docs/internals/costs.md": 1}
 

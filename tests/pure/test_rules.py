@@ -171,7 +171,7 @@ def test_a_table_gives_the_rules_of_an_op_and_a_direction():
     assert table.candidates("aten.mm.default", direction="dgrad").whole == rules[1:2]
     added = table.candidates("aten.add.Tensor")
     assert (added.whole, added.depends_on_site) == (rules[:1], False)
-    for asked, names in ({"module_class": "C"}, True), ({"function": "f"}, True), ({"module": "m"}, False):
+    for asked, names in ({"module_class": "C"}, True), ({"function": "f"}, True), ({"module": "m"}, True), ({}, False):
         assert Policy("p", ((Rule("aten.mm", "full", **asked),),), extends=()).table.asks_for_names is names
 
 

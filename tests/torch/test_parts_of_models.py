@@ -55,6 +55,34 @@ def test_a_rule_holds_by_the_path_in_the_model_and_in_the_part(path, op):
     assert [y.dtype for y in task.training_step(X)] == eager
 
 
+@pytest.mark.parametrize("look", [nc.record, nc.watch, nc.capture])
+@pytest.mark.parametrize("path", ["net.encoder", "encoder"])
+def test_who_looks_changes_nothing(path, look):
+    """A rule that holds by the path in the model holds while the calls are recorded, watched or captured."""
+    with look(), nc.autocast("cpu", BF16, policy=ruled(path)):
+        assert [y.dtype for y in Task().training_step(X)] == [FP32, BF16]
+
+
+def test_fabric_s_wrapper_adds_nothing_to_the_path():
+    """Around the model, and around DistributedDataParallel, whose name stands for it here."""
+
+    def wrapped(name, module):
+        class Wrapper(nn.Module):
+            def forward(self, x):
+                return self.inner(x)
+
+        Wrapper.__name__ = name
+        made = Wrapper()
+        made.inner = module
+        return made
+
+    model = wrapped("_FabricModule", wrapped("DistributedDataParallel", Net()))
+    with nc.autocast("cpu", BF16, policy=ruled("encoder")):
+        assert [y.dtype for y in model(X)] == [FP32, BF16]
+    with nc.autocast("cpu", BF16, policy=ruled("encoder")):
+        assert [y.dtype for y in wrapped("AnotherModule", Net())(X)] == [BF16, BF16]
+
+
 @pytest.mark.parametrize("op", ["aten.linear", "module.call"])
 def test_the_part_itself_has_a_path_in_the_model(op):
     """A layer that a method of the model calls first of all."""

@@ -23,7 +23,8 @@ class Candidates:
 class Table:
     """The look-up of a policy's rules by op id. Built once per policy; op ids are added as they are met.
 
-    asks_for_names: whether any rule names a class or a function. has_versions: whether one holds in some torch alone.
+    asks_for_names: whether any rule names a module, which may be part of a larger one, a class or a function.
+    has_versions: whether one holds in some torch alone.
     """
 
     __slots__ = ("_globs", "_known", "_named", "_ranked", "asks_for_names", "has_versions")
@@ -36,7 +37,7 @@ class Table:
         ]
         self._ranked = [layers[number][position] for number, _, position in sorted(places, reverse=True)]
         self.has_versions = any(rule.torch for rule in self._ranked)
-        self.asks_for_names = any(rule.module_class or rule.function for rule in self._ranked)
+        self.asks_for_names = any(rule.module or rule.module_class or rule.function for rule in self._ranked)
         # by where they stand in that order: rules that name an op or an overload by that name, and the others
         self._named: dict[str, list[int]] = {}
         self._globs = [rank for rank, rule in enumerate(self._ranked) if rule.is_glob]

@@ -26,7 +26,10 @@ _LIBRARIES = tuple(
     )
 )
 _PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule")
+_WRAPPERS = (
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule",
+    "_FabricModule",
+)  # fmt: skip
 
 _CALL = module_call_code()
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()

@@ -1,0 +1,144 @@
+"""Accelerate: `Accelerator(mixed_precision="no")`, and ours in the place of its autocast and scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import MethodType
+from typing import Any, Unpack
+
+import torch
+
+from narrowcast.eager.region import autocast
+from narrowcast.errors import Origin, TrainingError
+from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
+
+SCALER_FILE = "scaler.pt"
+"""Where `save_state` puts the scaler's state."""
+ENGINES = ("DEEPSPEED", "MEGATRON_LM")
+"""They scale and step by themselves."""
+
+
+class AcceleratePrecision(TrainingPrecision):
+    """Precision for an Accelerator, and `prepare` for what it prepares::
+
+        accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=4)
+        precision = AcceleratePrecision(accelerator, policy=..., dtype="bf16")
+        model, optimizer, loader = precision.prepare(model, optimizer, loader)
+
+    The loop stays as it is. The model's forward runs in the region, also where `unwrap_model(model).generate(...)` or a
+    wrapper calls it, and `with accelerator.autocast()` is our region, for the loss. `accelerator.backward`,
+    `clip_grad_norm_`, `clip_grad_value_` and the optimizer's `step` use our scaler. `save_state` and `load_state` have
+    the policy's digest and the scaler's state.
+
+    fp32_outputs: floating results of the model come out in fp32, as Accelerate has it, so that a loss outside of the
+        region is computed in fp32.
+
+    The other settings are those of `TrainingPrecision`; `close()` at the end where it watches. Raises TrainingError if
+    Accelerate is missing or would autocast itself, if something was prepared before, and with DeepSpeed and Megatron.
+    """
+
+    def __init__(self, accelerator: Any, *, fp32_outputs: bool = True, **settings: Unpack[Settings]) -> None:
+        asked = "AcceleratePrecision(accelerator)"
+        self._accelerate = find_framework("accelerate", "accelerate", asked)
+        settings.setdefault("device_type", accelerator.device.type)
+        super().__init__(**settings)
+        self._fp32_outputs = fp32_outputs
+        self.accelerator = accelerator
+        attach(accelerator, self, asked)
+        accelerator.autocast = self._autocast
+        accelerator.register_for_checkpointing(self)
+        accelerator.register_load_state_pre_hook(self._check_scaler_file)
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """What `accelerator.prepare` gives, with models that run in the region and optimizers that end the step."""
+        prepared = self.accelerator.prepare(*objects, **options)
+        for made in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            if isinstance(made, torch.nn.Module):
+                self._wrap(self.accelerator.unwrap_model(made))
+            elif isinstance(made, torch.optim.Optimizer):
+                self._end_steps_of(made)
+        return prepared
+
+    def loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss function that runs in the region."""
+
+        @wraps(function, updated=())
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self.region:
+                return function(*args, **kwargs)
+
+        return inside
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `TrainingPrecision`, without the scaler's state: `save_state` writes that into a file of its own."""
+        return {**super().state_dict(), "scaler": None}
+
+    def _autocast(self, autocast_handler: Any = None) -> Any:
+        """Our region where Accelerate's would be; a handler that is switched off stays off."""
+        if autocast_handler is not None and not autocast_handler.enabled:
+            return autocast(self.region.device, enabled=False)
+        return self.around_forward()
+
+    def _wrap(self, model: torch.nn.Module) -> None:
+        """The forward in the region, as a method of this model, and what comes out of it in fp32."""
+        forward, to_fp32 = model.forward, self._accelerate.utils.convert_to_fp32
+
+        @wraps(forward)
+        def in_region(_: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.around_forward() if model.training else self.region:
+                result = forward(*args, **kwargs)
+            return to_fp32(result) if self._fp32_outputs else result
+
+        model.forward = MethodType(in_region, model)
+
+    def _end_steps_of(self, optimizer: Any) -> None:
+        step = optimizer.step
+
+        @wraps(step)
+        def ending(_: Any, *args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            if self.accelerator.sync_gradients:
+                self.end_step()
+            return result
+
+        optimizer.step = MethodType(ending, optimizer)
+
+    def _check_scaler_file(self, models: Any, folder: Any) -> None:
+        file = Path(folder) / SCALER_FILE
+        if self.scaler is not None and not file.exists():
+            raise TrainingError(
+                f"resuming from {folder} with a scaler", "it was saved without one", (Origin(str(file)),),
+                "Train in the low format that it was saved under, or give scaler=False.",
+            )  # fmt: skip
+
+
+def attach(accelerator: Any, precision: TrainingPrecision, asked: str) -> None:
+    """Have an Accelerator scale with our scaler. TrainingError where it would autocast, too, or comes too late."""
+    mode = getattr(accelerator, "mixed_precision", "no")
+    if mode != "no" or getattr(accelerator, "native_amp", False):
+        raise TrainingError(
+            f"{asked}, policy {precision.policy.name}",
+            f'Accelerator(mixed_precision="{mode}") would autocast inside our region, and rule there',
+            advice='Write Accelerator(mixed_precision="no"), also in `accelerate launch`, and give dtype= here.',
+        )
+    engine = str(getattr(accelerator, "distributed_type", "")).rpartition(".")[2]
+    if engine in ENGINES:
+        raise TrainingError(asked, f"{engine} scales and steps by itself", advice="Use DDP, or no plugin.")
+    scaler = precision.scaler
+    if scaler is not None and getattr(accelerator, "_optimizers", None):
+        raise TrainingError(
+            asked, "an optimizer is prepared already, and would step without the scaler",
+            advice="Make the plugin before anything is prepared.",
+        )  # fmt: skip
+    accelerator.scaler = scaler
+
+    def unscale_gradients(optimizer: Any = None) -> None:
+        """Accelerate's own does nothing where `mixed_precision` is `no`."""
+        wanted = accelerator._optimizers if optimizer is None else optimizer
+        for one in wanted if isinstance(wanted, (tuple, list)) else (wanted,):
+            if scaler is not None:
+                scaler.unscale_(getattr(one, "optimizer", one))
+
+    accelerator.unscale_gradients = unscale_gradients

@@ -1,0 +1,289 @@
+"""The precision of a training loop, whatever the framework: regions, a scaler, ledgers, a watch, a state to resume.
+
+Each plugin holds one `TrainingPrecision` and says to it when a step begins, when it ends, and when all is over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import torch
+
+from narrowcast.eager.asked import AnyDtype
+from narrowcast.eager.record import record
+from narrowcast.eager.region import autocast
+from narrowcast.errors import TrainingError, TrainingWarning
+from narrowcast.integrations.resuming import precision_state, take_up
+from narrowcast.ledger import Ledger
+from narrowcast.policy import Policy, as_policy
+from narrowcast.report.findings import Watching
+from narrowcast.runs.watch import watch as open_watch
+
+LedgerTo = Callable[[int, Ledger], None] | str | Path | None
+
+
+class Settings(TypedDict, total=False):
+    """What every plugin takes; `TrainingPrecision` says what each is."""
+
+    policy: Policy | str | Path | None
+    dtype: AnyDtype
+    device_type: str | None
+    cache_enabled: bool | str | None
+    inner: str | None
+    scaler: Any
+    ledger_every: int
+    ledger_to: LedgerTo
+    watch: bool | Mapping[str, Any]
+
+
+class TrainingPrecision:
+    """The precision of one training run. Plugins have one in them or are one; a loop of your own may use it as it is.
+
+    policy, dtype, cache_enabled, inner: as in `nc.autocast`.
+    device_type: None takes that of the model's parameters.
+    scaler:       an object with the methods of torch.amp.GradScaler. None makes one where the low format is fp16, and
+                  none elsewhere; False never makes one.
+    ledger_every: record the first step and every n-th after it, forward and backward; 0 for none. A recorded step takes
+                  longer, and compiled code runs as eager code in it.
+    ledger_to:    a folder, which gets `step-000100.json` for the step that begins after 100 (of each rank, where there
+                  are several), or a function of that number and the ledger. The last ledger is also in `ledger`.
+    watch:        look for NaN and infinity while it trains: True, or arguments of `nc.watch` as a dict. What it found
+                  is in `watching`, and a warning at the end shows the first finding.
+
+    Raises TrainingError for settings that make no sense, PolicyError for a policy that cannot be.
+    """
+
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        unknown = [name for name in settings if name not in Settings.__annotations__]
+        if unknown:
+            raise TrainingError(
+                f"{type(self).__name__}({unknown[0]}=...)", "no such setting", advice=f"There are {_names()}."
+            )
+        self.policy: Policy = as_policy(settings.get("policy"))
+        self.every = _checked_every(settings.get("ledger_every", 0))
+        self.steps = 0
+        self.ledger: Ledger | None = None
+        self.watching: Watching | None = None
+        self._settings = settings
+        self._model: Any = None
+        self._region: autocast | None = None
+        self._own_scaler: Any = None
+        self._recording: tuple[ExitStack, Ledger] | None = None
+        self._watch: ExitStack | None = None
+
+    # -- regions -------------------------------------------------------------------------------------------------------
+
+    def follow(self, model: Any) -> None:
+        """Open regions on this model's device from now on, unless one was given."""
+        self._model, self._region = model, None
+
+    def on_device(self, device_type: str) -> None:
+        """Open regions on this device type from now on, unless one was given."""
+        self._settings.setdefault("device_type", device_type)
+        self._region = None
+
+    @property
+    def region(self) -> autocast:
+        """The region for a forward or a loss that trains nothing: evaluation, generation. It may be entered again."""
+        if self._region is None:
+            self._region = self._make_region()
+        return self._region
+
+    def _make_region(self) -> autocast:
+        given = self._settings
+        return autocast(
+            given.get("device_type") or _device_type(self._model),
+            given.get("dtype"),
+            cache_enabled=given.get("cache_enabled"),
+            policy=self.policy,
+            inner=given.get("inner"),
+        )
+
+    @property
+    def low(self) -> torch.dtype:
+        """The low format. Asked before the model is where it will train, it fixes no device."""
+        return (self._region or self._make_region()).fast_dtype
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The region around a forward and its loss in training; begins a step, unless one has begun."""
+        self.begin_step()
+        try:
+            with self.region:
+                yield
+        except BaseException:
+            self.drop_step()
+            raise
+
+    def around_forward(self) -> Any:
+        """`training()` where gradients are recorded, the region elsewhere: for loops that do not say which it is.
+
+        What such a forward begins ends with the next step, or with `close`.
+        """
+        return self.training() if torch.is_grad_enabled() else self.region
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A forward that trains comes: open what looks at it. Further micro-batches of the step change nothing."""
+        wanted = self._settings.get("watch")
+        if wanted and self._watch is None:
+            self._watch = ExitStack()
+            self.watching = self._watch.enter_context(open_watch(**(wanted if isinstance(wanted, Mapping) else {})))
+        if self.every and self._recording is None and self.steps % self.every == 0:
+            stack = ExitStack()
+            self._recording = stack, stack.enter_context(record())
+
+    def end_step(self) -> None:
+        """The optimizer has stepped, or the scaler has skipped it: the ledger of the step is complete."""
+        if self._recording is not None:
+            _, ledger = self._recording
+            self.drop_step()
+            self.ledger = ledger
+            self._hand_over(ledger)
+        self.steps += 1
+
+    def drop_step(self) -> None:
+        """The step ended in an error: what was recorded of it is not a step."""
+        if self._recording is not None:
+            stack, _ = self._recording
+            self._recording = None
+            stack.close()
+
+    def close(self) -> None:
+        """Training is over, or broke off: close what looks at it, and say what the watch found first."""
+        self.drop_step()
+        if self._watch is None:
+            return
+        self._watch.close()
+        self._watch = None
+        found = self.watching.first if self.watching is not None else None
+        if found is not None:
+            text = f"narrowcast: while it trained, {found.in_short()}\n  All of it: print(precision.watching)"
+            warnings.warn(text, TrainingWarning, stacklevel=2)
+
+    def _hand_over(self, ledger: Ledger) -> None:
+        target = self._settings.get("ledger_to")
+        if callable(target):
+            target(self.steps, ledger)
+        elif target is not None:
+            folder = Path(target)
+            folder.mkdir(parents=True, exist_ok=True)
+            ledger.save(folder / f"step-{self.steps:06}{_rank()}.json")
+
+    # -- scaling and stepping, for loops that have no framework to do it ----------------------------------------------
+
+    @property
+    def scaler(self) -> Any:
+        """What scales the loss, or None. The default one is made when it is first asked for."""
+        given = self._settings.get("scaler")
+        if given is False:
+            return None
+        if given is not None:
+            return given
+        if self._own_scaler is None and self.region.fast_dtype is torch.float16:
+            self._own_scaler = default_scaler(self.region.device)
+        return self._own_scaler
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of the loss, scaled where there is a scaler; kwargs go to `Tensor.backward`."""
+        try:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
+        except BaseException:
+            self.drop_step()
+            raise
+
+    def step(self, *optimizers: Any, clip: Callable[[], object] | None = None) -> None:
+        """Step, and end the step. clip: called between unscaling and stepping, so that it sees true gradients."""
+        scaler = self.scaler
+        try:
+            if clip is not None:
+                for optimizer in optimizers if scaler is not None else ():
+                    scaler.unscale_(optimizer)
+                clip()
+            for optimizer in optimizers:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+        except BaseException:
+            self.drop_step()
+            raise
+        self.end_step()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: the policy's digest and text, the low format, the steps so far, the scaler's state.
+
+        Texts, numbers and None alone, beside what the scaler's state holds.
+        """
+        scaler = self.scaler
+        return precision_state(self.policy, self.region, self.steps, None if scaler is None else scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, by what `state_dict` gave or by the state of a bare GradScaler.
+
+        A TrainingWarning says what is not as it was: the policy, with both digests and the first rules that differ, the
+        low format, or the scaler. TrainingError for what is neither.
+        """
+        steps, scaler_state = take_up(state, self.policy, self.region, self.scaler is not None)
+        self.steps = self.steps if steps is None else steps
+        if scaler_state is not None and self.scaler is not None:
+            self.scaler.load_state_dict(scaler_state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copied and pickled without what is open: a process that is started opens its own."""
+        return {**self.__dict__, "_recording": None, "_watch": None, "_model": None, "watching": None}
+
+
+def default_scaler(device_type: str) -> Any:
+    """Narrowcast's scaler where there is one, else torch's."""
+    kind = getattr(importlib.import_module("narrowcast"), "Scaler", torch.amp.GradScaler)
+    return kind(device_type)
+
+
+def find_framework(module: str, package: str, asked: str) -> Any:
+    """A module of a framework. TrainingError, with what to install, if it is not there."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TrainingError(asked, f"{error}", advice=f"Install it: pip install {package}") from error
+
+
+def _names() -> str:
+    return ", ".join(Settings.__annotations__)
+
+
+def _checked_every(every: int) -> int:
+    if every < 0:
+        raise TrainingError(f"ledger_every={every}", "steps are counted from 1", advice="Give 1 or more; 0 is none.")
+    return every
+
+
+def _device_type(model: Any) -> str:
+    """Where the model's parameters are; before they are anywhere, the accelerator that is there."""
+    parameter = next(iter(model.parameters()), None) if model is not None else None
+    if parameter is not None and parameter.device.type != "meta":
+        return str(parameter.device.type)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def _rank() -> str:
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return f"-rank{distributed.get_rank()}" if several else ""
