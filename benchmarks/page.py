@@ -2,7 +2,7 @@
 
     python benchmarks/page.py
 
-Captured runs of MiniLM (forward) and of GPTs (forward and backward), and a comparison of two runs, drawn by the Chromium
+Captured runs of MiniLM (forward) and of GPTs (forward and backward), and a comparison of two runs, in the Chromium
 that the tests use. Bounds: made in a second beyond the run, drawn within one second, a module opened within one; MiniLM
 below 1 MB, more than 8,000 calls below 5 MB. Times in the browser are its own clock's: from the begin of the navigation
 until all of the page stands in the document (a browser without a window paints nothing), and from an Enter on a module
