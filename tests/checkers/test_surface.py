@@ -54,7 +54,10 @@ def test_private_names_stand_in_the_surface_alone():
     for file in sorted(SOURCE.rglob("*.py")):
         path = file.relative_to(SOURCE)
         if path.parts[0] != OWNER and str(path) not in EXEMPT:
-            found += [f"{path}:{line}: {name}" for line, name in private_names(file.read_text(encoding="utf-8"))]
+            names = private_names(file.read_text(encoding="utf-8"))
+            if path.parts[0] == "integrations":  # each file the owner of its framework's names
+                names = [(line, name) for line, name in names if "torch" in name]
+            found += [f"{path}:{line}: {name}" for line, name in names]
     assert not found, "\n".join(found)
 
 

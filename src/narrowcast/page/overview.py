@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from narrowcast.output.console import in_bytes
 from narrowcast.output.screen import Part, wrapped
 from narrowcast.page.model import Bar, Page, Todo
-from narrowcast.page.words import rule_text
+from narrowcast.page.words import in_count, rule_text
 
 TODOS = 3
 _NAME = 15
+_WORDS = {"multiplications": "multiplied"}
 
 
 def overview_parts(page: Page, head: str, rows: list[Part], width: int) -> list[Part]:
@@ -22,7 +23,7 @@ def overview_parts(page: Page, head: str, rows: list[Part], width: int) -> list[
     notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
     figures = [(f.name, f.value, f.detail) for f in page.figures]
     column = max((len(value) for _, value, _ in figures), default=0)
-    said = [f"{bar.title.split()[0].lower():{_NAME}}{_shares(bar)}" for bar in page.bars]
+    said = [f"{_WORDS.get(bar.unit, bar.title.split()[0].lower()):{_NAME}}{_shares(bar)}" for bar in page.bars]
     said += [f"{name:{_NAME}}{value:{column}}  {detail}" for name, value, detail in figures if name != "calls"]
     return [
         Part(first),
@@ -41,7 +42,9 @@ def _shares(bar: Bar) -> str:
 def _amount(unit: str, amount: float) -> str:
     if unit == "bytes":
         return in_bytes(amount)
-    return f"{amount:.0f}" if unit == "calls" else f"{amount / 1e6:.3g} ms"
+    if unit == "multiplications":
+        return in_count(amount)
+    return f"{amount / 1e6:.3g} ms" if unit == "ns" else f"{amount:.0f}"
 
 
 def _todos(todos: Sequence[Todo], width: int) -> list[Part]:
