@@ -188,10 +188,14 @@ def test_a_compiled_model_is_looked_into() -> None:
 def test_nothing_changes(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     loop = Loop(optimizer, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
     scaled_fp16(loop)
-    before = loop.state()
+    before, gradients = loop.state(), [p.grad for p in loop.net.parameters()]
+    groups = [*loop.optimizer.param_groups]
     nc.check_training(scaled_fp16, (loop,), steps=3)
     assert all(map(torch.equal, loop.state(), before))
-    assert all(p.grad is None for p in loop.net.parameters())  # which the step clears before its forward
+    assert all(p.grad is g for p, g in zip(loop.net.parameters(), gradients, strict=True))
+    assert all(
+        a is b for a, b in zip(loop.optimizer.param_groups, groups, strict=True)
+    )  # who holds one, holds it still
 
 
 def test_gradients_are_as_the_first_forward_found_them() -> None:
@@ -368,7 +372,7 @@ def test_each_fault_is_found_at_its_line(kind: str, step: Callable[[Loop], None]
         warnings.simplefilter("ignore")
         found = nc.check_training(step, (Loop(),))
     assert kind in found.kinds, str(found)
-    assert not found
+    assert bool(found) is (kind == "weights cast again")  # which costs time, and is not wrong
     finding = next(f for f in found.findings if f.kind == kind)
     assert Path(finding.file).name == HERE and finding.todo
     text = Path(__file__).read_text(encoding="utf-8")

@@ -138,7 +138,7 @@ def test_run_compares_with_fp32():
     assert output.found == "bf16" and 20 < output.sqnr_db < 100 and 0 < output.relative_error < 0.1
     assert comparison.metric_reference["sum"] == pytest.approx(4)
     assert comparison.time_ratio > 0 and comparison.reference_peak_bytes > 0 and comparison.memory_ratio > 0
-    text = str(found)
+    text = found.to_text(every=True)
     for word in ("SQNR", "sum", "peak memory", "alternating pairs"):
         assert word in text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -10,7 +12,7 @@ from narrowcast.eager.record import record
 from narrowcast.errors import RunError
 from narrowcast.ledger import Advice
 from narrowcast.loops.kept import Kept
-from narrowcast.loops.looking import EVALUATION, TRAINING, Looking
+from narrowcast.loops.looking import Looking
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.report.training import TrainingCheck
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
@@ -25,9 +27,10 @@ def check_training(
     """Run `step(*args, **kwargs)`, a step of training as it is, `steps` times, and say what its precision suffers from.
 
     step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
-    it, if that is to be checked. Nothing in it changes. Afterwards weights, buffers, the state of optimizers, random
-    state and the scale of a GradScaler are as they were, and gradients as the first forward found them; counters
-    of the function's own are not.
+    it, if that is to be checked. Nothing in it changes. Afterwards all memory that was there before has its values
+    (weights, buffers, averages, the state of optimizers), and gradients, modules' flags, groups, schedules, scalers,
+    random state and generators are as they were; counters of the function's own are not. A copy of what is written to
+    is held meanwhile.
 
     Found, each with the line and what to write instead: forward or loss outside of the region, backward or optimizer
     inside, no region at all, a clip before unscale_, weights cast again at each micro-batch, an evaluation without the
@@ -35,7 +38,7 @@ def check_training(
     format, weights in a low format, fp16 without a scaler, a scaler without need. Compiled code runs as eager code
     meanwhile. Reads values of gradients in fp16: an accelerator is waited for.
 
-    Returns a TrainingCheck, true if nothing was found. Raises RunError, and what the step raises.
+    Returns a TrainingCheck, true if nothing is wrong. Raises RunError, and what the step raises.
     """
     if steps < 1:
         raise RunError(f"check_training(steps={steps})", "no step would run", advice="Give 1 or more; 2 is usual.")
@@ -46,34 +49,54 @@ def check_training(
         )  # fmt: skip
     kept = Kept()
     looking = Looking(kept)
+    own = threading.get_ident()
+    others = {thread.ident for thread in threading.enumerate()} - {own}
     trained = 0
 
-    def stepped(optimizer: Any) -> None:
+    def steps_now(optimizer: Any) -> None:
         nonlocal trained
-        trained += 1
-        looking.steps(optimizer)
+        if threading.get_ident() not in others:  # who trains something else meanwhile
+            trained += 1
+            looking.steps(optimizer, threading.get_ident() == own)
+
+    def has_stepped(optimizer: Any) -> None:
+        if threading.get_ident() not in others:
+            looking.stepped()
 
     try:
         with ExitStack() as stack:
             stack.enter_context(random_state_kept())
             ledger = stack.enter_context(record())
-            stack.enter_context(told_of_optimizer_steps(stepped, before=True))
+            stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
+            stack.enter_context(told_of_optimizer_steps(has_stepped))
             stack.enter_context(looking.observing())
             for _ in range(steps):
-                step(*args, **(kwargs or {}))
+                _refuse_what_has_not_run(step(*args, **(kwargs or {})))
     finally:
         kept.put_back()
     looking.judge()
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
-    outside = sum(o.times for o in looking.outside.values())
-    calls = {"inside": looking.inside[TRAINING] + looking.inside[EVALUATION], "outside": outside}
     notes = [] if trained else ["no optimizer stepped: what weights and gradients suffer from may be missing."]
+    if not looking.has_seen:
+        notes.append("no call was seen: what other threads and processes run is not looked at.")
     if looking.updates > trained:
         notes.append(
             f"{looking.updates - trained} steps were skipped: gradients were not finite at the scaler's scale."
         )
-    return TrainingCheck(tuple(found), found, steps, calls, notes)
+    return TrainingCheck(tuple(found), found, steps, looking.calls, notes)
+
+
+def _refuse_what_has_not_run(given: Any) -> None:
+    """A generator or a coroutine has not run a line of the step."""
+    if inspect.isgenerator(given) or inspect.iscoroutine(given) or inspect.isasyncgen(given):
+        kind = type(given).__name__
+        if not inspect.isasyncgen(given):
+            given.close()
+        raise RunError(
+            "check_training(step)", f"the step gave a {kind} and ran nothing",
+            advice="Give a function that makes the step: lambda: next(generator), or lambda: asyncio.run(step()).",
+        )  # fmt: skip
 
 
 def _one_per_line(found: dict[Advice, int]) -> dict[Advice, int]:

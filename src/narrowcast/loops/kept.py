@@ -1,97 +1,141 @@
-"""What a step of training changes, put back: weights, buffers, gradients, optimizers, the scale of a GradScaler."""
+"""What a step of training changes, put back: all memory that was there before and is written to, and objects."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
-from narrowcast.runs.arguments import tensors_by_name
+from narrowcast.loops.living import Living
 from narrowcast.runs.by_storage import has_storage
-from narrowcast.runs.observer import SeenCall, quietly
+from narrowcast.runs.observer import quietly
+from narrowcast.scaling.gradients import parameters_of, values_of
+from narrowcast.torch_bridge import OpFacts, tensors_in
 from narrowcast.torch_surface.dispatch import storage_key
+from narrowcast.torch_surface.grad_scaling import scale_of
 
 UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 UPDATE_SCALE = "aten._amp_update_scale_.default"
 
 
 class Kept:
-    """Copies of what the steps write to, taken before they do."""
+    """Copies of memory, taken before it is written to for the first time, and objects as they were at the start."""
 
     def __init__(self) -> None:
+        with quietly():
+            self._living = Living()
         self._models: dict[int, torch.nn.Module] = {}
-        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
-        self._lying_in: dict[int, list[torch.Tensor]] = {}
+        self._optimizers: dict[int, Any] = {}
+        self._made: set[int] = set()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._optimizers: dict[int, tuple[Any, Any]] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    # -- as it runs ----------------------------------------------------------------------------------------------------
 
     def model(self, model: torch.nn.Module) -> None:
         """A model is called: what it holds is to be put back."""
-        if id(model) in self._models:
-            return
-        self._models[id(model)] = model
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._add(tensor)
-        for parameter in model.parameters():
-            self._gradients.append((parameter, parameter.grad))
-            if parameter.grad is not None:
-                self._add(parameter.grad)
-
-    def optimizer(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        if id(optimizer) not in self._optimizers:
+        if id(model) not in self._models:
+            self._models[id(model)] = model
             with quietly():
-                self._optimizers[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())
+                self._living.model(model)
 
-    def before_write(self, call: SeenCall) -> None:
-        """Copy what the call is about to write to, if it is to be put back."""
-        for tensor in written(call):
-            if call.facts.id == UPDATE_SCALE:
-                self._add(tensor)
-            for found in self._lying_in.get(storage_key(tensor), ()):
-                if id(found) not in self._copies:
-                    self._copies[id(found)] = found, found.detach().clone()
+    def optimizer(self, optimizer: Any, is_seen: bool = True) -> None:
+        """An optimizer is about to step. is_seen: this thread's ops are: else all that it may write to is copied."""
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            with quietly():
+                self._living.optimizer(optimizer)
+                if not is_seen:
+                    for tensor in _in_memory(*parameters_of(optimizer), *optimizer.state.values()):
+                        self._copy(tensor)
 
-    def gradients(self) -> dict[int, str]:
-        """The gradients that the models' parameters have now: names by where they lie."""
-        return {
-            storage_key(parameter.grad): name
-            for model in self._models.values()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None and has_storage(parameter.grad)
-        }
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Copy what an op is about to write to, if it was there before the steps, and the state of a generator; where
+        all lies that it writes to.
+        """
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._generators:
+            self._generators[id(generator)] = generator, generator.get_state()
+        keys = []
+        for tensor in written(facts, args, kwargs) if facts.overwrites else ():
+            keys.append(storage_key(tensor))
+            with quietly():
+                self._copy(tensor)
+        return keys
+
+    def after_op(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """What an op gave in memory of its own was not there before."""
+        made = [storage_key(t) for t in _in_memory(result)]
+        if made:
+            given = {storage_key(t) for t in _in_memory(args, kwargs)}
+            self._made.update(key for key in made if key not in given and key not in self._copies)
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._made and key not in self._copies:
+            whole = _whole(tensor)
+            self._copies[key] = whole, whole.clone()
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def gradients(self) -> set[int]:
+        """Where the gradients lie that the parameters of models and optimizers have now."""
+        found = [parameter.grad for _, parameter in self._parameters()]
+        return {storage_key(gradient) for gradient in found if gradient is not None and has_storage(gradient)}
 
     def names(self) -> dict[int, str]:
         """The models' parameters: names by where they lie."""
-        return {
-            storage_key(parameter): name
-            for model in self._models.values()
-            for name, parameter in model.named_parameters()
-            if has_storage(parameter)
-        }
+        return {storage_key(parameter): name for name, parameter in self._parameters() if name}
+
+    def scales(self) -> set[int]:
+        """Where the scales of all scalers lie."""
+        scales = (scale_of(scaler) for scaler in self._living.scalers)
+        return {storage_key(scale) for scale in scales if scale is not None}
+
+    def trained(self) -> set[int]:
+        """The parameters, by identity, of the optimizers that have stepped."""
+        return {id(parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)}
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        named = [row for model in self._models.values() for row in model.named_parameters()]
+        others = [("", parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)]
+        return [(name, parameter) for name, parameter in (*others, *named) if has_storage(parameter)]
+
+    # -- at the end ----------------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
         """Give all of it its values back."""
         with quietly():
-            for tensor, before in self._copies.values():
-                tensor.detach().copy_(before)
-            for optimizer, state in self._optimizers.values():
-                optimizer.load_state_dict(state)
-            for parameter, gradient in self._gradients:
-                parameter.grad = gradient
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        if has_storage(tensor):
-            lying = self._lying_in.setdefault(storage_key(tensor), [])
-            if not any(found is tensor for found in lying):
-                lying.append(tensor)
+            for whole, before in self._copies.values():
+                if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # nobody has resized it
+                    with torch.inference_mode(whole.is_inference()):
+                        whole.copy_(before)
+            self._living.put_back()
+            for _, parameter in self._parameters():
+                if storage_key(parameter) in self._copies and not parameter.is_inference():
+                    increment_version(parameter)  # what is written through .data does not: casts that are kept
+            for generator, state in self._generators.values():
+                generator.set_state(state)
 
 
-def written(call: SeenCall) -> Iterator[torch.Tensor]:
+def written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call writes to."""
-    names = {slot.name for slot in call.facts.slots if slot.written}
-    for argument, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
-        if argument.partition(".")[0] in names and has_storage(tensor):
-            yield tensor
+    given = (
+        args[slot.position] if slot.position < len(args) else kwargs.get(slot.name)
+        for slot in facts.slots
+        if slot.written
+    )
+    return _in_memory(list(given))
+
+
+def _in_memory(*trees: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments as they lie in memory: of a DTensor this rank's part, of sparse ones values."""
+    found = tensors_in(*trees)
+    return [t for t in (values_of(t) if t.layout is not torch.jagged else t for t in found) if has_storage(t)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor lies in, in one row; it counts writes together with the tensor."""
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((elements,), (1,), 0)

@@ -1,8 +1,7 @@
-"""Looks at steps of training: what runs outside of regions, what is cast again, what underflows, what is clipped."""
+"""Looks at steps of training: what runs outside of regions, what is cast again, what a scaler is missing for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,21 +11,20 @@ import torch
 
 from narrowcast.ledger import Advice
 from narrowcast.ledger.identity import BACKWARD, FORWARD
-from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept, written
+from narrowcast.loops.gradients import Gradients, find_underflow
+from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept
 from narrowcast.policy import DEVICE_TYPES, Kind, Policy, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.observer import Observer, SeenCall
 from narrowcast.sites.python_stack import find_site
-from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight
-from narrowcast.torch_surface.dispatch import TO_COPY, op_name, storage_key
+from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
+from narrowcast.torch_surface.dispatch import READ_NUMBER, TO_COPY, OpOverload, op_name, schema_of, storage_key
 from narrowcast.torch_surface.state import autocast_nesting
 
-TRAINING, EVALUATION = "training", "evaluation"
-_UNDERFLOWS = 0.5
-"""The share of a gradient's elements below the normal numbers of fp16 that is told of."""
-_CLIPS = ("mul_", "_foreach_mul_", "clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_")
+COSTS_TIME = "weights cast again"
+_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -38,28 +36,45 @@ class _Outside:
     times: int = 0
 
 
+@dataclass(slots=True)
+class _Evaluated:
+    """A model that was called for an evaluation, and its calls in regions and out of them."""
+
+    model: torch.nn.Module
+    inside: int = 0
+    outside: _Outside | None = None
+
+
 class Looking(Observer):
-    """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale."""
+    """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
+    has_seen, has_lowered: there was one, a region lowered one.
+    """
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}
         self.updates = 0
-        self.inside = {TRAINING: 0, EVALUATION: 0}
-        self.outside: dict[str, _Outside] = {}
+        self.inside = 0
+        self.outside: _Outside | None = None
+        self.evaluated: dict[int, _Evaluated] = {}
         self._kept = kept
-        self._phase = TRAINING
+        self._gradients = Gradients(kept)
+        self._evaluation: _Evaluated | None = None
         self._depth = 0
+        self._is_stepping = False
+        self._is_without_grad = False  # of the outermost module; torch casts weights with gradients on in any case
         self._casts: dict[tuple[int, torch.dtype], list[Site]] = {}
-        self._clipped: tuple[str, Site] | None = None
         self._fp16: tuple[str, Site] | None = None
         self._low: tuple[str, Site] | None = None
+        self.has_seen = self.has_lowered = False
         self._scales: Site | None = None
 
     @property
-    def has_lowered(self) -> bool:
-        """Whether a region lowered a call."""
-        return self._fp16 is not None or self._low is not None
+    def calls(self) -> dict[str, int]:
+        """How many calls of a forward a region decided about, and how many ran outside that it would lower."""
+        counted = [o for o in (self.outside, *(e.outside for e in self.evaluated.values())) if o is not None]
+        inside = self.inside + sum(e.inside for e in self.evaluated.values())
+        return {"inside": inside, "outside": sum(o.times for o in counted)}
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
@@ -73,57 +88,99 @@ class Looking(Observer):
         if self._depth:
             return super().called(call, module, args, kwargs)
         self._kept.model(module)
-        self._phase = TRAINING if module.training or torch.is_grad_enabled() else EVALUATION
+        self._is_without_grad = not torch.is_grad_enabled()
+        if self._is_without_grad and not module.training:
+            self._evaluation = self.evaluated.setdefault(id(module), _Evaluated(module))
         self._depth += 1
         try:
             return super().called(call, module, args, kwargs)
         finally:
             self._depth -= 1
-            self._phase = TRAINING
+            self._evaluation = None
+            self._is_without_grad = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._local.looking:  # what we compute ourselves
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        facts = op_facts(func)
+        for key in self._kept.before_op(facts, args, kwargs or {}):
+            for dtype in _LOW:
+                self._casts.pop((key, dtype), None)  # another weight is cast next time
+        if func is READ_NUMBER:
+            self._gradients.scale_read(args[0])
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not facts.is_view:
+            self._kept.after_op(args, kwargs or {}, result)
+        return result
 
     def looks_before(self, facts: OpFacts) -> bool:
         """Whether it writes."""
         return facts.overwrites
 
     def before(self, call: SeenCall) -> None:
-        """What it is about to write to is copied; clipping is noted."""
-        self._kept.before_write(call)
+        """Scalers and clips."""
         if call.facts.id == UNSCALE:
-            self._unscales(call)
+            self._scales = self._scales or find_site(with_names=False)
+            clip = self._gradients.unscaled(call)
+            if clip is not None:
+                self.add(*clip)
         elif call.facts.id == UPDATE_SCALE:
             self.updates += 1
             self.end_of_step()
-        elif op_name(call.facts.op) in _CLIPS and call.id.direction == FORWARD:
-            self._clips(call)
+        elif call.id.direction == FORWARD and not self._is_stepping:
+            self._gradients.written(call)
 
     def after(self, call: SeenCall) -> None:
         """Where it stood, and what it gave."""
-        if call.is_cast:
-            return
         if call.id.direction == BACKWARD:
-            self._underflow(call)
-        elif call.plan is not None:
-            self.inside[self._phase] += 1
-            if call.computes and "fp16" in call.computes.split(","):
-                self._fp16 = self._fp16 or (call.id.op, call.site)
-            elif call.rule is not None and "bf16" in call.computes.split(","):
-                self._low = self._low or (call.id.op, call.site)
+            self._gradients.backward()
+            underflow = find_underflow(call)
+            if underflow is not None:
+                self.add(*underflow)
+        if call.is_cast or call.id.direction == BACKWARD:
+            return
+        self.has_seen = True
+        if not self._is_stepping:
+            self._gradients.computed(call)
+        is_region = call.plan is not None
+        computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
+        is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)
+        if is_trained and "fp16" in computes:
+            self._fp16 = self._fp16 or (call.id.op, call.site)
+        elif is_trained and is_region and call.rule is not None and "bf16" in computes:
+            self._low = self._low or (call.id.op, call.site)
+        if is_region:
+            self.has_lowered |= "fp16" in computes or (call.rule is not None and "bf16" in computes)
+            if self._evaluation is not None:
+                self._evaluation.inside += 1
+            else:
+                self.inside += 1
         else:
             self._is_outside(call)
         if "batch_norm" in call.facts.id:
             self._batch_norm(call)
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Casts of weights."""
-        is_forward = seen.id.direction == FORWARD and self._phase is TRAINING
-        if is_forward and facts.op is TO_COPY and seen.plan is not None and is_weight(args[0]):
+        """Casts of weights; and whether gradients will flow back."""
+        is_forward = seen.id.direction == FORWARD and torch.is_grad_enabled()
+        if seen.plan is None and is_forward:
+            seen.notes["trains"] = any(t.requires_grad for t in tensors_in(args, kwargs))
+        is_weights = facts.op is TO_COPY and seen.plan is not None and is_weight(args[0])
+        if is_forward and is_weights and not self._is_without_grad:
             self._casts.setdefault((storage_key(args[0]), result.dtype), []).append(seen.site)
         return result
 
-    def steps(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        self._kept.optimizer(optimizer)
+    def steps(self, optimizer: Any, is_seen: bool) -> None:
+        """An optimizer is about to step; is_seen: on the thread that is looked at."""
+        self._kept.optimizer(optimizer, is_seen)
+        self._is_stepping = True
         self.end_of_step()
+
+    def stepped(self) -> None:
+        """It has stepped."""
+        self._is_stepping = False
 
     def end_of_step(self) -> None:
         """An optimizer steps, or a scaler has skipped that: what was cast until now was cast for one step."""
@@ -132,14 +189,15 @@ class Looking(Observer):
             (key, _), sites = max(again.items(), key=lambda item: len(item[1]))
             name = self._kept.names().get(key, "a weight")
             self.add(
-                "weights cast again",
+                COSTS_TIME,
                 f"{len(again)} weights are cast more than once before the optimizer steps, {name} {len(sites)} times",
-                "Open one region around all micro-batches of a step (and leave its weight cache on): it casts each "
-                "weight once. The values are the same; this costs time alone.",
+                "One region around all micro-batches of a step (with its weight cache on) casts each weight once; "
+                "switch it off around their backwards: with nc.autocast(device, enabled=False). The values are the "
+                "same, and nothing is wrong: this costs time alone.",
                 sites[1],
             )
         self._casts.clear()
-        self._clipped = None
+        self._gradients.end_of_step()
 
     # -- findings ------------------------------------------------------------------------------------------------------
 
@@ -147,57 +205,23 @@ class Looking(Observer):
         floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
         if not floats or any(t.dtype is not torch.float32 for t in floats) or autocast_nesting() or innermost():
             return
-        if op_name(call.facts.op) in _lowered(floats[0].device.type):
-            found = self.outside.setdefault(self._phase, _Outside(call.id.op, call.site))
-            found.times += 1
-
-    def _unscales(self, call: SeenCall) -> None:
-        self._scales = self._scales or find_site(with_names=False)
-        if self._clipped is None:
+        if op_name(call.facts.op) not in _lowered(floats[0].device.type):
             return
-        op, site = self._clipped
-        self.add(
-            "clip before unscale",
-            f"{op} changes gradients that are still multiplied by the loss scale: they are clipped to a limit that is "
-            "as many times too small",
-            "Call scaler.unscale_(optimizer) before the gradients are clipped.",
-            site,
-        )
-        self._clipped = None
-
-    def _clips(self, call: SeenCall) -> None:
-        by_tensor = [t for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if name in ("other", "max")]
-        is_number = op_name(call.facts.op) == "mul_" and not by_tensor
-        gradients = self._kept.gradients()
-        if not is_number and any(storage_key(t) in gradients for t in written(call)):
-            self._clipped = self._clipped or (call.id.op, call.site)
-
-    def _underflow(self, call: SeenCall) -> None:
-        results = [t for t in call.results if t.dtype is torch.float16 and t.numel() and is_floating(t)]
-        if not results or call.forward is None:
+        if self._evaluation is not None:
+            of = self._evaluation.outside = self._evaluation.outside or _Outside(call.id.op, call.site)
+        elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
+            of = self.outside = self.outside or _Outside(call.id.op, call.site)
+        else:
             return
-        came = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
-        for result in results:
-            x = result.detach().abs().float()
-            if not math.isfinite(float(x.sum())):
-                continue  # a step that a scaler skips
-            there = int((x > 0).sum())
-            small = int(((x > 0) & (x < FORMATS[torch.float16].smallest_normal)).sum())
-            is_gone = not there and all(bool(t.detach().count_nonzero()) for t in came)
-            if is_gone or (there and small / there > _UNDERFLOWS):
-                what = "all of it is zero" if is_gone else f"{small / there:.0%} of it lie below {_SMALLEST:.1e}"
-                self.add(
-                    "gradients underflow",
-                    f"the gradient of {call.forward} in fp16: {what}",
-                    "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep this call in bf16 or "
-                    "fp32 by a rule.",
-                    call.site,
-                )
-                return
+        of.times += 1
 
     def _batch_norm(self, call: SeenCall) -> None:
+        names = [argument.name for argument in schema_of(call.facts.op).arguments]
+        flag = next((names.index(name) for name in ("training", "train") if name in names), None)
+        if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
+            return  # frozen: nothing is added to them
         for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
-            if name in ("running_mean", "running_var") and tensor.dtype in (torch.float16, torch.bfloat16):
+            if name in ("running_mean", "running_var") and tensor.dtype in _LOW:
                 self.add(
                     "batch norm statistics in a low format",
                     f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds "
@@ -211,8 +235,8 @@ class Looking(Observer):
 
     def judge(self) -> None:
         """What only the whole of the steps shows."""
-        trained, evaluated = (self.outside.get(phase) for phase in (TRAINING, EVALUATION))
-        if trained is not None and not sum(self.inside.values()):
+        trained, evaluated = self.outside, self._unlike_training()
+        if trained is not None and not self.inside:
             self.add(
                 "no region", f"{trained.times} calls run in fp32, the first of them {trained.op}, and none in a region",
                 "Open nc.autocast(device, dtype) around the forward and the loss.", trained.site,
@@ -225,14 +249,14 @@ class Looking(Observer):
                 "nc.autocast(device, enabled=False).",
                 trained.site,
             )
-        if evaluated is not None and self.inside[TRAINING] and not self.inside[EVALUATION]:
+        if evaluated is not None:
             self.add(
                 "evaluation without the region",
                 f"{evaluated.times} calls of an evaluation run in fp32, where training runs in a region",
                 "Open the same region around the evaluation: what is measured is then what was trained.",
                 evaluated.site,
             )
-        if self._fp16 is not None and self._scales is None:
+        if self._fp16 is not None and self._scales is None and not self._gradients.is_scaled_by_hand:
             op, site = self._fp16
             self.add(
                 "fp16 without a scaler", f"{op} computes in fp16, and nothing unscales gradients",
@@ -244,8 +268,16 @@ class Looking(Observer):
                 "Leave the scaler away (enabled=False): bf16 has the range of fp32.", self._scales,
             )  # fmt: skip
 
-
-_SMALLEST = FORMATS[torch.float16].smallest_normal
+    def _unlike_training(self) -> _Outside | None:
+        """What an evaluation of a model that is trained runs outside of regions. A teacher may have its own formats."""
+        if not self.inside:
+            return None
+        trained = self._kept.trained()
+        for found in self.evaluated.values():
+            is_trained = not trained or any(id(p) in trained for p in found.model.parameters())
+            if found.outside is not None and not found.inside and is_trained:
+                return found.outside
+        return None
 
 
 @cache

@@ -14,6 +14,8 @@ from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shorten
 from narrowcast.page.shown import Shown
 
 SCHEMA = "narrowcast.training-check/1"
+_COST_TIME = ("weights cast again",)
+"""Kinds of findings that leave the numbers as they are."""
 
 
 @dataclass(slots=True)
@@ -36,8 +38,8 @@ class TrainingCheck(Shown):
         return tuple(dict.fromkeys(finding.kind for finding in self.findings))
 
     def __bool__(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.findings
+        """Whether nothing is wrong: what costs time alone is shown, and is not."""
+        return all(finding.kind in _COST_TIME for finding in self.findings)
 
     def __repr__(self) -> str:
         return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
@@ -57,9 +59,11 @@ class TrainingCheck(Shown):
     def _verdict(self) -> str:
         inside, outside = self.calls.get("inside", 0), self.calls.get("outside", 0)
         ran = f"{self.steps} steps: {inside} calls in a region, {outside} outside that one would lower"
-        number = len(self.findings)
+        slow = sum(finding.kind in _COST_TIME for finding in self.findings)
+        number = len(self.findings) - slow
         if not number:
-            return f"Nothing is wrong with the precision of this loop. {ran}."
+            costs = f", and {slow} thing{'s cost' if slow > 1 else ' costs'} time" if slow else ""
+            return f"Nothing is wrong with the precision of this loop{costs}. {ran}."
         return f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."
 
     def data(self) -> dict[str, Any]:

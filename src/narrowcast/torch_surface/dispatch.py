@@ -34,6 +34,8 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""What `tensor.item()` calls."""
 """The op that a conversion of element types ends in."""
 ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
 """An nn.TransformerEncoderLayer as one op; those that its kernel calls are below."""

@@ -55,7 +55,7 @@ class NativeScaler(torch.amp.GradScaler):
     @property
     def scale_tensor(self) -> torch.Tensor | None:
         """The scale on its device; None before something was scaled."""
-        return self._scale
+        return scale_of(self)
 
     @property
     def tracker(self) -> torch.Tensor | None:
@@ -86,6 +86,11 @@ class NativeScaler(torch.amp.GradScaler):
     def forget_states(self) -> None:
         """What an update does at last: every optimizer is ready again."""
         self._per_optimizer_states.clear()
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """The scale of a scaler, torch's or ours, on its device; None before a loss was scaled, and if it is off."""
+    return getattr(scaler, "_scale", None)
 
 
 def takes_scale(optimizer: Any) -> bool:

@@ -1,0 +1,274 @@
+"""`nc.check_training` leaves all as it was: averages, schedules, flags, scalers, generators, whoever changes them."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+import narrowcast as nc
+from narrowcast.errors import RunError
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Loop:
+    """A model, and steps of it that find nothing wrong."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.optimizer = optimizer(self.net.parameters(), lr=0.01)
+        self.x, self.y = torch.randn(8, 16), torch.arange(8) % 4
+
+    def loss(self, dtype: torch.dtype = BF16) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return cross_entropy(self.net(self.x), self.y)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+
+def values(*owners: Any) -> list[torch.Tensor]:
+    """Copies of what modules hold."""
+    return [tensor.clone() for owner in owners for tensor in owner.state_dict().values()]
+
+
+def checked(step: Callable[[], Any], *modules: nn.Module) -> None:
+    """The step is right, and modules are as they were."""
+    before = values(*modules)
+    assert nc.check_training(step).findings == ()
+    assert all(map(torch.equal, values(*modules), before))
+
+
+def test_averages_of_weights_are_put_back() -> None:
+    loop = Loop()
+    by_hand, averaged = copy.deepcopy(loop.net), torch.optim.swa_utils.AveragedModel(loop.net)
+
+    def step() -> None:
+        loop.step()
+        averaged.update_parameters(loop.net)
+        with torch.no_grad():
+            for mean, weight in zip(by_hand.parameters(), loop.net.parameters(), strict=True):
+                mean.mul_(0.9).add_(weight, alpha=0.1)
+
+    checked(step, loop.net, by_hand, averaged)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: StepLR(o, 1, 0.5),
+        lambda o: SequentialLR(o, [LinearLR(o), StepLR(o, 1, 0.5)], [1]),
+        lambda o: ReduceLROnPlateau(o, patience=0),
+    ],
+    ids=["step", "sequential", "plateau"],
+)
+def test_schedules_are_put_back(make: Callable[[Any], Any]) -> None:
+    """With the learning rate alone put back, the schedule would be two steps ahead of it."""
+    loop = Loop()
+    schedule = make(loop.optimizer)
+
+    def step() -> None:
+        loop.step()
+        schedule.step(*([1.0] if isinstance(schedule, ReduceLROnPlateau) else []))
+
+    before = copy.deepcopy((schedule.state_dict(), loop.optimizer.param_groups[0]["lr"]))
+    checked(step, loop.net)
+    after = (schedule.state_dict(), loop.optimizer.param_groups[0]["lr"])
+    assert repr(after) == repr(before)
+
+
+def test_weights_that_no_model_holds_are_put_back() -> None:
+    weight = torch.randn(16, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    x, y, before = torch.randn(8, 16), torch.arange(8) % 4, weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", BF16):
+            loss = cross_entropy(x @ weight, y)
+        loss.backward()
+        optimizer.step()
+
+    nc.check_training(step)
+    assert torch.equal(weight, before)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("data", [True, False], ids=["data", "in place"])
+def test_steps_by_hand_are_put_back(data: bool) -> None:
+    loop = Loop()
+
+    def step() -> None:
+        loop.net.zero_grad()
+        loop.loss().backward()
+        with torch.no_grad():
+            for weight in loop.net.parameters():
+                if data:
+                    weight.data = weight.data - 0.1 * weight.grad
+                else:
+                    weight -= 0.1 * weight.grad
+
+    places = [weight.data_ptr() for weight in loop.net.parameters()]
+    checked(step, loop.net)
+    assert [weight.data_ptr() for weight in loop.net.parameters()] == places
+
+
+def test_state_in_fp32_of_weights_in_bf16_stays_in_fp32() -> None:
+    """load_state_dict would round it to the weights' format."""
+
+    class Precise(torch.optim.Optimizer):
+        def __init__(self, weights: Any, lr: float) -> None:
+            super().__init__(weights, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for weight in self.param_groups[0]["params"]:
+                held = self.state[weight]
+                held.setdefault("precise", weight.float())
+                held["precise"].sub_(0.01 * weight.grad.float())
+                weight.copy_(held["precise"])
+
+    loop = Loop(Precise)
+    loop.net.bfloat16()
+    loop.x = loop.x.bfloat16()
+    loop.step()
+    held = [loop.optimizer.state[weight]["precise"] for weight in loop.net.parameters()]
+    before = [tensor.clone() for tensor in held]
+    nc.check_training(loop.step)
+    after = [loop.optimizer.state[weight]["precise"] for weight in loop.net.parameters()]
+    assert all(a is h and torch.equal(a, b) for a, h, b in zip(after, held, before, strict=True))
+
+
+def test_flags_gradients_and_a_module_converted_in_the_step_are_put_back() -> None:
+    loop = Loop()
+    loop.net[2].eval()
+
+    def step() -> None:
+        loop.net.train()
+        loop.net[0].bias.requires_grad_(False)
+        loop.net[0].to(BF16)
+        loop.step()
+        with torch.no_grad():
+            loop.net[2](torch.zeros(1, 32))  # a part, called once gradients are there
+
+    nc.check_training(step)
+    assert [module.training for module in loop.net] == [True, True, False]
+    assert all(weight.requires_grad and weight.grad is None for weight in loop.net.parameters())
+    assert loop.net[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu"), nc.Scaler("cpu")], ids=["torch", "ours"])
+def test_a_step_that_raises_leaves_the_scaler_as_it_was(scaler: Any) -> None:
+    """Else the next step is told that unscale_ was called already."""
+    loop = Loop()
+
+    def step(raises: bool = False) -> None:
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.loss(FP16)).backward()
+        scaler.unscale_(loop.optimizer)
+        if raises:
+            raise KeyError("the step's own")
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    step()
+    before, rows = scaler.state_dict(), len(getattr(scaler, "history", ()))
+    with pytest.raises(KeyError, match="the step's own"):
+        nc.check_training(step, (True,))
+    nc.check_training(step)
+    assert scaler.state_dict() == before
+    assert len(getattr(scaler, "history", ())) == rows
+    step()
+
+
+def test_a_generator_of_ones_own_is_put_back() -> None:
+    loop, numbers = Loop(), torch.Generator()
+    before = numbers.get_state()
+
+    def step() -> None:
+        loop.x = torch.randn(8, 16, generator=numbers)
+        loop.step()
+
+    nc.check_training(step)
+    assert torch.equal(numbers.get_state(), before)
+
+
+def test_a_step_in_a_thread_of_its_own_is_put_back_and_told() -> None:
+    loop = Loop()
+    before = values(loop.net)
+
+    def step() -> None:
+        thread = threading.Thread(target=loop.step, daemon=True)
+        thread.start()
+        thread.join(60)
+
+    found = nc.check_training(step)
+    assert all(map(torch.equal, values(loop.net), before))
+    assert any("other threads" in note for note in found.notes)
+
+
+def test_who_trains_in_another_thread_goes_on() -> None:
+    loop, other = Loop(), Loop()
+    go, done = threading.Event(), threading.Event()
+
+    def train() -> None:
+        go.wait(60)
+        other.step()
+        done.set()
+
+    threading.Thread(target=train, daemon=True).start()
+
+    def step() -> None:
+        go.set()
+        assert done.wait(60)
+        loop.step()
+
+    before = values(other.net)
+    nc.check_training(step)
+    assert not any(map(torch.equal, values(other.net), before))
+
+
+def test_lbfgs_and_gradients_per_sample_run() -> None:
+    """Weights change inside the step of LBFGS: casting them again is right. Under vmap parameters are wrapped."""
+    loop = Loop(lambda weights, lr: torch.optim.LBFGS(weights, max_iter=3))
+
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        loss.backward()
+        return loss
+
+    checked(lambda: loop.optimizer.step(closure), loop.net)
+    weights = {name: weight.detach() for name, weight in loop.net.named_parameters()}
+
+    def of_sample(weights: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            return cross_entropy(torch.func.functional_call(loop.net, weights, (x[None],)), y[None])
+
+    checked(lambda: torch.func.vmap(torch.func.grad(of_sample), (None, 0, 0))(weights, loop.x, loop.y), loop.net)
+
+
+def test_a_step_that_runs_nothing_is_refused() -> None:
+    loop = Loop()
+
+    def steps() -> Any:
+        while True:
+            yield loop.step()
+
+    async def later() -> None:
+        loop.step()
+
+    for step in (steps, later):
+        with pytest.raises(RunError, match="ran nothing"):
+            nc.check_training(step)
+    running = steps()
+    checked(lambda: next(running), loop.net)

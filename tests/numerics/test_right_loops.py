@@ -1,0 +1,283 @@
+"""`nc.check_training` on loops as people write them: nothing is said of right ones, and faults by hand are found."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler, custom_bwd, custom_fwd
+from torch.nn.functional import binary_cross_entropy_with_logits, conv1d, cross_entropy, mse_loss, relu
+from torch.nn.utils import clip_grad_norm_
+
+import narrowcast as nc
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def region(dtype: torch.dtype) -> Any:
+    return torch.autocast("cpu", dtype)
+
+
+class Loop:
+    """A model of sixteen numbers in and four out."""
+
+    def __init__(self, init_scale: float = 1024.0) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.weights = list(self.net.parameters())
+        self.optimizer = torch.optim.AdamW(self.weights)
+        self.other = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.second = torch.optim.AdamW(self.other.parameters())
+        self.scaler = GradScaler("cpu", init_scale=init_scale)
+        self.x, self.y = torch.randn(8, 16), torch.arange(8) % 4
+
+    def loss(self, dtype: torch.dtype = FP16) -> torch.Tensor:
+        with region(dtype):
+            return cross_entropy(self.net(self.x), self.y)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def train_in_bf16(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+# -- right loops -------------------------------------------------------------------------------------------------------
+
+
+def each_optimizer_clipped(loop: Loop) -> None:
+    with region(FP16):
+        loss = cross_entropy(loop.net(loop.x), loop.y) + loop.other(loop.x).float().square().mean()
+    loop.second.zero_grad()
+    loop.backward(loss)
+    for optimizer, model in ((loop.optimizer, loop.net), (loop.second, loop.other)):
+        loop.scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.01)
+    loop.scaler.step(loop.second)
+    loop.step()
+
+
+def adversaries(loop: Loop) -> None:
+    generator, critic = loop.net, loop.other
+    wide = torch.eye(4, 16)
+    with region(FP16):
+        fake = generator(loop.x) @ wide
+        real, wrong = critic(loop.x), critic(fake.detach())
+        loss = binary_cross_entropy_with_logits(real, torch.ones(8, 1))
+        loss = loss + binary_cross_entropy_with_logits(wrong, torch.zeros(8, 1))
+    loop.second.zero_grad()
+    loop.scaler.scale(loss).backward()
+    loop.scaler.step(loop.second)
+    critic.requires_grad_(False)
+    with region(FP16):
+        loss = binary_cross_entropy_with_logits(critic(fake), torch.ones(8, 1))
+    loop.backward(loss)
+    loop.step()
+    critic.requires_grad_(True)
+
+
+def saturated_hinge(loop: Loop) -> None:
+    with region(FP16):
+        out = loop.net(loop.x)
+        loss = relu(out - 100).mean() + cross_entropy(out, loop.y)
+    loop.backward(loss)
+    loop.step()
+
+
+def masked_and_averaged(loop: Loop) -> None:
+    loop.backward(loop.loss())
+    loop.weights[0].grad.mul_(torch.ones(32, 16))
+    for weight in loop.weights:
+        weight.grad.mul_(1 / torch.tensor(8.0))
+    loop.step()
+
+
+def clipped_at_a_scaled_limit(loop: Loop) -> None:
+    loop.backward(loop.loss())
+    clip_grad_norm_(loop.weights, 0.1 * loop.scaler.get_scale())
+    loop.step()
+
+
+def scaled_by_hand(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    (loop.loss() * 1024).backward()
+    for weight in loop.weights:
+        weight.grad.div_(1024)
+    clip_grad_norm_(loop.weights, 0.1)
+    loop.optimizer.step()
+
+
+def with_a_teacher(loop: Loop) -> None:
+    loop.other.eval()
+    with torch.no_grad():
+        wanted = loop.other(loop.x).expand(8, 4)
+    with region(BF16):
+        loss = mse_loss(loop.net(loop.x), wanted)
+    loop.train_in_bf16(loss)
+
+
+def with_a_teacher_in_fp16(loop: Loop) -> None:
+    loop.other.eval().requires_grad_(False)
+    with torch.no_grad(), region(FP16):
+        wanted = loop.other(loop.x).float().expand(8, 4)
+    with region(BF16):
+        loss = mse_loss(loop.net(loop.x), wanted)
+    loop.train_in_bf16(loss)
+
+
+def augmented_and_measured(loop: Loop) -> None:
+    x = conv1d(loop.x[:, None], torch.ones(1, 1, 3), padding=1)[:, 0]
+    with region(BF16):
+        loss = cross_entropy(loop.net(x), loop.y)
+    loop.train_in_bf16(loss)
+    with torch.no_grad():
+        loop.weights[0] @ loop.weights[0].T
+
+
+def low_frozen_batch_norm(loop: Loop) -> None:
+    norm = nn.BatchNorm1d(16).bfloat16().eval().requires_grad_(False)
+    with region(BF16):
+        loss = cross_entropy(loop.net(norm(loop.x.bfloat16())), loop.y)
+    loop.train_in_bf16(loss)
+
+
+class Product(torch.autograd.Function):
+    """A product with a backward of its own, in the formats of the region."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return gradient.mm(b.t()), a.t().mm(gradient)
+
+
+def custom_function(loop: Loop) -> None:
+    with region(FP16):
+        loss = cross_entropy(Product.apply(loop.net(loop.x), torch.eye(4)), loop.y)
+    loop.backward(loss)
+    loop.step()
+
+
+def evaluated_in_a_part(loop: Loop) -> None:
+    loop.train_in_bf16(loop.loss(BF16))
+    with torch.no_grad(), region(BF16):
+        loop.net[2](torch.zeros(1, 32))
+
+
+def optimizer_with_products(loop: Loop) -> None:
+    class Whitened(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for weight in self.param_groups[0]["params"]:
+                rows = weight.grad.flatten(1) if weight.dim() > 1 else weight.grad[None]
+                weight.sub_((rows @ rows.T @ rows).view_as(weight) * 0.01)
+
+    loop.optimizer = Whitened(loop.weights, lr=0.1)
+    loop.train_in_bf16(loop.loss(BF16))
+
+
+RIGHT = [
+    each_optimizer_clipped, adversaries, saturated_hinge, masked_and_averaged, clipped_at_a_scaled_limit,
+    scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
+    custom_function, evaluated_in_a_part, optimizer_with_products,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
+def test_nothing_is_said_of_a_right_loop(step: Callable[[Loop], None]) -> None:
+    found = nc.check_training(step, (Loop(),))
+    assert found.findings == (), str(found)
+    assert sum(found.calls.values()), found
+
+
+def test_accumulation_with_a_region_for_each_part_is_right_and_costs_time() -> None:
+    """As torch's documentation writes it; what is advised instead finds nothing."""
+    loop = Loop()
+
+    def as_documented() -> None:
+        for _ in range(2):
+            loop.scaler.scale(loop.loss() / 2).backward()
+        loop.step()
+        loop.optimizer.zero_grad()
+
+    def as_advised() -> None:
+        with region(FP16):
+            for _ in range(2):
+                loss = cross_entropy(loop.net(loop.x), loop.y) / 2
+                with torch.autocast("cpu", enabled=False):
+                    loop.scaler.scale(loss).backward()
+        loop.step()
+        loop.optimizer.zero_grad()
+
+    found = nc.check_training(as_documented)
+    assert found.kinds == ("weights cast again",)
+    assert found
+    assert "Nothing is wrong with the precision of this loop, and 1 thing costs time." in str(found).replace("\n", " ")
+    assert nc.check_training(as_advised).findings == ()
+
+
+# -- faults by hand ----------------------------------------------------------------------------------------------------
+
+
+def clipped_by_a_number(loop: Loop) -> None:
+    loop.backward(loop.loss())
+    norm = torch.stack([weight.grad.norm() for weight in loop.weights]).norm().item()
+    for weight in loop.weights:
+        weight.grad.mul_(min(1, 0.1 / norm))  # HERE
+    loop.step()
+
+
+def clipped_into_new_tensors(loop: Loop) -> None:
+    loop.backward(loop.loss())
+    norm = sum((weight.grad**2).sum() for weight in loop.weights).sqrt()
+    for weight in loop.weights:
+        weight.grad = weight.grad * (0.1 / norm).clamp(max=1)  # HERE
+    loop.step()
+
+
+@pytest.mark.parametrize("step", [clipped_by_a_number, clipped_into_new_tensors], ids=lambda step: step.__name__)
+def test_clips_by_hand_are_found_at_their_lines(step: Callable[[Loop], None]) -> None:
+    found = nc.check_training(step, (Loop(),))
+    assert found.kinds == ("clip before unscale",), str(found)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert "# HERE" in lines[found.findings[0].line - 1]
+    assert found.findings[0].line > step.__code__.co_firstlineno
+
+
+def test_gradients_that_a_cast_makes_zero_underflow() -> None:
+    loop = Loop(init_scale=1.0)
+
+    def step() -> None:
+        with region(FP16):
+            loss = cross_entropy(loop.net(loop.x), loop.y) * 1e-9
+        loop.backward(loss)
+        loop.step()
+
+    found = nc.check_training(step)
+    assert found.kinds == ("gradients underflow",), str(found)
+    assert "become zero when it is cast" in found.findings[0].what
+
+
+def test_a_model_in_fp16_without_region_and_scaler_is_found() -> None:
+    loop = Loop()
+    loop.net.half()
+
+    def step() -> None:
+        loop.train_in_bf16(cross_entropy(loop.net(loop.x.half()).float(), loop.y))
+
+    assert nc.check_training(step).kinds == ("fp16 without a scaler",)
