@@ -20,7 +20,7 @@ def explanation_screen(explanation: Explained, whole: Callable[[], str], width: 
     """At most `room` lines of `width` columns."""
     ran = explanation.ran_on
     if explanation.front_end != "eager":
-        captured = sum(graph.after is not None for graph in explanation.graphs)
+        captured = sum(graph.is_captured for graph in explanation.graphs)
         ran = f"front end {explanation.front_end}, {captured} graphs; {ran}"
     head = (
         f"{explanation.subject} under policy {explanation.policy} ({explanation.digest[:8]}) on "
