@@ -284,7 +284,7 @@ def test_what_is_slow_is_known_from_the_profile_the_kind_or_a_probe(monkeypatch,
     monkeypatch.setattr(abilities, "_slow", {})
     assert abilities.slow_families("cpu", formats.bf16) == {"conv": 9.0}
     monkeypatch.setattr(abilities, "_slow", {})
-    monkeypatch.setattr(abilities, "_profiled", lambda profile, format: {"gemm": 5.0, "conv": 1.1})
+    monkeypatch.setattr(Profile, "low_over_high", lambda profile, format: {"gemm": 5.0, "conv": 1.1})
     assert abilities.slow_families("cpu", formats.bf16) == {"gemm": 5.0}
 
 
