@@ -18,7 +18,7 @@ from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.observer import Observer, SeenCall
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight
 from narrowcast.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.torch_surface.state import autocast_nesting
@@ -50,6 +50,7 @@ class Looking(Observer):
         self._kept = kept
         self._phase = TRAINING
         self._depth = 0
+        self._keeps_graph = True  # asked where a model is called: a weight is cast with gradients, wherever it is
         self._casts: dict[tuple[int, torch.dtype], list[Site]] = {}
         self._clipped: tuple[str, Site] | None = None
         self._fp16: tuple[str, Site] | None = None
@@ -74,12 +75,13 @@ class Looking(Observer):
             return super().called(call, module, args, kwargs)
         self._kept.model(module)
         self._phase = TRAINING if module.training or torch.is_grad_enabled() else EVALUATION
+        self._keeps_graph = torch.is_grad_enabled()
         self._depth += 1
         try:
             return super().called(call, module, args, kwargs)
         finally:
             self._depth -= 1
-            self._phase = TRAINING
+            self._phase, self._keeps_graph = TRAINING, True
 
     def looks_before(self, facts: OpFacts) -> bool:
         """Whether it writes."""
@@ -115,7 +117,7 @@ class Looking(Observer):
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Casts of weights."""
-        is_forward = seen.id.direction == FORWARD and self._phase is TRAINING
+        is_forward = seen.id.direction == FORWARD and self._phase is TRAINING and self._keeps_graph
         if is_forward and facts.op is TO_COPY and seen.plan is not None and is_weight(args[0]):
             self._casts.setdefault((storage_key(args[0]), result.dtype), []).append(seen.site)
         return result
@@ -152,7 +154,7 @@ class Looking(Observer):
             found.times += 1
 
     def _unscales(self, call: SeenCall) -> None:
-        self._scales = self._scales or find_site(with_names=False)
+        self._scales = self._scales or loop_line()
         if self._clipped is None:
             return
         op, site = self._clipped
