@@ -47,6 +47,8 @@ class FabricMixedPrecision:
     def optimizer_step(self, optimizer, **kwargs):
         if self.scaler is None:
             return optimizer.step(**kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("AMP and the LBFGS optimizer are not compatible.")
         output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return output
@@ -66,7 +68,12 @@ class MixedPrecision(FabricMixedPrecision):
     def backward(self, tensor, model, optimizer, *args, **kwargs):
         tensor.backward(*args, **kwargs)
 
+    def _after_closure(self, model, optimizer):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
     def optimizer_step(self, optimizer, model, closure, **kwargs):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("AMP and the LBFGS optimizer are not compatible.")
         closure()
         if self.scaler is None:
             return optimizer.step(**kwargs)
@@ -110,8 +117,9 @@ class Accelerator:
     def __init__(self, mixed_precision="no", distributed_type="DistributedType.NO"):
         self.mixed_precision, self.native_amp = mixed_precision, mixed_precision != "no"
         self.device, self.distributed_type = torch.device("cpu"), distributed_type
-        self.scaler, self._optimizers, self.custom, self.hooks = None, [], [], []
-        self.sync_gradients = True
+        self.scaler, self._optimizers, self.savers, self.loaders = None, [], [], []
+        self.sync_gradients = self.is_main_process = True
+        self.state = types.SimpleNamespace(fsdp_plugin=None)
 
     def prepare(self, *objects):
         made = tuple(self._prepare(o) for o in objects)
@@ -140,11 +148,23 @@ class Accelerator:
         self.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
-    def register_for_checkpointing(self, *objects):
-        self.custom += objects
+    def register_save_state_pre_hook(self, hook):
+        self.savers.append(hook)
 
     def register_load_state_pre_hook(self, hook):
-        self.hooks.append(hook)
+        self.loaders.append(hook)
+
+    def save_state(self, folder):
+        for hook in self.savers:
+            hook([], [], folder)
+        if self.scaler is not None:
+            torch.save(self.scaler.state_dict(), f"{folder}/scaler.pt")
+
+    def load_state(self, folder):
+        for hook in self.loaders:
+            hook([], folder)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(torch.load(f"{folder}/scaler.pt", weights_only=True))
 
 
 def convert_to_fp32(tensor):

@@ -130,6 +130,12 @@ def test_a_lightning_checkpoint_of_another_plugin_is_told_of(lightning):
     with pytest.warns(TrainingWarning, match="no policy"):
         plugin.on_load_checkpoint({"MixedPrecision": scaler.state_dict()})
     assert plugin.scaler.get_scale() == 64.0
+    saved = {}
+    plugin.on_save_checkpoint(saved)
+    scaler.load_state_dict({**saved["MixedPrecision"], "scale": 32.0})
+    assert scaler.get_scale() == 32.0  # Lightning's own goes on with ours
+    LightningPrecision(dtype="bf16").on_save_checkpoint(nothing := {})
+    assert not nothing
     with pytest.warns(TrainingWarning, match="says nothing"):
         plugin.on_load_checkpoint({"state_dict": {}})
     again = LightningPrecision(dtype="fp16")
@@ -201,7 +207,6 @@ def test_what_accelerate_prepares_runs_in_the_region(accelerate, dtype):
     optimizer.step()
     assert torch.equal(model.layer.weight, stepped(dtype)) and norm < 10
     assert precision.steps == 1 and precision.ledger is not None
-    assert accelerator.custom == [precision] and precision.state_dict()["scaler"] is None
     assert precision.loss(lambda x: x @ x.T)(X).dtype is precision.low
     assert accelerator.autocast(types.SimpleNamespace(enabled=False))._enabled is False
 
@@ -240,9 +245,25 @@ def test_a_scaler_that_comes_too_late_or_was_not_saved_is_refused(accelerate, tm
     accelerator = stand_ins.Accelerator()
     AcceleratePrecision(accelerator, dtype="fp16")
     with pytest.raises(TrainingError, match="saved without one"):
-        accelerator.hooks[0]([], tmp_path)
-    (tmp_path / "scaler.pt").touch()
-    accelerator.hooks[0]([], tmp_path)
+        accelerator.load_state(tmp_path)
+
+
+def test_a_folder_of_accelerate_is_read_both_ways(accelerate, tmp_path):
+    """Ours has a file that Accelerate does not ask for; one that Accelerate wrote says nothing of precision."""
+    first, again = stand_ins.Accelerator(), stand_ins.Accelerator()
+    precision = AcceleratePrecision(first, dtype="fp16")
+    first.scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict())
+    precision.steps = 3
+    first.save_state(tmp_path)
+    torch.amp.GradScaler("cpu").load_state_dict(torch.load(tmp_path / "scaler.pt", weights_only=True))
+    resumed = AcceleratePrecision(again, dtype="fp16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state(tmp_path)
+    assert resumed.steps == 3 and again.scaler.get_scale() == 64.0
+    (tmp_path / "narrowcast.pt").unlink()
+    with pytest.warns(TrainingWarning, match="says nothing"):
+        again.load_state(tmp_path)
 
 
 class Ours(PrecisionMixin, stand_ins.Trainer):

@@ -319,6 +319,33 @@ def test_a_closures_step_is_made_whole_or_not_at_all(call):
     assert scaler.step(steps, closure) and not torch.equal(weight, before)
 
 
+def test_a_closure_may_unscale_its_gradients_to_clip_them():
+    """They are divided once; before the step that makes no sense, and is refused."""
+    scaler = nc.Scaler("cpu")
+    plain, plain_steps, closure = lbfgs(None)
+    ours, our_steps, scaled = lbfgs(scaler)
+
+    def clipping(closure, weight, unscale=lambda: None):
+        def clipped():
+            loss = closure()
+            unscale()
+            torch.nn.utils.clip_grad_norm_([weight], 0.5)
+            return loss
+
+        return clipped
+
+    for _ in range(3):
+        plain_steps.step(clipping(closure, plain))
+        assert scaler.step(our_steps, clipping(scaled, ours, lambda: scaler.unscale_(our_steps)))
+        scaler.update()
+        assert torch.equal(plain, ours)
+    assert not scaler.findings  # a clip of the call before is none of scaled gradients
+    scaled()
+    scaler.unscale_(our_steps)
+    with pytest.raises(ScalerError, match=r"unscaled already\n(.*\n)*.*in the closure"):
+        scaler.step(our_steps, scaled)
+
+
 def test_a_closure_that_returns_the_scaled_loss_is_refused():
     """A line search would compare it with slopes that are not scaled."""
     weight = torch.nn.Parameter(torch.ones(2))

@@ -198,19 +198,19 @@ def test_states_of_others_are_taken_up_or_refused():
         precision.load_state_dict({"schema": "other/1"})
 
 
-def test_who_scales_by_default(monkeypatch):
-    """torch's scaler in fp16, Narrowcast's where there is one, and none in bf16 or where it is switched off."""
+def test_who_scales_by_default():
+    """nc.Scaler in fp16, with the names of the model's parameters; none in bf16 or where it is switched off."""
     assert ours("bf16").scaler is None and ours("fp16", scaler=False).scaler is None
-    monkeypatch.delattr(nc, "Scaler", raising=False)
-    monkeypatch.setitem(vars(nc), "Scaler", torch.amp.GradScaler)
-    assert type(ours("fp16").scaler) is torch.amp.GradScaler
-
-    class Mine(torch.amp.GradScaler):
-        pass
-
-    monkeypatch.setitem(vars(nc), "Scaler", Mine)
-    precision = ours("fp16")
-    assert type(precision.scaler) is Mine and precision.scaler is precision.scaler
+    model, optimizer = make()
+    mine = nc.Scaler("cpu")
+    for precision in (ours("fp16"), ours("fp16", scaler=mine)):
+        made = precision.scaler
+        assert type(made) is nc.Scaler and made is precision.scaler and isinstance(made, torch.amp.GradScaler)
+        precision.follow(model)
+        with precision.training():
+            loss = model(BATCHES[0][0] * 1e6).sum()
+        precision.backward(loss)
+        assert made.step(optimizer).parameters[0] == "0.weight"
     given = torch.amp.GradScaler("cpu")
     assert ours("bf16", scaler=given).scaler is given
 

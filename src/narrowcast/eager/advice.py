@@ -21,7 +21,7 @@ from narrowcast.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, nearest
 from narrowcast.regions.hidden import hidden_policy
 from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.regions.watchers import told_of_regions
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import find_site, loop_line, user_line
 from narrowcast.torch_bridge import FORMATS, OpFacts
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dispatch import op_name, overload_name
@@ -77,7 +77,9 @@ class Adviser:
             return
         seen = self._regions.get(id(region))
         if seen is None:
-            seen = self._regions[id(region)] = _Seen(region, find_site(with_names=False))
+            # A torch.autocast of a framework's own is shown where the framework opens it; ours, at the user's loop.
+            site = user_line() if isinstance(region, torch.autocast) else loop_line()
+            seen = self._regions[id(region)] = _Seen(region, site)
         if not isinstance(region, torch.autocast):
             self._policies[region.policy.digest] = region.policy
         around = self._open[-1] if self._open else None
@@ -164,7 +166,7 @@ class Adviser:
                 "optimizer step in a region",
                 f"{type(optimizer).__name__}.step() runs with autocasting on",
                 "Close the region after the loss: weights are updated in their own format, and cast anew after that.",
-                find_site(with_names=False),
+                loop_line(),
             )
 
     def backward(self) -> None:
@@ -174,9 +176,9 @@ class Adviser:
             return
         self._tasks.add(task)
         if self._is_on:
-            here = find_site(with_names=False)
+            here = loop_line()
             if not here.file:  # autograd's own thread: the one that waits has the line
-                here = find_site(with_names=False, frame=sys._current_frames().get(self._thread))
+                here = loop_line(sys._current_frames().get(self._thread))
             self.add(
                 "backward in a region",
                 "backward() runs with autocasting on: its ops are cast as if they were the forward's",

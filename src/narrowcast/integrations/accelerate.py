@@ -12,12 +12,15 @@ import torch
 
 from narrowcast.eager.region import autocast
 from narrowcast.errors import Origin, TrainingError
+from narrowcast.integrations.resuming import load_precision, save_precision
 from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
 
 SCALER_FILE = "scaler.pt"
 """Where `save_state` puts the scaler's state."""
 ENGINES = ("DEEPSPEED", "MEGATRON_LM")
 """They scale and step by themselves."""
+FSDP_FORMATS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+"""What FSDP casts, by the names of its two versions' settings."""
 
 
 class AcceleratePrecision(TrainingPrecision):
@@ -48,11 +51,14 @@ class AcceleratePrecision(TrainingPrecision):
         self.accelerator = accelerator
         attach(accelerator, self, asked)
         accelerator.autocast = self._autocast
-        accelerator.register_for_checkpointing(self)
-        accelerator.register_load_state_pre_hook(self._check_scaler_file)
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """What `accelerator.prepare` gives, with models that run in the region and optimizers that end the step."""
+        for one in objects:
+            if isinstance(one, torch.nn.Module):
+                self.follow(one)
         prepared = self.accelerator.prepare(*objects, **options)
         for made in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(made, torch.nn.Module):
@@ -70,10 +76,6 @@ class AcceleratePrecision(TrainingPrecision):
                 return function(*args, **kwargs)
 
         return inside
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of `TrainingPrecision`, without the scaler's state: `save_state` writes that into a file of its own."""
-        return {**super().state_dict(), "scaler": None}
 
     def _autocast(self, autocast_handler: Any = None) -> Any:
         """Our region where Accelerate's would be; a handler that is switched off stays off."""
@@ -105,13 +107,19 @@ class AcceleratePrecision(TrainingPrecision):
 
         optimizer.step = MethodType(ending, optimizer)
 
-    def _check_scaler_file(self, models: Any, folder: Any) -> None:
+    def _save(self, models: Any, weights: Any, folder: Any) -> None:
+        """Beside the scaler's file, which Accelerate writes: what it leaves out, in a file that it does not ask for."""
+        if self.accelerator.is_main_process:
+            save_precision(self, folder)
+
+    def _load(self, models: Any, folder: Any) -> None:
         file = Path(folder) / SCALER_FILE
         if self.scaler is not None and not file.exists():
             raise TrainingError(
                 f"resuming from {folder} with a scaler", "it was saved without one", (Origin(str(file)),),
                 "Train in the low format that it was saved under, or give scaler=False.",
             )  # fmt: skip
+        load_precision(self, folder)
 
 
 def attach(accelerator: Any, precision: TrainingPrecision, asked: str) -> None:
@@ -126,6 +134,10 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str) -> None:
     engine = str(getattr(accelerator, "distributed_type", "")).rpartition(".")[2]
     if engine in ENGINES:
         raise TrainingError(asked, f"{engine} scales and steps by itself", advice="Use DDP, or no plugin.")
+    if engine == "FSDP":
+        _refuse_formats_of_shards(accelerator, asked)
+        if not getattr(accelerator, "is_fsdp2", False):  # its shards are DTensors, which say who has the others
+            precision.share_decisions(torch.distributed.group.WORLD)
     scaler = precision.scaler
     if scaler is not None and getattr(accelerator, "_optimizers", None):
         raise TrainingError(
@@ -142,3 +154,16 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str) -> None:
                 scaler.unscale_(getattr(one, "optimizer", one))
 
     accelerator.unscale_gradients = unscale_gradients
+
+
+def _refuse_formats_of_shards(accelerator: Any, asked: str) -> None:
+    """TrainingError where FSDP would choose formats, too."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    given = getattr(plugin, "mixed_precision_policy", None)
+    formats = [name for name in FSDP_FORMATS if getattr(given, name, None) not in (None, torch.float32)]
+    if formats:
+        raise TrainingError(
+            asked, f"FSDP has a mixed_precision_policy with {formats[0]}={getattr(given, formats[0])}, and would cast "
+            "weights and inputs before the region does",
+            advice="Leave mixed_precision_policy out of FullyShardedDataParallelPlugin: the policy says the formats.",
+        )  # fmt: skip

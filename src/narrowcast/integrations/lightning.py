@@ -15,9 +15,13 @@ import torch
 
 from narrowcast.errors import TrainingError
 from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
+from narrowcast.scaling.scaler import Scaler
 
 PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 """How Lightning calls these low formats; another one is `32-true`."""
+
+NATIVE = "MixedPrecision"
+"""The name of Lightning's own plugin, under which it saves the scaler's state."""
 
 
 class _Plugin:
@@ -57,15 +61,23 @@ class _Plugin:
         self.training.follow(module)
         return super().convert_module(module)  # type: ignore[misc]
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the framework does it; then the step has ended."""
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As the framework does it, and LBFGS, which it refuses to scale, with our scaler; then the step has ended."""
         try:
-            result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+            if isinstance(optimizer, torch.optim.LBFGS) and isinstance(self.scaler, Scaler):
+                result = self.scaler.step(optimizer, **self.around_closure(optimizer, **kwargs))
+                self.scaler.update()
+            else:
+                result = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
         except BaseException:
             self.training.drop_step()
             raise
         self.training.end_step()
         return result
+
+    def around_closure(self, optimizer: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of the optimizer's step, its closure being the framework's."""
+        return kwargs
 
     def state_dict(self) -> dict[str, Any]:
         """As of `TrainingPrecision`."""
@@ -117,10 +129,28 @@ class LightningPrecision(_Plugin):
         """The region, and the begin of a step."""
         return self.training.training()
 
+    def around_closure(self, optimizer: Any, **kwargs: Any) -> dict[str, Any]:
+        """Hooks and clip come after each call of the closure, as without a scaler, and when gradients are unscaled."""
+        model, closure = kwargs.pop("model"), kwargs.pop("closure")
+
+        def whole() -> Any:
+            loss = closure()
+            self.scaler.unscale_(optimizer)
+            told: Any = self
+            told._after_closure(model, optimizer)
+            return loss
+
+        return {"closure": whole, **kwargs}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The scaler's state under the name of Lightning's own plugin, too, which can go on with it."""
+        if self.scaler is not None:
+            checkpoint[NATIVE] = self.scaler.state_dict()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say what goes on under another precision where another plugin has saved the checkpoint."""
         if type(self).__qualname__ not in checkpoint and "native_amp_scaling_state" not in checkpoint:
-            self.training.load_state_dict(checkpoint.get("MixedPrecision", {}))
+            self.training.load_state_dict(checkpoint.get(NATIVE, {}))
 
 
 class FabricPrecision(_Plugin):

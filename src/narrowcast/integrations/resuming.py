@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from narrowcast.eager.region import autocast
-from narrowcast.errors import TrainingError, TrainingWarning
+from narrowcast.errors import Origin, TrainingError, TrainingWarning
 from narrowcast.policy import Policy
+from narrowcast.sites.python_stack import loop_line
+from narrowcast.sites.warned import warn_at
 from narrowcast.torch_bridge import FORMATS
 
 SCHEMA = "narrowcast.training/1"
 BARE_SCALER = {"scale", "growth_factor", "backoff_factor"}
 """What the state of torch's GradScaler has: frameworks save it alone."""
+STATE_FILE = "narrowcast.pt"
+"""In the folder of a checkpoint, where the framework writes the scaler's state into a file of its own: the rest."""
 SHOWN = 3
 """How many rules that differ are named; and of digests, so many characters:"""
 DIGITS = 12
@@ -53,10 +59,40 @@ def take_up(
     return state["steps"], state["scaler"]
 
 
+class Resumable(Protocol):
+    """What has a state: `TrainingPrecision`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+
+
+def save_precision(precision: Resumable, folder: str | Path) -> None:
+    """Write the state into the checkpoint's folder, without the scaler's, which the framework writes."""
+    torch.save({**precision.state_dict(), "scaler": None}, Path(folder) / STATE_FILE)
+
+
+def load_precision(precision: Resumable, folder: str | Path) -> None:
+    """Go on from a checkpoint's folder; one that a framework saved by itself says nothing of precision, and that is
+    said. TrainingError if the file cannot be read.
+    """
+    file = Path(folder) / STATE_FILE
+    try:
+        found: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {}
+    except Exception as error:
+        raise TrainingError(
+            "resuming the precision of a training run", f"{type(error).__name__}: {error}", (Origin(str(file)),),
+            "Resume from another checkpoint, or delete this file to go on without what it says.",
+        ) from error  # fmt: skip
+    precision.load_state_dict(found)
+
+
 def say(text: str) -> None:
-    """TrainingWarning at the line of the framework or of the user that resumes, if there is something to say."""
+    """TrainingWarning at the user's line that resumes, if there is something to say."""
     if text:
-        warnings.warn(f"narrowcast: {text}", TrainingWarning, stacklevel=4)
+        warn_at(f"narrowcast: {text}", loop_line(), TrainingWarning)
 
 
 def _words(policy: Policy, region: autocast) -> str:

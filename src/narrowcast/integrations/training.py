@@ -6,7 +6,6 @@ Each plugin holds one `TrainingPrecision` and says to it when a step begins, whe
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +23,9 @@ from narrowcast.ledger import Ledger
 from narrowcast.policy import Policy, as_policy
 from narrowcast.report.findings import Watching
 from narrowcast.runs.watch import watch as open_watch
+from narrowcast.scaling.scaler import Scaler
+from narrowcast.sites.python_stack import loop_line
+from narrowcast.sites.warned import warn_at
 
 LedgerTo = Callable[[int, Ledger], None] | str | Path | None
 
@@ -47,8 +49,8 @@ class TrainingPrecision:
 
     policy, dtype, cache_enabled, inner: as in `nc.autocast`.
     device_type: None takes that of the model's parameters.
-    scaler:       an object with the methods of torch.amp.GradScaler. None makes one where the low format is fp16, and
-                  none elsewhere; False never makes one.
+    scaler:       an object with the methods of torch.amp.GradScaler. None makes an `nc.Scaler` where the low format is
+                  fp16, and none elsewhere; False never makes one.
     ledger_every: record the first step and every n-th after it, forward and backward; 0 for none. A recorded step takes
                   longer, and compiled code runs as eager code in it.
     ledger_to:    a folder, which gets `step-000100.json` for the step that begins after 100 (of each rank, where there
@@ -73,15 +75,19 @@ class TrainingPrecision:
         self._settings = settings
         self._model: Any = None
         self._region: autocast | None = None
-        self._own_scaler: Any = None
+        self._own_scaler: Scaler | None = None
+        self._process_group: Any = None
         self._recording: tuple[ExitStack, Ledger] | None = None
         self._watch: ExitStack | None = None
 
     # -- regions -------------------------------------------------------------------------------------------------------
 
     def follow(self, model: Any) -> None:
-        """Open regions on this model's device from now on, unless one was given."""
+        """Open regions on this model's device from now on, unless one was given; its parameters' names are shown."""
         self._model, self._region = model, None
+        for scaler in (self._own_scaler, self._settings.get("scaler")):
+            if isinstance(scaler, Scaler):
+                scaler.name_by(model)
 
     def on_device(self, device_type: str) -> None:
         """Open regions on this device type from now on, unless one was given."""
@@ -166,7 +172,7 @@ class TrainingPrecision:
         found = self.watching.first if self.watching is not None else None
         if found is not None:
             text = f"narrowcast: while it trained, {found.in_short()}\n  All of it: print(precision.watching)"
-            warnings.warn(text, TrainingWarning, stacklevel=2)
+            warn_at(text, loop_line(), TrainingWarning)
 
     def _hand_over(self, ledger: Ledger) -> None:
         target = self._settings.get("ledger_to")
@@ -188,8 +194,21 @@ class TrainingPrecision:
         if given is not None:
             return given
         if self._own_scaler is None and self.region.fast_dtype is torch.float16:
-            self._own_scaler = default_scaler(self.region.device)
+            self._own_scaler = Scaler(self.region.device, model=self._model, process_group=self._process_group)
         return self._own_scaler
+
+    def share_decisions(self, process_group: Any) -> None:
+        """Have the processes of this group skip the same steps: each has only its shards of the gradients. Before the
+        default scaler is made. TrainingError for a given scaler that decides for itself.
+        """
+        given = self._settings.get("scaler")
+        if given and not (isinstance(given, Scaler) and given.process_group is not None):
+            raise TrainingError(
+                f"a {type(given).__name__} where gradients are sharded",
+                "each process would decide by its own shards whether to step",
+                advice="Leave scaler= out, or give nc.Scaler(device, process_group=torch.distributed.group.WORLD).",
+            )
+        self._process_group = process_group
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of the loss, scaled where there is a scaler; kwargs go to `Tensor.backward`."""
@@ -248,12 +267,6 @@ class TrainingPrecision:
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled without what is open: a process that is started opens its own."""
         return {**self.__dict__, "_recording": None, "_watch": None, "_model": None, "watching": None}
-
-
-def default_scaler(device_type: str) -> Any:
-    """Narrowcast's scaler where there is one, else torch's."""
-    kind = getattr(importlib.import_module("narrowcast"), "Scaler", torch.amp.GradScaler)
-    return kind(device_type)
 
 
 def find_framework(module: str, package: str, asked: str) -> Any:

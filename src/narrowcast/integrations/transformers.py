@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from narrowcast.errors import Origin, TrainingError
+from narrowcast.errors import TrainingError
 from narrowcast.integrations.accelerate import attach
+from narrowcast.integrations.resuming import load_precision, save_precision
 from narrowcast.integrations.training import TrainingPrecision, find_framework
 
-STATE_FILE = "narrowcast.pt"
-"""In each checkpoint's folder: what `TrainingPrecision.state_dict` gave."""
 FLAGS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 OVERRIDDEN = ("autocast_smart_context_manager", "create_accelerator_and_postprocess", "_save_scaler", "_load_scaler")
 
@@ -82,7 +78,7 @@ class PrecisionMixin:
         super()._save_scaler(output_dir)  # type: ignore[misc]
         trainer: Any = self
         if trainer.args.should_save:
-            torch.save({**self.precision.state_dict(), "scaler": None}, Path(output_dir) / STATE_FILE)
+            save_precision(self.precision, output_dir)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """After the scaler, which has a file of its own, the rest; each is said if it is not as it was."""
@@ -90,19 +86,7 @@ class PrecisionMixin:
             return
         if self.precision.scaler is not None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
-        file = Path(checkpoint) / STATE_FILE
-        self.precision.load_state_dict(_read(file) if file.exists() else {})
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(file, weights_only=True)
-    except Exception as error:
-        raise TrainingError(
-            "resuming the precision of a training run", f"{type(error).__name__}: {error}", (Origin(str(file)),),
-            "Resume from another checkpoint, or delete this file to go on without what it says.",
-        ) from error  # fmt: skip
-    return found
+        load_precision(self.precision, checkpoint)
 
 
 def _callback(transformers: Any, precision: TrainingPrecision) -> Any:

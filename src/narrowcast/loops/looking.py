@@ -18,7 +18,7 @@ from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.observer import Observer, SeenCall
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.dispatch import READ_NUMBER, TO_COPY, OpOverload, op_name, schema_of, storage_key
 from narrowcast.torch_surface.state import autocast_nesting
@@ -122,7 +122,7 @@ class Looking(Observer):
     def before(self, call: SeenCall) -> None:
         """Scalers and clips."""
         if call.facts.id == UNSCALE:
-            self._scales = self._scales or find_site(with_names=False)
+            self._scales = self._scales or loop_line()
             clip = self._gradients.unscaled(call)
             if clip is not None:
                 self.add(*clip)

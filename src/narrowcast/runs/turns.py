@@ -17,7 +17,7 @@ import torch
 from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.policy import Site
 from narrowcast.sites.graph_nodes import GraphCall, current_graph_call
-from narrowcast.sites.python_stack import find_site, is_wrapper, module_path, modules_on_stack, name_in, user_line
+from narrowcast.sites.python_stack import find_site, is_wrapper, loop_line, module_path, modules_on_stack, name_in
 
 Key = tuple[str, str, str]
 """Module path, op, direction. The path is empty for what the module that is called computes itself."""
@@ -82,7 +82,7 @@ class Who:
         if path is None:
             self._site = find_site(with_names)
         else:
-            here = user_line()
+            here = loop_line()
             self._site = Site(path, file=here.file, line=here.line)
         self._id = CallId(self._site.module_path, op, number, turns[-1].number, FORWARD)
         return self._id, self._site

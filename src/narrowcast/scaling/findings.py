@@ -12,7 +12,7 @@ from narrowcast.errors import ScalerWarning
 from narrowcast.ledger.records import Advice
 from narrowcast.policy import Site
 from narrowcast.scaling.gradients import parameters_of
-from narrowcast.sites.python_stack import user_line
+from narrowcast.sites.python_stack import loop_line
 from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.grad_scaling import formats_of_graph, tell_of_clips
 
@@ -68,7 +68,7 @@ class Findings:
                 "the backward of this loss runs in bf16 and nowhere in fp16: bf16 has the range of fp32, and its "
                 "gradients need no scale",
                 "Give enabled=False, or leave the scaler away: it costs a look at every gradient.",
-                user_line(),
+                loop_line(),
             )
         elif not self._scales and torch.float16 in formats:
             self.say(
@@ -76,13 +76,13 @@ class Findings:
                 "the backward of this loss runs in fp16, and the scaler is switched off: gradients below 6e-8 become "
                 "zero",
                 "Give enabled=True, and the device type that the model is on.",
-                user_line(),
+                loop_line(),
             )
 
     def clipped(self, parameters: Iterable[Any]) -> None:
         """torch.nn.utils is about to clip these parameters' gradients."""
         if self.losses and not self.was_asked:  # whoever asks for the scale may clip at max_norm * scale
-            self._clips.append(({id(parameter) for parameter in parameters}, user_line()))
+            self._clips.append(({id(parameter) for parameter in parameters}, loop_line()))
 
     def to_be_unscaled(self, optimizer: Any) -> None:
         """An optimizer's gradients, scaled until now, are to be unscaled."""
@@ -104,7 +104,7 @@ class Findings:
                 "gradients are unscaled here, and no loss was scaled since the last update(): they are divided by the "
                 "scale for nothing",
                 "Write scaler.scale(loss).backward().",
-                user_line(),
+                loop_line(),
             )
         if not self._has_seen_gradients:
             self._has_seen_gradients = True
@@ -115,8 +115,12 @@ class Findings:
                     "gradients are fp16: unscaled they hold nothing below 6e-8, and what the scale had saved is lost "
                     "again",
                     "Keep weights in fp32 and open a region (nc.autocast) instead of model.half().",
-                    user_line(),
+                    loop_line(),
                 )
+
+    def computed_anew(self) -> None:
+        """A closure is over, which has unscaled and may have clipped: the next call of it computes gradients anew."""
+        self._clips.clear()
 
     def not_stepped(self, site: Site) -> None:
         """An iteration ended whose gradients were unscaled, finite, and no optimizer stepped with them."""

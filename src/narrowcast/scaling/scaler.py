@@ -22,7 +22,7 @@ from narrowcast.scaling.readings import Reading
 from narrowcast.scaling.results import StepResult
 from narrowcast.scaling.state import ScalerState
 from narrowcast.scaling.steps import EndedStep
-from narrowcast.sites.python_stack import user_line
+from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, takes_scale
 
 
@@ -86,7 +86,7 @@ class Scaler(ScalerState):
                 for device, flag in {**before, **flags}.items()
             }
             state["stage"] = UNSCALED
-            self._lines[id(one)] = user_line()
+            self._lines[id(one)] = loop_line()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place: before they are clipped or looked at."""
@@ -103,7 +103,7 @@ class Scaler(ScalerState):
         self._refuse_stepped(optimizer, "unscale_()")
         self._findings.to_be_unscaled(optimizer)
         super().unscale_(optimizer)
-        self._lines[id(optimizer)] = user_line()
+        self._lines[id(optimizer)] = loop_line()
         flags = self.state_of(optimizer)["found_inf_per_device"].values()
         # What the user does next may spread NaN over all gradients, as a clip does: they are looked at before, where
         # the host knows that some are not finite, or steps are being skipped one after the other.
@@ -130,7 +130,8 @@ class Scaler(ScalerState):
         """Let the optimizer step if all gradients are finite; what came of it, a `StepResult`.
 
         A closure (LBFGS) scales the loss, runs the backward and returns the loss; its gradients are unscaled after each
-        call. If some are not finite, parameters and the optimizer's state are put back; a copy of both is held.
+        call, unless it has called `unscale_`, to clip them. If some are not finite, parameters and the optimizer's
+        state are put back; a copy of both is held.
         """
         if not self.is_enabled():
             return StepResult(optimizer.step(*args, **kwargs), False, lambda number, _: str(number), lambda: None)
@@ -143,7 +144,8 @@ class Scaler(ScalerState):
             if state["stage"] is UNSCALED:
                 raise self._error(
                     "step() with a closure", "the gradients are unscaled already",
-                    "Leave unscale_() to step(): a closure computes gradients anew.", self._lines.get(id(optimizer)),
+                    "Call unscale_() in the closure, or leave it to step(): a closure computes gradients anew.",
+                    self._lines.get(id(optimizer)),
                 )  # fmt: skip
             value, stepped = step_with_closure(optimizer, args, kwargs, partial(self._closure_is_finite, optimizer))
             state["stage"], skipped = STEPPED, not stepped
@@ -164,7 +166,7 @@ class Scaler(ScalerState):
             if self._decided:  # its step was not run: who watches was not told
                 watch.step_skipped()
             result.op = _op_seen(watch.found)
-        self._lines[id(optimizer)] = user_line()
+        self._lines[id(optimizer)] = loop_line()
         self._results.append(result)
         return result
 
@@ -204,11 +206,14 @@ class Scaler(ScalerState):
                 "step() with a closure", "it returned the scaled loss",
                 "Return the loss itself: optimizers compare what closures return, and its gradients are unscaled.",
             )  # fmt: skip
-        self._findings.to_be_unscaled(optimizer)
-        scale = self.make_scale(torch.device(self._device))
-        zero = torch.zeros((), device=scale.device)
-        flags = check(optimizer, inverse_of(scale), zero, self._group)
-        self.state_of(optimizer)["found_inf_per_device"] = flags
+        scale, state = self.make_scale(torch.device(self._device)), self.state_of(optimizer)
+        if state["stage"] is UNSCALED:  # the closure has done it, to clip; the next call of it may do so again
+            flags, state["stage"] = state["found_inf_per_device"], READY
+            self._findings.computed_anew()
+        else:
+            self._findings.to_be_unscaled(optimizer)
+            zero = torch.zeros((), device=scale.device)
+            flags = state["found_inf_per_device"] = check(optimizer, inverse_of(scale), zero, self._group)
         self._refuse_without_gradients(flags)
         return not in_one(flags.values(), scale.device).item()
 
@@ -247,7 +252,7 @@ class Scaler(ScalerState):
             unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
             left = [flag for flags in unscaled for flag in flags.values()]
             found = Reading(in_one(left, scale.device)) if left else None
-            tell = partial(self._findings.not_stepped, user_line()) if left else None
+            tell = partial(self._findings.not_stepped, loop_line()) if left else None
             self._steps.add(EndedStep(number, Reading(scale), floor, results, found, "", watched, tell))
         if self._named and new_scale is None:
             self.forget_states()
@@ -259,7 +264,7 @@ class Scaler(ScalerState):
     # -- what is refused -----------------------------------------------------------------------------------------------
 
     def _error(self, asked: str, found: str, advice: str, site: Site | None = None) -> ScalerError:
-        here = user_line()
+        here = loop_line()
         where = [Origin(here.file, here.line)] if here.file else []
         if site is not None and site.file:
             where.append(Origin(site.file, site.line, "it was called here"))

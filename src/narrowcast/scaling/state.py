@@ -18,7 +18,7 @@ from narrowcast.scaling.losses import LossScale
 from narrowcast.scaling.readings import Reading
 from narrowcast.scaling.results import StepResult
 from narrowcast.scaling.steps import Floor, Steps
-from narrowcast.sites.python_stack import user_line
+from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_surface.grad_scaling import NativeScaler, is_definitely_without_cuda
 
 ON_STUCK = ("warn", "raise")
@@ -58,7 +58,7 @@ class ScalerState(NativeScaler):
         self.begin_iteration()
         if without:
             todo = "Write nc.Scaler('cpu') to train on the CPU."
-            self._findings.say(NO_CUDA, "this scaler is for CUDA, there is none, and it is off", todo, user_line())
+            self._findings.say(NO_CUDA, "this scaler is for CUDA, there is none, and it is off", todo, loop_line())
 
     def begin_iteration(self) -> None:
         """Forget what is known of the iteration that ends."""
@@ -69,7 +69,17 @@ class ScalerState(NativeScaler):
         self._scaled: weakref.ref[torch.Tensor] | None = None
         self._named: set[str] = set()
 
+    def name_by(self, model: torch.nn.Module) -> None:
+        """Show the names that this model has for its parameters, unless a model was given before."""
+        if self._model is None or self._model() is None:
+            self._model = weakref.ref(model)
+
     # -- what is asked for ---------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> Any:
+        """The processes that decide alike besides those of DTensors; None if each decides for itself."""
+        return self._group
 
     @property
     def history(self) -> History:

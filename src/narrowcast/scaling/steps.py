@@ -13,7 +13,7 @@ from narrowcast.scales.history import History, ScaledStep
 from narrowcast.scales.stuck import Streak, advice_text, found_text
 from narrowcast.scaling.readings import Reading
 from narrowcast.scaling.results import StepResult
-from narrowcast.sites.python_stack import user_line
+from narrowcast.sites.python_stack import loop_line
 from narrowcast.sites.warned import warn_at
 
 Floor = float | Reading
@@ -108,7 +108,7 @@ class Steps:
     def speak(self) -> None:
         """Say, once and at the user's line, that the run is stuck: raise ScalerError if so told."""
         if self._stuck is not None:
-            site = user_line()
+            site = loop_line()
             error, self._stuck = self._stuck(site), None
             if self.on_stuck == "raise":
                 raise error

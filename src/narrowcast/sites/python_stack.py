@@ -31,6 +31,10 @@ _WRAPPERS = (
     "_FabricModule",
 )  # fmt: skip
 
+_FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "ignite")
+"""Packages that run the user's loop for him; of transformers, which has models, too, its trainers alone."""
+_TRAINERS = "transformers.trainer"
+
 _CALL = module_call_code()
 _names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
 """By parent and the id of a module inside it; an id that another has now is told by what its name leads to."""
@@ -114,10 +118,12 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
     Without `with_names` it lacks the names of classes and functions, which few rules ask for.
 
     Modules are those that were called (`module(...)`), so a path is complete where the outermost module was called
-    too. Wrappers (DistributedDataParallel, torch.compile's) add nothing to the path. frame: of another stack.
+    too. Wrappers (DistributedDataParallel, torch.compile's) add nothing to the path. The line is no training
+    framework's, as long as the user's own is below it. frame: of another stack.
     """
     frame = frame or sys._getframe(1)
     line_frame: FrameType | None = None
+    framework: FrameType | None = None
     modules: list[Module] = []
     functions: list[str] = []
     callers: list[FrameType] = []  # of the outermost module that was called
@@ -132,13 +138,16 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
             modules.append(frame.f_locals["self"])
             callers.clear()
         elif (with_names or line_frame is None) and is_user_file(code.co_filename):
-            if line_frame is None:
-                line_frame = frame
+            if _runs_loops(frame.f_globals.get("__name__", "")):
+                framework = framework or frame
+            else:
+                line_frame = line_frame or frame
             if with_names:
                 functions.append(f"{frame.f_globals.get('__name__', '')}.{code.co_qualname}")
             if len(callers) < _CALLERS:
                 callers.append(frame)
         frame = frame.f_back
+    line_frame = line_frame or framework
     outside = carried.site if carried is not None else NOWHERE
     around = _path_around(modules[_outermost(modules)], callers) if modules and with_names else ""
     return Site(
@@ -157,6 +166,29 @@ def user_line() -> Site:
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return NOWHERE if frame is None else Site(file=frame.f_code.co_filename, line=frame.f_lineno)
+
+
+def loop_line(frame: FrameType | None = None) -> Site:
+    """As `user_line`, and no training framework's line either, as long as the user's own is below it on the stack.
+
+    frame: of another stack.
+    """
+    frame = frame or sys._getframe(1)
+    first: FrameType | None = None
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            if not _runs_loops(frame.f_globals.get("__name__", "")):
+                break
+            first = first or frame
+        frame = frame.f_back
+    found = frame or first
+    return NOWHERE if found is None else Site(file=found.f_code.co_filename, line=found.f_lineno)
+
+
+@cache
+def _runs_loops(module: str) -> bool:
+    """Whether a module, by its name, is a training framework's."""
+    return module.partition(".")[0] in _FRAMEWORKS or module.startswith(_TRAINERS)
 
 
 def innermost_frame(error: BaseException) -> FrameType | None:
