@@ -90,7 +90,7 @@ class Living:
                 self._add_parameter(one)
             elif isinstance(one, Module):
                 self._add_module(one)
-            elif isinstance(one, Optimizer):
+            elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that stands for another
                 self._optimizers[id(one)] = one, _Attributes(one)
                 for parameter in parameters_of(one):  # it may be a plain tensor
                     self._add_parameter(parameter)
