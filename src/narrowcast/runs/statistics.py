@@ -19,7 +19,7 @@ import torch
 from narrowcast.errors import Origin, RunError
 from narrowcast.report.run_records import TensorFacts
 from narrowcast.report.sketch import SUMS, sketched_rows, sketched_step
-from narrowcast.runs.by_storage import ByStorage, has_storage
+from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.sampled import Taken, facts_of, taken
 from narrowcast.torch_bridge import FORMATS, short_type
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
@@ -63,26 +63,29 @@ class Statistics:
         self._written: list[Path] = []
         self._rows: list[TensorFacts | Taken | _Pending] = []
         self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
-        self._last_in = ByStorage[int]()
+        self._last_in: dict[int, tuple[int, Any]] = {}
         self._held_bytes = 0
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number in the table, where it is entered if it is not there as it is now."""
-        key = weak = None
-        if has_storage(tensor):
-            lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-            key = (storage_key(tensor), _version(tensor), lies)  # halves of one tensor share all but where they lie
-            found = self._known.get(key)
-            if found is not None and not found[1].expired():
-                return found[0]
-            weak = StorageWeakRef(tensor.untyped_storage())
-        self._rows.append(self._look(tensor))
+        if not has_storage(tensor):
+            self._rows.append(_unseen(tensor))
+            return len(self._rows) - 1
+        storage = storage_key(tensor)
+        lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (storage, _version(tensor), lies)  # halves of one tensor share all but where they lie
+        found = self._known.get(key)
+        if found is not None and not found[1].expired():
+            return found[0]
+        before = self._last_in.get(storage)
+        lies_in = before[0] if before is not None and not before[1].expired() else -1
+        weak = before[1] if before is not None and lies_in >= 0 else StorageWeakRef(tensor.untyped_storage())
+        self._rows.append(self._look(tensor, lies_in))
         number = len(self._rows) - 1
-        self._last_in.put(tensor, number)
-        if key is not None:
-            self._known[key] = (number, weak)
-            if len(self._known) > 4096:
-                self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
+        self._known[key] = self._last_in[storage] = (number, weak)
+        if len(self._known) > 4096:
+            self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
+            self._last_in = {k: v for k, v in self._last_in.items() if not v[1].expired()}
         return number
 
     def written(self, tensor: torch.Tensor) -> None:
@@ -96,13 +99,9 @@ class Statistics:
         self._read()
         return [row for row in self._rows if isinstance(row, TensorFacts)]
 
-    def _look(self, tensor: torch.Tensor) -> TensorFacts | Taken | _Pending:
-        if not has_storage(tensor):
-            return _unseen(tensor)
+    def _look(self, tensor: torch.Tensor, lies_in: int) -> TensorFacts | Taken | _Pending:
         x = tensor.detach()
         elements = x.numel()
-        before = self._last_in.get(tensor)
-        lies_in = -1 if before is None else before
         facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in=lies_in)
         if not elements:
             return facts
