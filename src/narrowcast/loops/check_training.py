@@ -33,10 +33,10 @@ def check_training(
     is held meanwhile.
 
     Found, each with the line and what to write instead: forward or loss outside of the region, backward or optimizer
-    inside, no region at all, a clip before the gradients are unscaled, weights cast again at each micro-batch, an evaluation without the
-    region, a region that somebody else opens inside yours, gradients that underflow, statistics of batch norm in a low
-    format, weights in a low format, fp16 without a scaler, a scaler without need. Compiled code runs as eager code
-    meanwhile. Reads values of gradients in fp16: an accelerator is waited for.
+    inside, no region at all, a clip before the gradients are unscaled, weights cast again at each micro-batch, an
+    evaluation without the region, a region that somebody else opens inside yours, gradients that underflow, statistics
+    of batch norm in a low format, weights in a low format, fp16 without a scaler, a scaler without need. Compiled code
+    runs as eager code meanwhile. Reads values of gradients in fp16: an accelerator is waited for.
 
     Returns a TrainingCheck, true if nothing is wrong. Raises RunError, and what the step raises.
     """
