@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -84,12 +84,13 @@ def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
         _sketches([each.rows for each in alike]), strict=True,
     )  # fmt: skip
     for each, zero, mean, square, histogram, under, sketch in counted:
-        format = _FORMATS[each.facts.format]
-        yield replace(
-            each.facts, low=each.low, high=each.high, nan=each.nan, infinite=each.infinite, looked_at=looked_at,
-            mean=mean, rms=math.sqrt(square), zeros=zero / looked_at - each.nan - each.infinite,
-            subnormal=_subnormal(histogram, format) / looked_at, saturated=_saturated(each, format),
-            exponents=histogram, below=under, sketch=sketch,
+        facts, format = each.facts, _FORMATS[each.facts.format]
+        yield TensorFacts(  # replace() takes three times as long
+            facts.format, facts.shape, facts.device, facts.elements, low=each.low, high=each.high, mean=mean,
+            rms=math.sqrt(square), zeros=zero / looked_at - each.nan - each.infinite,
+            subnormal=_subnormal(histogram, format) / looked_at, saturated=_saturated(each, format), nan=each.nan,
+            infinite=each.infinite, exponents=histogram, below=under, looked_at=looked_at, lies_in=facts.lies_in,
+            checksum=facts.checksum, file=facts.file, sketch=sketch,
         )  # fmt: skip
 
 

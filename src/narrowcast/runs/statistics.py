@@ -192,12 +192,22 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     if x.dim() < 2:
         rows = x.reshape(1, -1)
     else:
-        rows = x[_row_index(tuple(x.shape[:-1]), x.device)]
+        leading = tuple(x.shape[:-1])
+        if x.is_contiguous() and x.numel():  # in half the time
+            rows = x.view(-1, x.shape[-1]).index_select(0, _row_numbers(_product(leading), x.device))
+        else:
+            rows = x[_row_index(leading, x.device)]
     step = sketched_step(rows.shape[1])
     if step == 1:
         return rows
     whole = rows.shape[1] // SUMS
     return rows[:, : whole * SUMS].reshape(len(rows), whole, SUMS)[:, ::step].reshape(len(rows), -1)
+
+
+@lru_cache(maxsize=4096)
+def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
+    """Which rows are looked at, of so many."""
+    return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=4096)
@@ -215,7 +225,7 @@ def _product(sizes: Any) -> int:
 
 
 def _numpy(x: torch.Tensor) -> Any:
-    x = x.detach().cpu()
+    x = x if x.is_cpu else x.cpu()
     return (x if x.dtype in (torch.float32, torch.float64) else x.float()).numpy()
 
 
