@@ -5,6 +5,7 @@ import json
 import pytest
 
 from narrowcast.errors import RunError
+from narrowcast.page.scales import scaler_page
 from narrowcast.scales.history import KEPT, History, ScaledStep
 from narrowcast.scales.stuck import AT_FLOOR, Streak, advice_text, found_text, why_skipped
 
@@ -113,3 +114,19 @@ def test_scalars_go_to_any_writer_once_each():
     assert writer == [
         ("amp/scale", 8.0, 2), ("amp/skipped", 1.0, 2), ("amp/style/scale", 4.0, 2), ("amp/style/skipped", 0.0, 2),
     ]  # fmt: skip
+
+
+def test_the_page_draws_the_scale_and_names_what_was_skipped():
+    """One line for each loss, a row for each skipped step."""
+    history = History()
+    history.add(ScaledStep(1, 65536.0, True, "the gradient of <b>w</b> is infinite", parameters=("<b>w</b>",)))
+    history.add(ScaledStep(2, 32768.0, False))
+    page = scaler_page(history.data())
+    assert page.verdict == "1 of 2 steps were skipped"
+    (series,) = page.series
+    assert series.xs == [1, 2] and series.lines == [("scale", [65536.0, 32768.0])]
+    (skipped,) = page.tables
+    assert skipped.rows == [[1, "", 65536.0, "<b>w</b>", "the gradient of <b>w</b> is infinite"]]
+    html = history.to_html()
+    assert "narrowcast.page/1" in html and "<b>w</b>" not in html
+    assert scaler_page(History().data()).tone == "good" and "None of 0" in History()._repr_html_()

@@ -15,6 +15,7 @@ from narrowcast.page.profiles import profile_page
 from narrowcast.page.repairs import repair_page
 from narrowcast.page.run_differences import run_differences_page
 from narrowcast.page.runs import run_page, watch_page
+from narrowcast.page.scales import scaler_page
 from narrowcast.page.training import training_page
 
 _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
@@ -25,6 +26,7 @@ _PAGES: dict[str, Callable[[Mapping[str, Any]], Page]] = {
     "narrowcast.watch/1": watch_page,
     "narrowcast.fit/1": fit_page,
     "narrowcast.ledger/1": ledger_page,
+    "narrowcast.scaler/1": scaler_page,
     "narrowcast.training-check/1": training_page,
     "narrowcast.repair/1": repair_page,
     "narrowcast.profile/1": profile_page,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from narrowcast.output.files import save_result
+from narrowcast.page.shown import Shown
 
 SCHEMA = "narrowcast.scaler/1"
 KEPT = 10_000
@@ -41,7 +42,7 @@ class ScalarWriter(Protocol):
 
 
 @dataclass(slots=True)
-class History:
+class History(Shown):
     """The latest steps, oldest first; how many there were in all, and how many of them were skipped."""
 
     rows: deque[ScaledStep] = field(default_factory=lambda: deque(maxlen=KEPT))
