@@ -225,7 +225,7 @@ class Adviser:
         name = op_name(facts.op)
         base = name if overload_name(facts.op).endswith("out") else name.removesuffix("_")
         floats = [t for t in tensors if t.is_floating_point()]
-        kind = _listed(floats[0].device.type).get(base) if floats else None
+        kind = listed_kinds(floats[0].device.type).get(base) if floats else None
         if self._stepping or kind is Kind.PROMOTE:
             return
         if kind in _FULL and all(t.dtype is torch.float32 for t in floats):
@@ -246,7 +246,7 @@ class Adviser:
             return
         meets = any(t.dtype is torch.float32 and t.dim() for t in tensors)
         base = op_name(facts.op).strip("_").removesuffix("_forward")
-        precise = _listed(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
+        precise = listed_kinds(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
         if not (meets or precise):
             return
         dtype, op, site = low
@@ -299,7 +299,7 @@ _FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
 
 
 @cache
-def _listed(device_type: str) -> dict[str, Kind]:
+def listed_kinds(device_type: str) -> dict[str, Kind]:
     """The ops on a device type's native lists by name, and what is done to them."""
     if device_type not in DEVICE_TYPES:
         return {}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
+from narrowcast.eager.advice import listed_kinds
 from narrowcast.ledger import Advice
 from narrowcast.ledger.identity import BACKWARD, FORWARD
 from narrowcast.loops.gradients import Gradients, find_underflow
 from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept
-from narrowcast.policy import DEVICE_TYPES, Kind, Policy, Site
+from narrowcast.policy import Kind, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.finiteness import is_floating
@@ -205,7 +205,7 @@ class Looking(Observer):
         floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
         if not floats or any(t.dtype is not torch.float32 for t in floats) or autocast_nesting() or innermost():
             return
-        if op_name(call.facts.op) not in _lowered(floats[0].device.type):
+        if listed_kinds(floats[0].device.type).get(op_name(call.facts.op)) is not Kind.LOWER:
             return
         if self._evaluation is not None:
             of = self._evaluation.outside = self._evaluation.outside or _Outside(call.id.op, call.site)
@@ -278,12 +278,3 @@ class Looking(Observer):
             if found.outside is not None and not found.inside and is_trained:
                 return found.outside
         return None
-
-
-@cache
-def _lowered(device_type: str) -> frozenset[str]:
-    """The names of the ops that native autocast lowers on a device type."""
-    if device_type not in DEVICE_TYPES:
-        return frozenset()
-    rules = Policy.native(device_type).rules
-    return frozenset(rule.op.split(".")[1] for rule in rules if rule.action.kind is Kind.LOWER)

@@ -96,7 +96,7 @@ def copies_of_written(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, with copies of those that the op writes to."""
-    if not any(slot.written for slot in facts.slots):
+    if not facts.overwrites:
         return args, kwargs
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot in facts.slots:

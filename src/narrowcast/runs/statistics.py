@@ -213,8 +213,7 @@ def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Where the rows lie that are looked at, by dimension."""
-    numbers = np.unravel_index(np.array(sketched_rows(_product(leading)), dtype=np.int64), leading)
-    return tuple(torch.from_numpy(np.ascontiguousarray(n)).to(device) for n in numbers)
+    return torch.unravel_index(_row_numbers(_product(leading), device), leading)
 
 
 def _product(sizes: Any) -> int:
