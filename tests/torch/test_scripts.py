@@ -254,7 +254,8 @@ def calls_python_outside(x):
 
 
 def unknown_device(x, device: str):
-    with torch.autocast(device, dtype=torch.bfloat16):
+    region = torch.autocast(device, dtype=torch.bfloat16)
+    with region:
         return torch.mm(x, x)
 
 
@@ -285,7 +286,7 @@ class Front(nn.Module):
     "target, says, line",
     [
         (calls_python, "torch.jit.ignore", "return in_python(x)"),
-        (unknown_device, "device type is not known", "with torch.autocast(device"),
+        (unknown_device, "device type is not known", "region = torch.autocast(device"),
         (Front(), "interface", "return self.part.forward(x)"),
     ],
     ids=["python", "device", "interface"],

@@ -17,13 +17,14 @@ from narrowcast.eager import autocast
 from narrowcast.eager.asked import AskedRegion, asked_region
 from narrowcast.errors import ScriptError, ScriptWarning
 from narrowcast.formats import Format
-from narrowcast.policy import Policy, as_policy
+from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.profiles.abilities import for_target
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
-from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling, undecorated
+from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling
+from narrowcast.scripts.decorated import undecorated
 from narrowcast.scripts.scopes import Scopes
 from narrowcast.scripts.scripted import ExplicitModule, explicit_function, explicit_module
 from narrowcast.scripts.source import shown_at
@@ -62,11 +63,11 @@ def script(
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
-    with compiling(autocast):
+    with compiling(autocast, _device_types(target)):
         if isinstance(target, torch.nn.Module):
             return _noting(explicit_module(compile_module(target), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
-        return explicit_function(compile_function(target), scopes, undecorated(target), pin)
+        return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
 
 
 def convert(
@@ -110,6 +111,13 @@ def convert(
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
         return _noting(explicit_module(_copied(script), scopes), made_on)
+
+
+def _device_types(target: Any) -> tuple[str, ...]:
+    """Those that regions in a script may mean: of its parameters, and of what is here."""
+    here = torch.accelerator.current_accelerator()
+    found = (device_type_of(target), here.type if here is not None else None)
+    return tuple(device for device in found if device in DEVICE_TYPES)
 
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:

@@ -39,6 +39,7 @@ from narrowcast.program import (
 from narrowcast.refusals import check_counted, origins, refusal
 
 NAME = "assign"
+_MEETING = (Kind.PROMOTE, Kind.ALIGN)
 Overload = Callable[[str], str]
 
 
@@ -90,14 +91,14 @@ def _decided_in(
     if step.op == MODULE_CALL_OP:
         yield from _at_boundary(program, step, number, plan, policy)
         return
-    if plan.refused is not None:
+    if plan.refused is not None and not ("enabled" in region.open and plan.rule and plan.rule.action.kind in _MEETING):
         raise refusal(plan, step.op, step.site)
     for position, (operand, dst) in enumerate(zip(step.operands, plan.formats, strict=True)):
         if dst is not None:
             rule = plan.rule_for(operand.name)
             yield InsertCast(step.id, position, dst, _why(rule, policy), number)
     why = _why(plan.rule, policy)
-    if plan.undecided is not None:
+    if plan.undecided is not None or plan.refused is not None:  # where the region turns out to be on, that raises
         tensors = (n for n, o in enumerate(step.operands) if _may_float(program.values[o.value]) and not o.written)
         yield CastTogether(step.id, tuple(tensors), why)
     if plan.set_dtype:

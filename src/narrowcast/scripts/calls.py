@@ -84,7 +84,8 @@ def list_of_values(node: Any, position: int) -> list[Any] | None:
 
 @cache
 def _facts(schema: str) -> OpFacts | None:
-    op = find_registered(schema.partition("(")[0])
+    name = schema.partition("(")[0]  # a script calls an op whose list of tensors has no None in it by another name
+    op = find_registered(name.removesuffix(".hacked_twin").replace("Tensor_hacked_twin", "Tensor"))
     return op_facts(op) if op is not None else None
 
 

@@ -1,7 +1,7 @@
 """Ops of linear algebra that are made of products: in a script they are written as what their kernels do.
 
 In a region eager autocast casts the products inside them. The formulas are those of aten/src/ATen/native (Linear.cpp,
-LinearAlgebra.cpp, Correlation.cpp).
+LinearAlgebra.cpp, Correlation.cpp) and in native/sparse (SparseTensorMath.cpp).
 """
 
 from __future__ import annotations
@@ -178,3 +178,27 @@ def corrcoef(self: Tensor) -> Tensor:
     c = c / deviation.view([-1, 1])
     c = c / deviation.view([1, -1])
     return c.clamp(-1, 1)
+
+
+def _sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
+    """A product of matrices of which one or both are sparse."""
+    if sparse.layout == torch.sparse_coo and dense.layout == torch.sparse_coo:
+        return torch._sparse_sparse_matmul(sparse, dense)
+    sizes = [sparse.size(0), dense.size(1)]
+    if sparse.layout != torch.strided:
+        zeros = torch.zeros(sizes, dtype=dense.dtype, device=dense.device)
+        return torch.addmm(zeros, sparse, dense, beta=0, alpha=1)
+    zeros = torch.zeros(sizes, dtype=sparse.dtype, device=sparse.device)
+    return torch.addmm(zeros.t(), dense.t(), sparse.t(), beta=0, alpha=1).t()
+
+
+def _sparse_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """A product of a sparse matrix, and what is added to it."""
+    return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)
+
+
+def mv(self: Tensor, vec: Tensor) -> Tensor:
+    """A product with a vector; that of a sparse matrix is one of matrices."""
+    if self.layout == torch.sparse_coo:
+        return torch.matmul(self, vec.unsqueeze(-1)).squeeze(-1)
+    return torch.mv(self, vec)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import ScriptError
+from narrowcast.errors import RegionError, ScriptError
 from narrowcast.policy import DEVICE_TYPES
 from narrowcast.scripts.source import shown_at
 
@@ -37,11 +37,14 @@ def dtype_of(number: int) -> torch.dtype:
 
 
 def number_of(dtype: torch.dtype) -> int:
-    """The number that TorchScript writes for a dtype."""
+    """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
+    if dtype not in _NUMBERS:
+        advice = "Give torch.bfloat16 or torch.float16."
+        raise RegionError(f"a region in a script in {dtype}", "it is no floating format of a region", advice=advice)
     return _NUMBERS[dtype]
 
 
-_DEFAULT_LOW = "aten::get_autocast_dtype"
+DEFAULT_LOW = "aten::get_autocast_dtype"
 _NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
 _DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
 _A_REGION = "a region in a script"
@@ -52,7 +55,10 @@ _UNKNOWN = {  # by what gives the region: why its device type is not known, and 
         "which one of a list or dict is known only when it runs",
         f"{_WRITTEN}, one with statement for each, chosen by an if.",
     ),
-    "": ("its device type is not known before it runs", 'Write the device type as a constant, "cuda" for example.'),
+    "": (
+        "its device type is not known before it runs",
+        "Write it where it is used: with torch.autocast(x.device.type): ... That is compiled for each device type.",
+    ),
 }
 
 
@@ -91,17 +97,12 @@ def the_same(makers: list[dict[str, Value]] | None, name: str, missing: Any = No
     return found.pop() if len(found) == 1 else None
 
 
-def leave_low_open(makers: list[dict[str, Value]] | None) -> bool:
-    """Whether no region names its low format: each takes the policy's, or the device's."""
-    return {m["fast_dtype"].node().kind() for m in makers or ()} == {_DEFAULT_LOW}
-
-
 def constant(value: Value) -> Any:
     """A constant's value, the device's default dtype included; None for anything else."""
     node = value.node()
     if node.kind() == "prim::Constant":
         return value.toIValue()
-    if node.kind() == _DEFAULT_LOW:
+    if node.kind() == DEFAULT_LOW:
         device = constant(node.input())
         return number_of(torch.get_autocast_dtype(device)) if isinstance(device, str) else None
     return None

@@ -17,19 +17,20 @@ from narrowcast.errors import ScriptError
 from narrowcast.ledger import HidingBlock
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.scripts.callers import cross, is_caller_mark, site_in
+from narrowcast.scripts.leaving import AGAIN_MARK, BRANCH_MARK, ENTER_MARK, EXIT_MARK
 from narrowcast.scripts.region_facts import (
+    DEFAULT_LOW,
     POLICY,
     constant,
     device_of,
-    leave_low_open,
     low_format,
     makers_of,
     number_of,
     region_class,
     the_same,
 )
-from narrowcast.scripts.source import AGAIN_MARK, ENTER_MARK, EXIT_MARK, shown_at
-from narrowcast.torch_bridge import default_dtype
+from narrowcast.scripts.source import shown_at
+from narrowcast.torch_bridge import to_dtype
 from narrowcast.torch_surface.jit import BOOL, INT, NONE
 
 ANYWHERE = "any"
@@ -189,6 +190,8 @@ class Scanner:
             if _is_machinery(node):
                 continue
             self._follow_grad_mode(node)
+            if node.kind() == DEFAULT_LOW:
+                self._take_low(node, stack[-1])
             scopes = stack[-1] if self.grad_mode is not None else self._uncached(stack[-1])
             item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False, call=self.calls[-1])
             item.blocks = self._inner(node, stack[-1], callers[-1])
@@ -291,13 +294,25 @@ class Scanner:
         policy = around.policy if holds_on and around is not None else named
         chosen = self.policies(policy)
         enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
-        if chosen is not None and named and leave_low_open(makers):
-            low = number_of(default_dtype(chosen, device))
         told = the_same(makers, "cached", missing=-1)
         caches = chosen is None or chosen.effective_cache != "off"
         cached = next((s.cached for s in before.values()), True) and caches if told in (-1, None) else bool(told)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
         return {**before, device: Scope(device, enabled, low_format(low, instance), policy, cached, session, hiding)}
+
+    def _take_low(self, node: Node, scopes: Scopes) -> None:
+        """The low format of a region that names none: its policy's, or that of the region in which it is made."""
+        around = scopes.get(constant(node.input()))
+        low: Any = None if around is None else around.low
+        for use in node.output().uses():
+            if use.user.kind() == "prim::SetAttr":
+                chosen = self.policies(the_same(makers_of(use.user.inputsAt(0), set()), POLICY, missing="") or "")
+                wanted = None if chosen is None else chosen.effective_low
+                low = low if wanted is None else to_dtype(wanted)
+        if low is not None:
+            self.graph.setInsertPoint(node)
+            known = self.graph.insertConstant(number_of(low)) if isinstance(low, torch.dtype) else low
+            node.output().replaceAllUsesWith(known)
 
     def _session(self, node: Node, before: Scopes) -> int:
         """The outermost region that this one is in, by number: a new one, unless it is entered in another."""
@@ -359,16 +374,31 @@ def _sets_grad_mode(block: Any) -> bool:
 
 
 def make_edges(graph: Any) -> None:
-    """Turn the marks of regions (source.py) into the nodes that with statements have. Other passes drop marks."""
-    for node in graph.findAllNodes("prim::SetAttr"):
-        edge = _mark_of(node)
+    """Turn the marks of regions (leaving.py) into the nodes that with statements have. Other passes drop marks."""
+    _make_edges_in(graph, graph.block(), None, [])
+
+
+def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]) -> None:
+    """owner: the node that the block belongs to. around: the objects that are entered in the block of that."""
+    entered: list[int] = []
+    for node in list(block.nodes()):
+        for inner in node.blocks():
+            _make_edges_in(graph, inner, node, entered)
+        edge = _mark_of(node) if node.kind() == "prim::SetAttr" else None
         if edge is None:
             continue
-        made = graph.create("prim::Exit" if edge == EXIT_MARK else "prim::Enter", [node.inputsAt(0)], 1)
-        made.output().setType(NONE if edge == EXIT_MARK else node.inputsAt(0).type())
-        if edge == AGAIN_MARK:
-            made.s_("name", AGAIN_MARK)
-        made.insertBefore(node)
+        key, place = node.inputsAt(0).unique(), node
+        if edge == BRANCH_MARK and key not in entered:  # the condition ends before the branches
+            place = owner if key in around else None
+        if place is not None:
+            leaves = edge in (EXIT_MARK, BRANCH_MARK)
+            made = graph.create("prim::Exit" if leaves else "prim::Enter", [node.inputsAt(0)], 1)
+            made.output().setType(NONE if leaves else node.inputsAt(0).type())
+            if edge == AGAIN_MARK:
+                made.s_("name", AGAIN_MARK)
+            made.insertBefore(place)
+            open_here = entered if place is node else around
+            open_here.remove(key) if leaves else open_here.append(key)
         node.destroy()
 
 
@@ -379,7 +409,7 @@ def _mark_of(node: Node) -> str | None:
         return None
     if read.input().unique() != node.inputsAt(0).unique():
         return None
-    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK) else None
+    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK) else None
 
 
 def _is_machinery(node: Node) -> bool:

@@ -124,10 +124,10 @@ compiler_lock = threading.RLock()
 
 
 @contextmanager
-def compiler_replaced(get_closure: Wrap, try_compile_fn: Wrap) -> Iterator[None]:
+def compiler_replaced(get_closure: Wrap, script: Wrap) -> Iterator[None]:
     """Around what the compiler asks of a function: the names that it sees, and its own script when it is called."""
     why = "functions that are decorated with regions are compiled as scripts"
-    with held(_jit_internal, why, get_closure=get_closure), held(_recursive, why, try_compile_fn=try_compile_fn):
+    with held(_jit_internal, why, get_closure=get_closure), held(torch.jit, why, script=script):
         yield
 
 

@@ -1,0 +1,196 @@
+"""Decorated functions as scripts see them. TorchScript compiles what is below the decorators, so the regions among them
+are read off the decorators' closures, wherever they come from: the source may name a local of a function that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.errors import Origin, ScriptError, ScriptWarning
+from narrowcast.sites.python_stack import is_user_file
+
+_OWN = f"{__name__.split('.')[0]}."
+_BARE = "__narrowcast_regions__"
+_WORDS = {"autocast", "custom_fwd", "set_autocast_enabled"}
+_MOST = 4096
+
+
+def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """The regions that decorate a function or method, the outermost first.
+
+    is_region: whether an object is one. Raises ScriptError where a decorator may open regions in code of its own, or
+    where what is below is no function.
+    """
+    found: tuple[Any, ...] = ()
+    for layer in _layers(function):
+        found += getattr(layer, _BARE, ())
+        if not hasattr(layer, "__wrapped__"):
+            if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
+                raise _refused(function, layer, f"it decorates {_named(layer)}, and scripts have no code for that")
+            return found
+        region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
+        if _is_decorator(layer) and region is not None:
+            found += (region,)
+        elif not _is_pin(layer):
+            _check_wrapper(function, layer, is_region)
+    return found
+
+
+def bare(function: Any, is_region: Callable[[Any], bool]) -> Any:
+    """The function below all decorators; a copy that knows the regions among them, if there are any."""
+    regions, inner = regions_around(function, is_region), undecorated(function)
+    if any(isinstance(getattr(layer, "__wrapped__", None), types.MethodType) for layer in _layers(function)):
+        raise _refused(function, inner, "it decorates a method of an object, and a script has no such function")
+    if not regions or hasattr(inner, _BARE):
+        return inner
+    made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    made.__kwdefaults__ = inner.__kwdefaults__
+    functools.update_wrapper(made, inner)
+    del made.__wrapped__  # type: ignore[attr-defined]
+    setattr(made, _BARE, regions)
+    return made
+
+
+def undecorated(function: Any) -> Any:
+    """The function under all decorators that say what they wrap; of a method, the function that its class has."""
+    *_, inner = _layers(function)
+    return inner
+
+
+def check_pins(function: Any) -> None:
+    """ScriptError for a function with a pin and anything else around it: in a script their order would be lost."""
+    *around, inner = _layers(function)
+    ours = [layer for layer in around if _is_pin(layer) or _is_decorator(layer)]
+    if len(ours) > 1 and any(map(_is_pin, ours)):
+        raise ScriptError(
+            asked=f"a script of {inner.__qualname__}", found="it has a pin, and another pin or a region around it",
+            where=(Origin(inner.__code__.co_filename, inner.__code__.co_firstlineno),),
+            advice="Keep one of them; open the region in the function that calls it.",
+        )  # fmt: skip
+
+
+def check_methods(module: torch.nn.Module) -> None:
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator."""
+    for part in module.modules():
+        for kind in type(part).__mro__:
+            for name, found in vars(kind).items():
+                if callable(found) and hasattr(found, "__narrowcast_pinned__"):
+                    code = found.__wrapped__.__code__
+                    raise ScriptError(
+                        asked=f"a script of {kind.__qualname__}.{name}, which is pinned",
+                        found="TorchScript compiles methods without their decorators",
+                        where=(Origin(code.co_filename, code.co_firstlineno),),
+                        advice="Pin the module, or a function that the method calls.",
+                    )
+
+
+def namespace(function: Any) -> dict[str, Any]:
+    """The names that a function sees: its module's, and those it closes over."""
+    inner = undecorated(function)
+    return {**getattr(inner, "__globals__", {}), **_captured(inner)}
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """The function, and what each decorator wraps, the innermost last."""
+    while True:
+        function = getattr(function, "__func__", function)
+        yield function
+        if not hasattr(function, "__wrapped__"):
+            return
+        function = function.__wrapped__
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return found
+
+
+def _closed_over(layer: Any) -> list[Any]:
+    return [getattr(value, "__self__", value) for value in _captured(layer).values()]
+
+
+def _is_pin(layer: Any) -> bool:
+    return "__narrowcast_pinned__" in getattr(layer, "__dict__", {})
+
+
+def _is_decorator(layer: Any) -> bool:
+    """Whether it is what torch's regions, or ours, make of a function, and not something around that."""
+    home = getattr(layer, "__globals__", {}).get("__name__", "")  # `__module__` is that of what it wraps
+    return str(home).startswith((_OWN, "torch.amp."))
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__qualname__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
+    """A decorator of somebody else: what it does is not in a script."""
+    if _may_open(layer, is_region):
+        found = "a decorator opens a region in code of its own, and TorchScript compiles what is below decorators"
+        raise _refused(function, layer, found)
+    code = getattr(layer, "__code__", None)
+    if code is not None and is_user_file(code.co_filename):
+        warnings.warn(
+            f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
+            f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
+            ScriptWarning,
+            stacklevel=2,
+        )
+
+
+def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
+    """Whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
+    seen, waiting = {id(wrapper.__wrapped__), id(undecorated(wrapper))}, [wrapper]
+    while waiting and len(seen) < _MOST:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
+            continue
+        seen.add(id(value))
+        if is_region(value):
+            return True
+        code = getattr(value, "__code__", None)
+        if code is not None and (value is wrapper or is_user_file(code.co_filename)):
+            names = set(_names_of(code))
+            if names & _WORDS:
+                return True
+            waiting += [found for name, found in value.__globals__.items() if name in names]
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        else:
+            waiting += [*_captured(value).values(), getattr(value, "__self__", None), getattr(value, "__func__", None)]
+            waiting += [*getattr(value, "__dict__", {}).values(), *vars(type(value)).values()]
+    return False
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _names_of(constant)
+
+
+def _refused(function: Any, layer: Any, found: str) -> ScriptError:
+    code = getattr(layer, "__code__", None) or getattr(function, "__code__", None)
+    inner = getattr(undecorated(function), "__code__", None)
+    return ScriptError(
+        asked=f"a script of {getattr(function, '__qualname__', function)}, which is decorated",
+        found=found,
+        where=tuple(Origin(c.co_filename, c.co_firstlineno) for c in (inner, code) if c is not None),
+        advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
+    )
