@@ -15,7 +15,7 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AskedRegion, asked_region
-from narrowcast.errors import ScriptError, ScriptWarning
+from narrowcast.errors import Origin, ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.profiles.abilities import for_target
@@ -24,7 +24,7 @@ from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling
-from narrowcast.scripts.decorated import undecorated
+from narrowcast.scripts.decorated import code_of, undecorated
 from narrowcast.scripts.scopes import Scopes
 from narrowcast.scripts.scripted import ExplicitModule, explicit_function, explicit_module
 from narrowcast.scripts.source import shown_at
@@ -122,7 +122,9 @@ def _device_types(target: Any) -> tuple[str, ...]:
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
     kind = "a class" if inspect.isclass(target) else f"of type {type(target).__name__}"
-    return ScriptError(asked=f"{asked}({target!r})"[:80], found=f"it is {kind}", advice=advice)
+    code = code_of(target)
+    where = () if code is None else (Origin(code.co_filename, code.co_firstlineno),)
+    return ScriptError(asked=f"{asked}({target!r})"[:80], found=f"it is {kind}", where=where, advice=advice)
 
 
 def _copied(script: torch.jit.ScriptModule) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from narrowcast.errors import RegionError
 from narrowcast.policy import Policy
 from narrowcast.scripts.boundaries import bound_whole, close_passages
 from narrowcast.scripts.callers import mark_calls, mark_function, unmark
@@ -90,14 +91,15 @@ def _is_region(region_class: type, value: Any) -> bool:
     return issubclass(value if isinstance(value, type) else type(value), (torch.autocast, region_class))
 
 
-def _described(region_class: type, value: Any) -> dict[str, Any] | None:
-    """The arguments that make a region in a script; None for one that does what a user's class says."""
+def _described(region_class: type, value: Any) -> dict[str, Any]:
+    """The arguments that make a region in a script. RegionError for one that does what a user's class says."""
     if type(value) is region_class:
         facts: dict[str, Any] = {"cache_enabled": value.prepared.facts.cache, "policy": value.policy.digest}
     elif type(value) in (torch.autocast, torch.cpu.amp.autocast, torch.cuda.amp.autocast):  # type: ignore[attr-defined]
         facts = {"cache_enabled": caches(value), "policy": ""}
     else:
-        return None
+        found = f"scripts do not know what {type(value).__qualname__} does"
+        raise RegionError("a region in a script", found, advice="Open torch.autocast or narrowcast.autocast itself.")
     return {"device_type": value.device, "dtype": number_of(value.fast_dtype), "enabled": is_enabled(value), **facts}
 
 

@@ -8,6 +8,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,13 +108,11 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def _captured(function: Any) -> dict[str, Any]:
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    found = {}
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+    found: dict[str, Any] = {}
+    if isinstance(function, types.FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not filled yet
+                found[name] = cell.cell_contents
     return found
 
 
@@ -161,7 +160,7 @@ def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
         if is_region(value):
             return True
         code = getattr(value, "__code__", None)
-        if code is not None and (value is wrapper or is_user_file(code.co_filename)):
+        if isinstance(code, types.CodeType) and (value is wrapper or is_user_file(code.co_filename)):
             names = set(_names_of(code))
             if names & _WORDS:
                 return True
@@ -185,12 +184,17 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
+def code_of(value: Any) -> types.CodeType | None:
+    """The code of a function, or of what an object runs when it is called."""
+    called = value if hasattr(value, "__code__") else getattr(type(value), "__call__", None)
+    return getattr(called, "__code__", None)
+
+
 def _refused(function: Any, layer: Any, found: str) -> ScriptError:
-    code = getattr(layer, "__code__", None) or getattr(function, "__code__", None)
-    inner = getattr(undecorated(function), "__code__", None)
+    codes = dict.fromkeys(code_of(value) for value in (undecorated(function), layer))
     return ScriptError(
         asked=f"a script of {getattr(function, '__qualname__', function)}, which is decorated",
         found=found,
-        where=tuple(Origin(c.co_filename, c.co_firstlineno) for c in (inner, code) if c is not None),
+        where=tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if code is not None),
         advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
     )

@@ -19,9 +19,10 @@ import ast
 import copy
 import inspect
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from torch.jit import frontend as _frontend
 
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
 from narrowcast.policy import as_policy
-from narrowcast.scripts.decorated import namespace, regions_around
+from narrowcast.scripts.decorated import namespace, regions_around, undecorated
 from narrowcast.scripts.leaving import Flattener, at, exits_early, kept
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.sites.python_stack import is_user_file
@@ -52,13 +53,13 @@ class Regions:
     """What the rewriting asks about objects that it finds.
 
     is_region: whether something is a region or a class of them. describe: from a region to the arguments that make it
-    in a script, None for a class that scripts do not know. signature_of: of a region class that scripts know.
+    in a script, or RegionError. signature_of: of a region class that scripts know.
     as_number: from a dtype, a format or its name to the number that TorchScript writes for a dtype. device_types: those
     that are meant where only the running script knows which.
     """
 
     is_region: Callable[[Any], bool]
-    describe: Callable[[Any], dict[str, Any] | None]
+    describe: Callable[[Any], dict[str, Any]]
     signature_of: Callable[[Any], Signature | None]
     as_number: Callable[[Any], int]
     device_types: tuple[str, ...]
@@ -69,7 +70,7 @@ def rewriting(regions: Regions) -> Iterator[None]:
     """TorchScript parses functions through us inside; one thread at a time."""
 
     def parse_rewritten(parse: Any, function: Any) -> Any:
-        parsed = parse(function)
+        parsed = parse(undecorated(function))  # of a decorated function torch names the decorator's file
         _Rewriter(function, parsed, regions).run()
         return parsed
 
@@ -107,6 +108,7 @@ class _Rewriter:
                 for item in node.items:
                     item.context_expr = self._existing(item.context_expr) or item.context_expr
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                self._check_called(node)
                 self._make_ours(node)
         if made:
             docstring, body = _without_docstring(definition.body)
@@ -154,16 +156,21 @@ class _Rewriter:
         value = self._value(expression)
         return self._as_call(value, expression) if value is not _UNKNOWN and self.regions.is_region(value) else None
 
+    def _check_called(self, call: ast.Call) -> None:
+        """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another."""
+        value = self._value(call.func)
+        if value is not _UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
+            if not isinstance(value, types.MethodType | type):
+                regions_around(value, self.regions.is_region)
+
     def _gives_regions(self, function: Any) -> bool:
         return self.regions.is_region(getattr(function, "func", function))  # of a functools.partial, too
 
     def _as_call(self, region: Any, place: Any) -> ast.expr:
-        facts = self.regions.describe(region)
-        if facts is None:
-            raise self._error(
-                f"a region in a script, {region!r}"[:80], f"scripts do not know what {type(region).__qualname__} does",
-                place, "Write torch.autocast(...) or narrowcast.autocast(...).",
-            )  # fmt: skip
+        try:
+            facts = self.regions.describe(region)
+        except NarrowcastError as error:
+            raise self._error(error.asked, error.found, place, error.advice) from None
         arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items())
         return at(ast.parse(f"{OURS}({arguments})", mode="eval").body, place)  # type: ignore[no-any-return]
 
@@ -243,7 +250,10 @@ class _Rewriter:
         return found
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
-        """A with statement, or one for each device type that the running script may choose."""
+        """A with statement, or one for each device type that the running script may choose. nullcontext does nothing."""
+        statement.items = [item for item in statement.items if not self._is_null(item)]
+        if not statement.items:
+            return statement.body
         for n, item in enumerate(statement.items):
             device = self._device_of(item.context_expr)
             if device is None or isinstance(device.value, ast.Constant):
@@ -264,6 +274,10 @@ class _Rewriter:
             made = [keep, *[at(branch, statement) for branch in branches]]
             return [at(ast.With(items=statement.items[:n], body=made), statement)] if n else made
         return [statement]
+
+    def _is_null(self, item: ast.withitem) -> bool:
+        made = item.context_expr
+        return isinstance(made, ast.Call) and self._value(made.func) is nullcontext and item.optional_vars is None
 
     def _device_of(self, expression: ast.expr) -> ast.keyword | None:
         """The device type in a call of a region class, as an argument with a name; None for other expressions."""
