@@ -186,7 +186,7 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
 
 def code_of(value: Any) -> types.CodeType | None:
     """The code of a function, or of what an object runs when it is called."""
-    called = value if hasattr(value, "__code__") else getattr(type(value), "__call__", None)
+    called = value if hasattr(value, "__code__") else vars(type(value)).get("__call__")
     return getattr(called, "__code__", None)
 
 

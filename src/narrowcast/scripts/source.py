@@ -103,11 +103,11 @@ class _Rewriter:
         places = decorators if len(decorators) == len(around) else [definition.body[0]] * len(around)
         made = [self._as_call(region, place) for region, place in zip(around, places, strict=True)]
         definition.body = self._per_device(definition.body)
+        within = [n for s in definition.body for n in ast.walk(s) if isinstance(n, ast.With)]
+        for item in [item for node in within for item in node.items]:
+            item.context_expr = self._existing(item.context_expr) or item.context_expr
         for node in [n for statement in definition.body for n in ast.walk(statement)]:
-            if isinstance(node, ast.With):
-                for item in node.items:
-                    item.context_expr = self._existing(item.context_expr) or item.context_expr
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 self._check_called(node)
                 self._make_ours(node)
         if made:
@@ -191,6 +191,9 @@ class _Rewriter:
         dtype = self._value(given.get("dtype"))
         if dtype is not _UNKNOWN and dtype is not None:
             found["dtype"] = at(ast.Constant(self.regions.as_number(dtype)), call)
+        for name in ("enabled", "cache_enabled"):
+            if isinstance(self._value(given.get(name)), bool):
+                found[name] = at(ast.Constant(self._value(given[name])), call)
         call.func, call.args = ast.Name(OURS, ast.Load()), []
         call.keywords = [ast.keyword(k, v) for k, v in found.items()]
         at(call, call)
@@ -216,7 +219,7 @@ class _Rewriter:
             raise self._error(f"a region in a script, {ast.unparse(call)}", found, call, advice) from None
 
     def _with_digest(self, call: ast.Call) -> None:
-        """A call of ours, in place: its policy is any Python expression, and text in a script, whose cache is its own."""
+        """A call of ours, in place: its policy is any Python expression, in a script it is text. Its cache is its own."""
         call.keywords = [k for k in call.keywords if k.arg != "cache_limit_bytes"]
         for keyword in call.keywords:
             if keyword.arg == "cache_enabled" and isinstance(keyword.value, ast.Constant):
@@ -250,7 +253,7 @@ class _Rewriter:
         return found
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
-        """A with statement, or one for each device type that the running script may choose. nullcontext does nothing."""
+        """A with statement, or one for each device type that the running script may choose; none for nullcontext."""
         statement.items = [item for item in statement.items if not self._is_null(item)]
         if not statement.items:
             return statement.body
