@@ -4,11 +4,9 @@ The programs are written as source, a way (a with statement, a decorator, an obj
 function itself, a helper, a method, a loop, behind an early return ...); nothing else may come of them.
 """
 
-import contextlib
 import importlib.util
 import io
 import itertools
-import subprocess
 import sys
 
 import pytest

@@ -155,7 +155,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         if region.mixes:
             torch.clear_autocast_cache()
         if exc_val is not None:
-            note_failure(exc_val, self.device, bool(self.prepared.policy.lacks) or not self._enabled)
+            low = str(self.prepared.facts.low)
+            note_failure(exc_val, self.device, bool(self.prepared.policy.lacks) or not self._enabled, low)
         elif region.prepared.sightings is not None:
             region.prepared.sightings.tell()
 

@@ -27,19 +27,28 @@ _ONE_FORMAT = re.compile(
 )
 
 
-def note_failure(error: BaseException, device_type: str, repairs: bool = False) -> None:
-    """Add the note to an error that the device raised for want of a kernel, or an op for mixed formats; nothing to any
-    other. repairs: the policy has avoided what can be avoided.
+def note_failure(error: BaseException, device_type: str, repairs: bool = False, low: str = "") -> None:
+    """Add the note to an error that the device raised for want of a kernel, an op for mixed formats, torch's trace for
+    casts of weights; nothing to any other. repairs: the policy has avoided what can be avoided. low: the region's low
+    format, if that is known.
     """
     noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
     if not isinstance(error, RuntimeError) or isinstance(error, NarrowcastError) or noted:
         return
     with suppress(Exception):  # the user's error goes on, with a note or without
-        _add_note(error, device_type, repairs)
+        _add_note(error, device_type, repairs, low)
 
 
-def _add_note(error: RuntimeError, device_type: str, repairs: bool) -> None:
-    said = _what(str(error).strip().partition("\n")[0], device_type)
+def _add_note(error: RuntimeError, device_type: str, repairs: bool, low: str) -> None:
+    first_line = str(error).strip().partition("\n")[0]
+    if first_line.startswith("Cannot insert a Tensor that requires grad as a constant"):
+        error.add_note(
+            f"{_MARK}torch.jit.trace takes the cast of a weight that the region keeps for a constant.\n"
+            "  narrowcast.trace(model, inputs, dtype=...) traces models in regions; so does torch.jit.trace under "
+            "torch.no_grad(), or in a region with cache_enabled=False and with check_trace=False."
+        )
+        return
+    said = _what(first_line, device_type, low)
     if said is None:
         if not repairs and _ONE_FORMAT.search(str(error)):
             error.add_note(
@@ -65,11 +74,12 @@ def _where(error: BaseException) -> str:
     return f"{module}, {site.file}:{site.line}" if site.file else module
 
 
-def _what(first_line: str, device_type: str) -> tuple[str, str] | None:
+def _what(first_line: str, device_type: str, low: str) -> tuple[str, str] | None:
     """What the device lacks, and the rule that avoids it; None if that is not what it says."""
     found = capabilities(device_type)
-    ability = next((a for a in found.abilities if a.state == RAISES and a.error and a.error == first_line), None)
-    if ability is not None:
+    raising = [a for a in found.abilities if a.state == RAISES and a.error and a.error == first_line]
+    if raising:
+        ability = next((a for a in raising if str(a.format) == low), raising[0])
         lacks = f"{found.device} has no {ability.format} {short_name(ability.op)} ({ability.op})"
         return lacks, f'nc.Rule("{ability.op}", "full")'
     missing = _NO_KERNEL.search(first_line)

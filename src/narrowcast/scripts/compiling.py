@@ -91,7 +91,7 @@ def _is_region(region_class: type, value: Any) -> bool:
     return issubclass(value if isinstance(value, type) else type(value), (torch.autocast, region_class))
 
 
-def _described(region_class: type, value: Any) -> dict[str, Any]:
+def _described(region_class: Any, value: Any) -> dict[str, Any]:
     """The arguments that make a region in a script. RegionError for one that does what a user's class says."""
     if type(value) is region_class:
         facts: dict[str, Any] = {"cache_enabled": value.prepared.facts.cache, "policy": value.policy.digest}

@@ -22,10 +22,10 @@ from narrowcast.scripts.numbering import number_calls
 from narrowcast.scripts.policies import named_policy
 from narrowcast.scripts.read import Reader, Reading
 from narrowcast.scripts.region_facts import region_class
-from narrowcast.scripts.scopes import ANYWHERE, Scanner, Scope, Scopes, Section, make_edges
+from narrowcast.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, make_edges
 from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.statistics import keep_norms, norms_kept
-from narrowcast.scripts.write import write_graph
+from narrowcast.scripts.write import CastBefore, Kept, write_graph
 from narrowcast.sites.script_sites import MARK, number_of
 from narrowcast.sites.sightings import see_all
 from narrowcast.torch_bridge import check_ops, id_with_dtype
@@ -105,14 +105,14 @@ def _find_read(node: Any, up: int) -> Any:
 
 def make_graph_explicit(
     graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True,
-    observed: bool = False, begins: bool = True,
+    observed: bool = False, begins: bool = True, kept: Kept = (),
 ) -> tuple[Reading, Outcome]:  # fmt: skip
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 
     module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
     marked as cast already. observed: it says where it is as it runs. begins: it begins where the call of a module does,
-    or of what no module calls. Returns what was read, and what the passes made
-    of its program.
+    or of what no module calls. kept: weights that are cast already. Returns what was read, and what the passes made of
+    its program.
 
     Raises ScriptError for what cannot be cast.
     """
@@ -132,7 +132,6 @@ def make_graph_explicit(
         section = scanner.scan()
     _refuse_unseen(section)
     tell_closed(section)
-    _convert_forks(section, module)
     _answer(graph, section)
     number_calls(section, begins)
     reading = Reader(attribute, policy_of).read(section, name)
@@ -141,7 +140,9 @@ def make_graph_explicit(
     outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
     if observed:  # the casts of a call come behind its mark
         _tell_sites(graph, reading)
-    write_graph(graph, section, reading, outcome.program)
+    forks = [item for item in section.walk() if item.node.kind() == "prim::fork" and item.scopes]
+    cast_before = write_graph(graph, section, reading, outcome.program, kept)
+    _convert_forks(forks, module, cast_before)
     if marked:
         _mark(graph, scanner)
     scanner.finish()
@@ -212,15 +213,20 @@ def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> An
     return getattr(owner, node.s("name"), None) if owner is not None else None
 
 
-def _convert_forks(section: Section, module: Any) -> None:
-    """What is forked runs in the regions that hold where it is forked."""
-    for item in section.walk():
-        if item.node.kind() != "prim::fork" or not item.scopes:
-            continue
-        forked = item.node.g("Subgraph")
+def _convert_forks(forks: list[Item], module: Any, cast_before: CastBefore) -> None:
+    """What is forked runs in the regions that hold where it is forked; weights that go in are cast before that."""
+    for item in forks:
+        forked, taken = item.node.g("Subgraph"), list(item.node.inputs())
         inline_calls(forked)
         scopes = {device: _passed_on(scope, item.node, forked) for device, scope in item.scopes.items()}
-        make_graph_explicit(forked, scopes, module, "forked", item.caller)
+        kept = []
+        for scope in item.scopes.values():
+            for value, inside in zip(taken, list(forked.inputs()), strict=False):
+                cast = cast_before(item.node, value, scope) if value.type().kind() == "TensorType" else None
+                if cast is not None:
+                    item.node.addInput(cast)
+                    kept.append((inside, forked.addInput()))
+        make_graph_explicit(forked, scopes, module, "forked", item.caller, kept=kept)
         item.node.g_("Subgraph", forked)
 
 

@@ -66,6 +66,34 @@ def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
     return x
 
 
+def cast_weight_once(
+    x: Tensor,
+    on: bool,
+    device: str,
+    low: int,
+    weights: list[Tensor],
+    casts: List[Tensor],  # noqa: UP006
+) -> Tensor:
+    """The same, with the cast that was made of this very weight before."""
+    if on and torch.is_grad_enabled() and x.requires_grad and x.is_leaf and x.dtype == torch.float32:
+        if x.device.type == device:
+            for i in range(len(weights)):
+                if weights[i] is x and casts[i].dtype == low:
+                    return casts[i]
+            y = x.to(low)
+            weights.append(x)
+            casts.append(y)
+            return y
+    return x
+
+
+def note_weight(x: Tensor, y: Tensor, weights: List[Tensor], casts: List[Tensor]) -> Tensor:  # noqa: UP006
+    """A cast of a weight, which is noted."""
+    weights.append(x)
+    casts.append(y)
+    return y
+
+
 def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
     """`cast` of a tensor that may be None."""
     if x is not None:

@@ -42,7 +42,7 @@ from narrowcast.scripts.read import Reading
 from narrowcast.scripts.scopes import Scope, Scopes
 from narrowcast.sites.python_stack import called_modules, find_site, module_path, path_around
 from narrowcast.sites.script_sites import are_wanted, inside_script
-from narrowcast.torch_bridge import DTYPES
+from narrowcast.torch_bridge import DTYPES, FORMATS
 from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.jit import (
     compiled_method,
@@ -99,7 +99,9 @@ class Method:
         try:
             return self._run(plain, args, kwargs)
         except RuntimeError as error:
-            note_failure(error, next(iter(self.around), "cpu"))
+            scope = next(iter(self.around.values()), None)
+            low = "" if scope is None else str(FORMATS.get(scope.low, ""))
+            note_failure(error, "cpu" if scope is None else scope.device_type, low=low)
             raise
 
     def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -219,7 +219,7 @@ class _Rewriter:
             raise self._error(f"a region in a script, {ast.unparse(call)}", found, call, advice) from None
 
     def _with_digest(self, call: ast.Call) -> None:
-        """A call of ours, in place: its policy is any Python expression, in a script it is text. Its cache is its own."""
+        """A call of ours, in place: a policy is any Python expression, in a script it is text. Its cache is its own."""
         call.keywords = [k for k in call.keywords if k.arg != "cache_limit_bytes"]
         for keyword in call.keywords:
             if keyword.arg == "cache_enabled" and isinstance(keyword.value, ast.Constant):
@@ -293,6 +293,7 @@ class _Rewriter:
             names = dict(zip(signature[0], expression.args, strict=False))
             expression.keywords += [ast.keyword(k, v) for k, v in names.items()]
             expression.args = expression.args[len(names) :]
+            at(expression, expression)
         return next((k for k in expression.keywords if k.arg == "device_type"), None)
 
     # -- with statements that are left early

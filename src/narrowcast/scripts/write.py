@@ -7,28 +7,45 @@ TorchScript (runtime.py). Nothing in the graph needs Narrowcast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
+from narrowcast.program import TENSOR as UNKNOWN
 from narrowcast.scripts import runtime
 from narrowcast.scripts.calls import facts_of, is_optional_tensor, is_tensor_list
+from narrowcast.scripts.leaves import Leaves
 from narrowcast.scripts.read import Reading
 from narrowcast.scripts.region_facts import number_of
 from narrowcast.scripts.scopes import ANYWHERE, Scope, Section
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.jit import INT, TENSOR, ListType, OptionalType
 
+Kept = Sequence[tuple[Any, Any]]
+"""Weights and their casts, as values of a script."""
+CastBefore = Callable[[Any, Any, Scope], Any]
+"""From a node, a value that may be a weight and a region to its cast before the node; None if the region keeps none."""
 
-def write_graph(graph: Any, section: Section, reading: Reading, program: Program) -> None:
-    """Bring the graph to what the program says now."""
-    _Writer(graph, reading, program).run(section)
+
+def write_graph(graph: Any, section: Section, reading: Reading, program: Program, kept: Kept) -> CastBefore:
+    """Bring the graph to what the program says now. kept: weights that are cast already.
+
+    A weight is cast once in a region. Where the script takes one out of a list, or gives it to a fork, only the running
+    script knows whether it was cast before: there it looks into a list of those that were.
+    """
+    writer = _Writer(graph, reading, program, kept)
+    writer.run(section)
+    return writer.cast_before
 
 
 class _Writer:
-    def __init__(self, graph: Any, reading: Reading, program: Program) -> None:
+    def __init__(self, graph: Any, reading: Reading, program: Program, kept: Kept) -> None:
+        self.kept = kept
+        self.weights: set[int] = set()  # casts of what may be weights
+        self.searched: set[int] = set()  # sessions in which the running script looks for them
+        self.caches: dict[int, tuple[Any, Any]] = {}
         self.graph = graph
         self.reading = reading
         self.program = program
@@ -43,7 +60,42 @@ class _Writer:
 
     def run(self, section: Section) -> None:
         self._look(section)
+        leaves = Leaves()
+        for _, step in self.program.body.walk():
+            number = step.operands[0].value if step.op in (CAST, WEIGHT) and self._scope(step).cached else -1
+            value = self.read.get(number)
+            if value is None or self._type(number) not in (UNKNOWN, "fp32") or self.program.values[number].weight:
+                continue
+            if value.type().kind() == "TensorType" and leaves.may_be(value):
+                self.weights.add(step.id)
+                if self.kept or not leaves.is_given(value):
+                    self.searched.add(self._scope(step).session)
+        for item in section.walk():
+            if item.node.kind() == "prim::fork":
+                self.searched |= {scope.session for scope in item.scopes.values() if scope.cached}
         self._block(self.program.body, section)
+
+    def cast_before(self, node: Any, value: Any, scope: Scope) -> Any:
+        """As CastBefore says."""
+        if self._cache_of(scope) is None:
+            return None
+        self.graph.setInsertPoint(node)
+        return self._cast_once(value, scope)
+
+    def _cache_of(self, scope: Scope) -> tuple[Any, Any] | None:
+        """The lists of weights that were cast, and of their casts, made where the outermost region begins."""
+        if scope.session not in self.searched or not scope.cached:
+            return None
+        if scope.session not in self.caches:
+            item = self.reading.items.get(self.reading.sessions.get(scope.session, -1))
+            first = item.node if item is not None else next(iter(self.graph.nodes()))
+            made = []
+            for values in ([weight for weight, _ in self.kept], [cast for _, cast in self.kept]):
+                made.append(self.graph.create("prim::ListConstruct", values, 1))
+                made[-1].output().setType(ListType(TENSOR))
+                made[-1].insertBefore(first)
+            self.caches[scope.session] = made[0].output(), made[1].output()
+        return self.caches[scope.session]
 
     def _look(self, section: Section) -> None:
         """What blocks give, before anything is changed: where, and those values that nothing else reads."""
@@ -86,7 +138,13 @@ class _Writer:
             source = step.operands[0].value
             if step.id in self.made:
                 return
-            self.made[step.id] = self._cast(self._value(source), self._type(source), step)
+            value, cache = self._value(source), self._cache_of(self._scope(step))
+            is_known = self.program.values[source].weight
+            if cache is not None and step.id in self.weights:
+                value = self._cast_once(value, self._scope(step))
+            self.made[step.id] = self._cast(value, self._type(source) if cache is None else UNKNOWN, step)
+            if cache is not None and is_known:
+                self.made[step.id] = self._call(runtime.note_weight, [value, self.made[step.id], *cache])
         elif step.op == TOGETHER:
             self.made[step.id] = self._together(step)
         elif step.op == BACK:
@@ -102,8 +160,14 @@ class _Writer:
         value, scope = self._value(step.operands[0].value), self._scope(step)
         if value.type().kind() != "TensorType":
             return value
+        return self._cast_once(value, scope)
+
+    def _cast_once(self, value: Any, scope: Scope) -> Any:
         arguments = [value, self._on(scope), self._constant(scope.device_type), self._low(scope)]
-        return self._call(runtime.cast_weight, arguments)
+        cache = self._cache_of(scope)
+        if cache is None:
+            return self._call(runtime.cast_weight, arguments)
+        return self._call(runtime.cast_weight_once, [*arguments, *cache])
 
     def _value(self, number: int) -> Any:
         return self.made[number] if number in self.made else self.read[number]

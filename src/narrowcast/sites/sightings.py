@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from torch.nn import Module
 
 from narrowcast.policy import Policy, Rule, Site, nearest_name
-from narrowcast.sites.python_stack import find_site
+from narrowcast.sites.python_stack import called_modules, find_site
 from narrowcast.sites.warned import warn_at
 
 if TYPE_CHECKING:
@@ -18,12 +21,13 @@ _MOST = 4096
 class Sightings:
     """The places of calls that rules about modules and classes were asked about, in all regions of a policy."""
 
-    __slots__ = ("_before", "_numbers", "_rules", "_sites", "policy")
+    __slots__ = ("_before", "_numbers", "_roots", "_rules", "_sites", "policy")
 
     def __init__(self, policy: Policy, rules: list[Rule]) -> None:
         self.policy = policy.name
         self._rules = rules  # of which nothing was said, and which matched nothing yet
         self._sites: dict[tuple[str, tuple[str, ...], str], Site] = {}
+        self._roots: WeakSet[Module] = WeakSet()  # the models
         self._before = 0
         self._numbers = {rule: 0 for rule in rules if rule.call is not None}  # the last call seen where it holds
 
@@ -35,18 +39,23 @@ class Sightings:
             else:
                 self._numbers[rule] = max(self._numbers[rule], number)
         if self._rules and len(self._sites) < _MOST and (site.module_path or site.classes):
+            before = len(self._sites)
             self._sites.setdefault((site.module_path, site.classes, site.around), site)
+            if len(self._sites) > before and (modules := called_modules()):
+                self._roots.add(modules[-1])
 
     def tell(self) -> None:
-        """RegionWarning, once, for rules that name nothing that was seen: at once where there is a name much like it,
-        else when a whole region has shown nothing new.
+        """RegionWarning, once, for rules that name nothing that was seen: at once where the model has none such, or
+        one with much the same name, else when a whole region has shown nothing new.
         """
         count, before = len(self._sites) + sum(self._numbers.values()), self._before
         if not count or not (self._rules or self._numbers):
             return
         self._before = count
-        found = {rule: text for rule in self._rules if (text := nearest_name(rule, self._sites.values()))}
-        said = [rule for rule, text in found.items() if "did you mean" in text or count == before]
+        sites = [*self._sites.values(), *_sites_in(self._roots)]
+        found = {rule: text for rule in self._rules if (text := nearest_name(rule, sites))}
+        is_known = bool(self._roots) or count == before
+        said = [rule for rule, text in found.items() if "did you mean" in text or is_known]
         self._rules = [rule for rule in found if rule not in said]
         for rule, last in list(self._numbers.items()) if count == before else []:
             del self._numbers[rule]
@@ -60,6 +69,14 @@ class Sightings:
                 "narrowcast.explain lists what each rule matched",
                 find_site(with_names=False),
             )
+
+
+def _sites_in(roots: Iterable[Module]) -> Iterator[Site]:
+    """Where each module of these models may be called."""
+    for root in roots:
+        for path, module in root.named_modules(remove_duplicate=False):
+            kind = type(module)
+            yield Site(path, classes=(f"{kind.__module__}.{kind.__qualname__}",))
 
 
 def see_all(program: Program, policies: Mapping[str, Policy]) -> None:

@@ -1,0 +1,58 @@
+"""Which values of a script may be weights: leaves that a caller gives, or an attribute, whichever way they came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from narrowcast.scripts.calls import facts_of, holds_tensors
+
+_ADDING = ("aten::append", "aten::insert", "aten::_set_item")
+
+
+class Leaves:
+    """Remembers what it has found out about the values of one graph, before that is changed."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, bool] = {}
+
+    def is_given(self, value: Any) -> bool:
+        """Whether a value is itself an argument of the graph, or an attribute."""
+        node = value.node()
+        if node.kind() == "prim::unchecked_cast":
+            return self.is_given(node.input())
+        return bool(node.kind() == "prim::GetAttr" or (node.kind() == "prim::Param" and _owner(node) is None))
+
+    def may_be(self, value: Any) -> bool:
+        """Whether a value may be one that was given, or hold one. What an op computes is none."""
+        if value.unique() not in self.known:
+            self.known[value.unique()] = False  # a loop that gives itself what it takes adds nothing
+            self.known[value.unique()] = holds_tensors(value) and (
+                self.is_given(value) or any(self.may_be(source) for source in self._sources(value))
+            )
+        return self.known[value.unique()]
+
+    def _sources(self, value: Any) -> list[Any]:
+        node = value.node()
+        facts = facts_of(node)
+        if facts is not None and (facts.computes or node.kind() != "aten::alias"):
+            return []
+        position = [output.unique() for output in node.outputs()].index(value.unique())
+        blocks = list(node.blocks())
+        if node.kind() == "prim::Param":  # of the body of a loop
+            loop = _owner(node)
+            return (
+                [list(loop.inputs())[position + 1], list(next(loop.blocks()).outputs())[position]] if position else []
+            )
+        if node.kind() == "prim::Loop":
+            return [list(node.inputs())[position + 2], list(blocks[0].outputs())[position + 1]]
+        if node.kind() == "prim::If":
+            return [list(block.outputs())[position] for block in blocks]
+        added = [
+            use.user for use in value.uses() if use.user.kind() in ("aten::append", "aten::_set_item", "aten::insert")
+        ]
+        return [*node.inputs(), *[v for user in added for v in list(user.inputs())[1:]]]
+
+
+def _owner(node: Any) -> Any:
+    """The loop whose body takes what a parameter node gives; None for the graph's own."""
+    return node.owningBlock().owningNode()
