@@ -17,7 +17,8 @@ from narrowcast.policy import Kind, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.observer import Observer
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.dispatch import READ_NUMBER, TO_COPY, OpOverload, op_name, schema_of, storage_key
