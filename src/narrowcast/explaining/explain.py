@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from narrowcast.eager import autocast, record
-from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.eager.asked import asked_region
+from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of
 from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of

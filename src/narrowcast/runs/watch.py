@@ -179,7 +179,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
 
 @dataclass(slots=True, eq=False)
 class _Limit:
-    """An exact limit (the logarithm of zero) of which nothing has come yet."""
+    """An exact limit (the logarithm of zero) of which nothing has come yet. Its tensors may die meanwhile."""
 
     call: SeenCall
     finding: Finding
@@ -265,7 +265,7 @@ class WatchCalls(Observer):
         if not is_limit:
             self._report(call, finding)
             return
-        limit = _Limit(call, replace(finding, step=self._found.steps + 1))
+        limit = _Limit(call.without_tensors(), replace(finding, step=self._found.steps + 1))
         for tensor in results:
             self._limits.put(tensor, limit)
 
