@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.eager.record import record
 from narrowcast.errors import RunError
 from narrowcast.ledger import Advice
@@ -49,6 +50,7 @@ def check_training(
         )  # fmt: skip
     kept = Kept()
     looking = Looking(kept)
+    door = looking.door
     own = threading.get_ident()
     others = {thread.ident for thread in threading.enumerate()} - {own}
     trained = 0
@@ -57,11 +59,11 @@ def check_training(
         nonlocal trained
         if threading.get_ident() not in others:  # who trains something else meanwhile
             trained += 1
-            looking.steps(optimizer, threading.get_ident() == own)
+            door.run("an optimizer's step", looking.steps, optimizer, threading.get_ident() == own)
 
     def has_stepped(optimizer: Any) -> None:
         if threading.get_ident() not in others:
-            looking.stepped()
+            door.run("an optimizer's step", looking.stepped)
 
     try:
         with ExitStack() as stack:
@@ -74,10 +76,12 @@ def check_training(
                 _refuse_what_has_not_run(step(*args, **(kwargs or {})))
     finally:
         kept.put_back()
-    looking.judge()
+    door.run("the steps as a whole", looking.judge)
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
-    notes = [] if trained else ["no optimizer stepped: what weights and gradients suffer from may be missing."]
+    notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
+    if not trained:
+        notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not looked at.")
     if looking.updates > trained:

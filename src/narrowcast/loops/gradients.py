@@ -12,8 +12,8 @@ from narrowcast.policy import Site
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.rerun import run_in
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import op_name, storage_key
 

@@ -10,8 +10,8 @@ from torch.autograd.graph import increment_version
 from narrowcast.loops.living import Living
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.observer import quietly
-from narrowcast.scaling.gradients import parameters_of, values_of
-from narrowcast.torch_bridge import OpFacts, tensors_in
+from narrowcast.scaling.gradients import parameters_of
+from narrowcast.torch_bridge import OpFacts, tensors_in, values_of
 from narrowcast.torch_surface.dispatch import storage_key
 from narrowcast.torch_surface.grad_scaling import scale_of
 

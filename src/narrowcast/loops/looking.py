@@ -17,7 +17,8 @@ from narrowcast.policy import Kind, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.observer import Observer
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.dispatch import READ_NUMBER, TO_COPY, OpOverload, op_name, schema_of, storage_key
@@ -87,7 +88,7 @@ class Looking(Observer):
         """A module's call; the outermost says whether this is training."""
         if self._depth:
             return super().called(call, module, args, kwargs)
-        self._kept.model(module)
+        self.door.run("a model", self._kept.model, module)
         self._is_without_grad = not torch.is_grad_enabled()
         if self._is_without_grad and not module.training:
             self._evaluation = self.evaluated.setdefault(id(module), _Evaluated(module))
@@ -105,15 +106,18 @@ class Looking(Observer):
         if self._local.looking:  # what we compute ourselves
             return super().__torch_dispatch__(func, types, args, kwargs)
         facts = op_facts(func)
-        for key in self._kept.before_op(facts, args, kwargs or {}):
-            for dtype in _LOW:
-                self._casts.pop((key, dtype), None)  # another weight is cast next time
-        if func is READ_NUMBER:
-            self._gradients.scale_read(args[0])
+        self.door.run(facts.id, self._before_op, facts, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not facts.is_view:
-            self._kept.after_op(args, kwargs or {}, result)
+            self.door.run(facts.id, self._kept.after_op, args, kwargs or {}, result)
         return result
+
+    def _before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for key in self._kept.before_op(facts, args, kwargs):
+            for dtype in _LOW:
+                self._casts.pop((key, dtype), None)  # another weight is cast next time
+        if facts.op is READ_NUMBER:
+            self._gradients.scale_read(args[0])
 
     def looks_before(self, facts: OpFacts) -> bool:
         """Whether it writes."""

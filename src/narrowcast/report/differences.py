@@ -16,11 +16,12 @@ from narrowcast.report.lines import cut, number_text, without_specials
 
 SCHEMA = "narrowcast.compare/1"
 
-EXACT, ROUND_OFF, FAULT, NONDETERMINISTIC, NOT_FINITE, UNKNOWN = (
-    "exact", "round-off", "fault", "nondeterministic", "not finite", "not run alone",
+EXACT, ROUND_OFF, FAULT, NONDETERMINISTIC, NOT_FINITE, UNKNOWN, NOT_JUDGED = (
+    "exact", "round-off", "fault", "nondeterministic", "not finite", "not run alone", "not judged",
 )  # fmt: skip
 """Verdicts: no difference; within what one unit in the last place of its formats explains; beyond that; differs between
-two runs of the reference itself; NaN or infinity where the reference has none; random, so that it cannot be run alone.
+two runs of the reference itself; NaN or infinity where the reference has none; random, so that it cannot be run alone;
+no run says how far round-off may go, since the model raises where its values move.
 """
 
 

@@ -14,11 +14,12 @@ from narrowcast.formats import Format, fp64
 from narrowcast.ledger.identity import CallId
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.noise import Noise
-from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.observer import Observer
 from narrowcast.runs.output_errors import difference
 from narrowcast.runs.reference import Kept, reads_opaque, sample_like
 from narrowcast.runs.rerun import can_run_again, copies_of_written, in_dtypes, run_wide
 from narrowcast.runs.rounding import round_to
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import checksum
 from narrowcast.torch_bridge import FORMATS, tensors_in
 

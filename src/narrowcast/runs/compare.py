@@ -7,7 +7,6 @@ place of the formats that the policy gives it: that says how far round-off may g
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.eager.door import Door, passes
 from narrowcast.errors import NarrowcastError, RunError
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.progress import Step, long_work
@@ -28,11 +28,13 @@ from narrowcast.report.differences import (
     FAULT,
     NONDETERMINISTIC,
     NOT_FINITE,
+    NOT_JUDGED,
     ROUND_OFF,
     Differences,
 )
 from narrowcast.runs.alone import Alone, RunAlone
 from narrowcast.runs.capture import NOTHING, note_of_changed, observed_region
+from narrowcast.runs.culprit import first_not_finite
 from narrowcast.runs.environment import environment
 from narrowcast.runs.isolating import Place, isolate
 from narrowcast.runs.judging import (
@@ -45,10 +47,11 @@ from narrowcast.runs.judging import (
 )
 from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.output_errors import dense, has_nan, output_errors
-from narrowcast.runs.reference import Keep, Kept, Moved, cast_units, rounded_to
+from narrowcast.runs.raising import first_line, said_of
+from narrowcast.runs.reference import Keep, Kept, Moved, cast_units, moved_units
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
-from narrowcast.runs.watch import first_not_finite, watch
+from narrowcast.runs.watch import watch
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.state import autocast_off
@@ -141,15 +144,6 @@ def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
     }  # fmt: skip
 
 
-def _said(error: RuntimeError) -> str:
-    """The line of an error that says what was wrong; TorchScript at times names only the code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if "TorchScript interpreter" not in lines[0]:
-        return lines[0]
-    code = next((before for before, line in itertools.pairwise(lines) if "<--- HERE" in line), "")
-    return lines[-1].removeprefix("RuntimeError:").strip() or f"a script raised at {code!r}"
-
-
 def _about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
     """What a reader has to know of calls that one side alone made."""
     first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
@@ -177,6 +171,8 @@ class _Comparing:
         self._casts = region.policy is not NOTHING
         self._changed: set[str] = set()
         self._step: Step = lambda: None
+        self._has_band = True
+        self._door = Door(found.notes)
 
     def run(self, isolate: int) -> None:
         """All runs, and what they show."""
@@ -214,9 +210,13 @@ class _Comparing:
             said = note_of_changed(list(self._changed))
             found.notes.append(f"{said}: each run began with the same ones, which are put back.")
 
+    def _note(self, note: str) -> None:
+        """Say it once."""
+        self._found.notes += [note] * (note not in self._found.notes)
+
     def _observed(self, observer: Observer) -> AbstractContextManager[None]:
         """What a run is watched by, which keeps the weights that are written to, too."""
-        observer.weights = self._weights
+        observer.weights, observer.door = self._weights, self._door
         return observer.observing()
 
     def _run(
@@ -241,7 +241,7 @@ class _Comparing:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise
             raise RunError(
-                "compare(reference='fp64')", f"the model does not run in fp64: {_said(error)}",
+                "compare(reference='fp64')", f"the model does not run in fp64: {said_of(error)}",
                 advice="Use reference='fp32': functions that close over their weights, frozen scripts, and code that "
                 "names dtypes keep the formats that they have.",
             ) from error  # fmt: skip
@@ -276,24 +276,24 @@ class _Comparing:
         self._run(self._trial, self._region, here)
         found.not_finite, found.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
 
-    def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome]]:
-        """The reference with each call's results moved by one unit in the last place."""
-        units = {
-            identity: max((FORMATS[d].epsilon for d in rounded_to(kept)), default=0.0)
-            for identity, kept in under.calls.items()
-            if identity in reference.calls
-        }
-        low = FORMATS[self._region.fast_dtype].epsilon
-        if not self._is_own:
-            others = [kept for identity, kept in under.calls.items() if identity not in reference.calls]
-            low = max((FORMATS[d].epsilon for kept in others for d in rounded_to(kept)), default=0.0)
-        # what computes otherwise under the policy rounds there as often as not
-        units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
-        found = []
+    def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome | None]]:
+        """The reference with each call's results moved by one unit in the last place; no outcome where that raised:
+        values decide of shapes there, and the runs that are compared went through.
+        """
+        units = moved_units(reference, under, FORMATS[self._region.fast_dtype].epsilon, self._is_own)
+        found: list[tuple[Moved, Outcome | None]] = []
         for seed in _SEEDS:
-            moved = Moved(self._policies, units, cast_units(under), seed)
+            moved = Moved(self._policies, units, cast_units(under), seed, keeps_exact=self._is_own)
             moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
-            outcome = self._run_reference(moved)
+            try:
+                outcome = self._run_reference(moved)
+            except Exception as error:
+                if passes(error):
+                    raise
+                outcome = None
+                self._note(
+                    f"With every result moved by one unit in the last place the model raises {first_line(error)}"
+                )
             found.append((moved, outcome))
         return found
 
@@ -301,7 +301,7 @@ class _Comparing:
 
     def _read_calls(
         self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone],
-        bands: list[tuple[Moved, Outcome]],
+        bands: list[tuple[Moved, Outcome | None]],
     ) -> None:  # fmt: skip
         found = self._found
         reference, under = _without_sums(reference), _without_sums(under)
@@ -327,17 +327,19 @@ class _Comparing:
             )
 
     def _read_outputs(
-        self, expected: Outcome, actual: Outcome, repeated: Outcome, bands: list[tuple[Moved, Outcome]]
+        self, expected: Outcome, actual: Outcome, repeated: Outcome, bands: list[tuple[Moved, Outcome | None]]
     ) -> None:
         found = self._found
         found.outputs = output_errors(expected.output, actual.output)
-        moved = [e.relative_error for _, outcome in bands for e in output_errors(expected.output, outcome.output)]
+        outcomes = [outcome for _, outcome in bands if outcome is not None]
+        moved = [e.relative_error for outcome in outcomes for e in output_errors(expected.output, outcome.output)]
         found.band = max((e for e in moved if math.isfinite(e)), default=0.0)
+        self._has_band = bool(moved) or not found.outputs
         largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
         for name, gradient in expected.gradients.items():
             theirs = actual.gradients.get(name)
             if theirs is not None:
-                moved_ones = [o.gradients[name] for _, o in bands if name in o.gradients]
+                moved_ones = [o.gradients[name] for o in outcomes if name in o.gradients]
                 found.gradients.append(judge_gradient(name, gradient, theirs, moved_ones, largest))
         found.verdict = self._verdict()
         worst = max((e.relative_error for e in found.outputs), default=0.0)
@@ -357,6 +359,9 @@ class _Comparing:
         if not worst and not found.differing:
             return EXACT
         tiny = FORMATS[torch.float32].epsilon * 8
+        if not self._has_band and worst > tiny:
+            self._note("No run says how far round-off carries to the output: only kernels were judged.")
+            return NOT_JUDGED
         return ROUND_OFF if worst <= max(OUTPUT_FACTOR * found.band, tiny) else FAULT
 
     # -- ops low alone -------------------------------------------------------------------------------------------------

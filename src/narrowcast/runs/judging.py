@@ -13,13 +13,14 @@ from narrowcast.report.differences import (
     FAULT,
     NONDETERMINISTIC,
     NOT_FINITE,
+    NOT_JUDGED,
     ROUND_OFF,
     UNKNOWN,
     CallError,
     GradientError,
 )
 from narrowcast.runs.alone import Alone, Samples, bias, differences, relative, ulps
-from narrowcast.runs.output_errors import as_real, decibels
+from narrowcast.runs.output_errors import as_real, decibels, dense
 from narrowcast.runs.reference import Kept, sample_like
 from narrowcast.torch_bridge import FORMATS, is_random, short_type
 
@@ -88,6 +89,8 @@ def _without_own(row: CallError, moved: list[Samples], r: Samples, draws: bool) 
     row = replace(row, band=band)
     if row.verdict != EXACT:
         return row
+    if not moved:
+        return replace(row, verdict=NOT_JUDGED)
     if row.total > OUTPUT_FACTOR * max(band, FORMATS[torch.float32].epsilon):
         why = f"{row.total:.1e} off, where one unit in the last place of every call makes {band:.1e}"
         return replace(row, verdict=FAULT, why=why)
@@ -148,8 +151,7 @@ def root_mean_square(gradient: torch.Tensor) -> float:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-    return as_real(dense).double().flatten()
+    return as_real(dense(gradient.detach())).double().flatten()
 
 
 def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, moved: Samples, largest: float) -> GradientError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.report import OutputError
-from narrowcast.torch_bridge import short_type, tensors_in
+from narrowcast.torch_bridge import part_of, short_type, tensors_in
 from narrowcast.torch_surface.dispatch import keystr, tree_flatten_with_path
 
 
@@ -80,8 +80,9 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with every element, if it is a sparse one."""
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    """The tensor with every element, if it is a sparse one; of a sharded one this rank's."""
+    part = part_of(tensor)
+    return part if part.layout is torch.strided else part.to_dense()
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed
 
 from narrowcast.scaling.readings import Reading
-from narrowcast.torch_surface.grad_scaling import check_and_unscale, dtensor_class, local_part, norms_of, stored_values
+from narrowcast.torch_bridge import values_of
+from narrowcast.torch_surface.grad_scaling import check_and_unscale, dtensor_class, norms_of
 
 Flags = dict[torch.device, torch.Tensor]
 """By device a tensor that holds 0.0, or 1.0 where a gradient is not finite."""
@@ -49,14 +50,6 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
         if groups:
             _agree(flags, found, groups)
     return flags
-
-
-def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient stores on this rank; writing to it writes to the gradient."""
-    dtensor = dtensor_class()
-    if dtensor is not None and isinstance(gradient, dtensor):
-        gradient = local_part(gradient)
-    return stored_values(gradient) if gradient.is_sparse else gradient
 
 
 def _groups(meshes: dict[Any, None], group: Any) -> list[Any]:

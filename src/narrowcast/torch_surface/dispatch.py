@@ -50,6 +50,8 @@ without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees what runs inside."""
 below_modes = torch._C._DisableTorchDispatch
 """The same for tensors of torch's own classes, at a tenth of its cost."""
+without_functions = torch._C.DisableTorchFunction
+"""`with without_functions():` no `__torch_function__`, of a class or a mode, sees what runs inside."""
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of users are on."""
 all_op_names = torch._C._dispatch_get_all_op_names
