@@ -25,9 +25,9 @@ from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling
 from narrowcast.scripts.decorated import code_of, undecorated
+from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.scopes import Scopes
 from narrowcast.scripts.scripted import ExplicitModule, explicit_function, explicit_module
-from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.tracing import traced_function, traced_module, tracing
 from narrowcast.torch_bridge import DTYPES, device_type_of, tensors_in
 from narrowcast.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph

@@ -16,11 +16,11 @@ from narrowcast.scripts.boundaries import bound_whole, close_passages
 from narrowcast.scripts.callers import mark_calls, mark_function, unmark
 from narrowcast.scripts.cast_already import prepare_marks
 from narrowcast.scripts.decorated import bare, check_methods, check_pins, undecorated
-from narrowcast.scripts.leaving import TORCH
+from narrowcast.scripts.leaving import TORCH, make_edges
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.scripts.region import register_region
 from narrowcast.scripts.region_facts import number_of
-from narrowcast.scripts.scopes import Scope, make_edges
+from narrowcast.scripts.scopes import Scope
 from narrowcast.scripts.source import OURS, Regions, Signature, rewriting
 from narrowcast.torch_bridge import to_dtype
 from narrowcast.torch_surface.jit import (

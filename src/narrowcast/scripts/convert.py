@@ -17,13 +17,14 @@ from narrowcast.scripts.callers import path_of
 from narrowcast.scripts.calls import is_optional_tensor
 from narrowcast.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.scripts.composites import open_composites, tell_closed
+from narrowcast.scripts.leaving import make_edges
 from narrowcast.scripts.lifetimes import keep_until_last_use
 from narrowcast.scripts.numbering import number_calls
+from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.policies import named_policy
 from narrowcast.scripts.read import Reader, Reading
 from narrowcast.scripts.region_facts import region_class
-from narrowcast.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, make_edges
-from narrowcast.scripts.source import shown_at
+from narrowcast.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
 from narrowcast.scripts.statistics import keep_norms, norms_kept
 from narrowcast.scripts.write import CastBefore, Kept, write_graph
 from narrowcast.sites.script_sites import MARK, number_of

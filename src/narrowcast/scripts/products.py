@@ -183,7 +183,7 @@ def corrcoef(self: Tensor) -> Tensor:
 def _sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
     """A product of matrices of which one or both are sparse."""
     if sparse.layout == torch.sparse_coo and dense.layout == torch.sparse_coo:
-        return torch._sparse_sparse_matmul(sparse, dense)
+        return torch.sparse.mm(sparse, dense)
     sizes = [sparse.size(0), dense.size(1)]
     if sparse.layout != torch.strided:
         zeros = torch.zeros(sizes, dtype=dense.dtype, device=dense.device)

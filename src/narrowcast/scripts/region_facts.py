@@ -8,7 +8,7 @@ import torch
 
 from narrowcast.errors import RegionError, ScriptError
 from narrowcast.policy import DEVICE_TYPES
-from narrowcast.scripts.source import shown_at
+from narrowcast.scripts.places import shown_at
 
 Value = Any  # torch._C.Value
 Node = Any  # torch._C.Node

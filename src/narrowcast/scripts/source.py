@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,13 +34,11 @@ from narrowcast.policy import as_policy
 from narrowcast.scripts.decorated import namespace, regions_around, undecorated
 from narrowcast.scripts.leaving import Flattener, at, exits_early, kept
 from narrowcast.scripts.policies import hold_policy
-from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_surface.jit import parser_replaced
 
 frontend: Any = _frontend
 _NATIVE = ast.Constant("native")
 _UNKNOWN = object()
-_FRAME = re.compile(r"(.+)\((\d+)\): ")
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
 Signature = tuple[tuple[str, ...], dict[str, str]]
@@ -321,34 +318,3 @@ def _without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.s
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
         return body[:1], body[1:]
     return [], body
-
-
-# -- places ------------------------------------------------------------------------------------------------------------
-
-
-def shown_at(node: Any) -> tuple[Origin, ...]:
-    """Where a node comes from: file, line, column, the line itself and a caret below it. Empty if that is not known."""
-    lines = node.sourceRange().splitlines()
-    head = next((line for line in lines if line.strip().startswith('File "')), None)
-    if head is None:
-        return _shown_in_trace(lines)
-    file, _, rest = head.strip().removeprefix('File "').partition('", line ')
-    marks = next((n for n, line in enumerate(lines) if "~" in line and line.strip(" ~") in ("", "<--- HERE")), None)
-    note = ""
-    if marks:
-        source, caret = lines[marks - 1], lines[marks].replace(" <--- HERE", "")
-        note = f"column {caret.index('~') + 1}\n    {source}\n    {caret.replace('~', '^', 1).rstrip()}"
-    return (Origin(file, int(rest.partition(" ")[0]), note),)
-
-
-def _shown_in_trace(lines: list[str]) -> tuple[Origin, ...]:
-    """Of a traced node, whose lines are the Python stack, the user's innermost."""
-    frames = [found for line in lines if (found := _FRAME.match(line))]
-    inner = next((f for f in frames if is_user_file(f[1])), frames[0] if frames else None)
-    return (Origin(inner[1], int(inner[2])),) if inner else ()
-
-
-def site_of(node: Any) -> tuple[str, int]:
-    """The file and line of a node; ("", 0) if they are not known."""
-    found = shown_at(node)
-    return (found[0].file, found[0].line) if found else ("", 0)
