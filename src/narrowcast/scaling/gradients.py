@@ -28,16 +28,29 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
     dtensor = dtensor_class()
     sorted_out: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = {}
     meshes: dict[Any, None] = {}
-    for parameter in parameters_of(optimizer):
-        if dtensor is not None and isinstance(parameter, dtensor):
-            meshes[parameter.device_mesh] = None
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.is_sparse and gradient.dtype is torch.float16:
-            parameter.grad = gradient = gradient.coalesce()  # equal indices may overflow when they are added
-        part = values_of(gradient)
-        sorted_out.setdefault(part.device, {}).setdefault(part.dtype, []).append(part)
+    for group_of in optimizer.param_groups:  # a loop for every parameter of every step: nothing is called in it
+        for parameter in group_of["params"]:
+            if dtensor is not None and isinstance(parameter, dtensor):
+                meshes[parameter.device_mesh] = None
+            part = parameter.grad
+            if part is None:
+                continue
+            dtype = part.dtype
+            if dtype.is_complex and part.is_conj():
+                parameter.grad = part = part.resolve_conj()
+            if part.is_sparse and dtype is torch.float16:
+                parameter.grad = part = part.coalesce()  # equal indices may overflow when they are added
+            if dtensor is not None or part.is_sparse or dtype.is_complex:
+                part = values_of(part)
+                dtype = part.dtype
+            by_dtype = sorted_out.get(part.device)
+            if by_dtype is None:
+                by_dtype = sorted_out[part.device] = {}
+            parts = by_dtype.get(dtype)
+            if parts is None:
+                by_dtype[dtype] = [part]
+            else:
+                parts.append(part)
     flags: Flags = {}
     with torch.no_grad():
         for device, by_dtype in sorted_out.items():
@@ -52,11 +65,12 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient stores on this rank; writing to it writes to the gradient."""
+    """What a gradient stores on this rank, as real numbers; writing to it writes to the gradient."""
     dtensor = dtensor_class()
     if dtensor is not None and isinstance(gradient, dtensor):
         gradient = local_part(gradient)
-    return stored_values(gradient) if gradient.is_sparse else gradient
+    values = stored_values(gradient) if gradient.is_sparse else gradient
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _groups(meshes: dict[Any, None], group: Any) -> list[Any]:
