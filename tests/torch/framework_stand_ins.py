@@ -197,6 +197,7 @@ class Trainer:
 
     def train(self, batches=()):
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.accelerator._optimizers.clear()  # free_memory
         model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         for x in batches:
             loss = self.compute_loss(model, x)

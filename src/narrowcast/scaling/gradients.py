@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.nn import Parameter
 
 from narrowcast.scaling.readings import Reading
 from narrowcast.torch_surface.grad_scaling import check_and_unscale, dtensor_class, local_part, norms_of, stored_values
@@ -30,7 +31,7 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
     meshes: dict[Any, None] = {}
     for group_of in optimizer.param_groups:  # a loop for every parameter of every step: nothing is called in it
         for parameter in group_of["params"]:
-            if dtensor is not None and isinstance(parameter, dtensor):
+            if type(parameter) is not Parameter and dtensor is not None and isinstance(parameter, dtensor):
                 meshes[parameter.device_mesh] = None
             part = parameter.grad
             if part is None:
@@ -40,7 +41,7 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
                 parameter.grad = part = part.resolve_conj()
             if part.is_sparse and dtype is torch.float16:
                 parameter.grad = part = part.coalesce()  # equal indices may overflow when they are added
-            if dtensor is not None or part.is_sparse or dtype.is_complex:
+            if type(part) is not torch.Tensor or part.is_sparse or dtype.is_complex:
                 part = values_of(part)
                 dtype = part.dtype
             by_dtype = sorted_out.get(part.device)

@@ -122,7 +122,8 @@ class Scaler(ScalerState):
         """Whether gradients of this optimizer were unscaled by way of another, and not written to since: of a wrapper
         that does not say what it wraps.
         """
-        others = [state["unscaled"] for state in self.states() if state.get("unscaled") is not None]
+        own = self.state_of(optimizer)
+        others = [s["unscaled"] for s in self.states() if s is not own and s.get("unscaled") is not None]
         done = [gradient for gradient, version in others if version_of(gradient) == version]
         return bool(done) and any(p.grad is one for one in done for p in parameters_of(optimizer))
 
