@@ -575,8 +575,8 @@ def test_gradients_that_another_optimizer_unscaled_are_refused():
     other, scaler = Around(inner, "hidden"), nc.Scaler("cpu")
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(other)
-    refused(lambda: scaler.unscale_(inner), "one around these gradients")
-    refused(lambda: scaler.step(inner), "one around these gradients")
+    refused(lambda: scaler.unscale_(inner), "one with these gradients")
+    refused(lambda: scaler.step(inner), "one with these gradients")
     weight.grad = None
     scaler.scale(weight.sum()).backward()
     scaler.step(inner)

@@ -130,7 +130,8 @@ class LightningPrecision(_Plugin):
         super().__init__(package=package, **settings)
         below: Any = super()
         if settings.get("cache_enabled") is None and not caches(below.autocast_context_manager()):
-            self.training = TrainingPrecision(**{**settings, "cache_enabled": False})
+            settings["cache_enabled"] = False
+            self.training = TrainingPrecision(**settings)
 
     def autocast_context_manager(self) -> Any:
         """The region."""

@@ -87,7 +87,8 @@ class TrainingPrecision:
         try:
             self._make_region()
         except RegionError as error:  # said where the settings are written, rather than at the first forward
-            raise TrainingError(f"{type(self).__name__}: {error.asked}", error.found, error.where, error.advice) from None
+            asked = f"{type(self).__name__}: {error.asked}"
+            raise TrainingError(asked, error.found, error.where, error.advice) from None
 
     # -- regions -------------------------------------------------------------------------------------------------------
 
@@ -276,8 +277,8 @@ class TrainingPrecision:
 
         Texts, numbers and None alone, beside what the scaler's state holds.
         """
-        scaler = self.scaler
-        return precision_state(self.policy, self._own_region, self.steps, None if scaler is None else scaler.state_dict())
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return precision_state(self.policy, self._own_region, self.steps, scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, by what `state_dict` gave or by the state of a bare GradScaler.

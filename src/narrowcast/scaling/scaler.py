@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,10 +29,10 @@ from narrowcast.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, inne
 class Scaler(ScalerState):
     """A `torch.amp.GradScaler`, with the same arguments and methods, that cannot fail in silence.
 
-    min_scale: the scale is not backed off below it; None is 1, or the first scale if that is less. patience: after so many skipped steps in a row, or a few at the
-    lowest scale, `on_stuck` says what to do: `warn`, again each time that the streak doubles, or `raise` ScalerError.
-    model: whose parameters' names are shown. process_group: of the ranks that hold shards of plain tensors and must
-    decide alike; those of DTensors (FSDP2, tensor parallel) are known.
+    min_scale: the scale is not backed off below it; None is 1, or the first scale if that is less. patience: after so
+    many skipped steps in a row, or a few at the lowest scale, `on_stuck` says what to do: `warn`, again each time that
+    the streak doubles, or `raise` ScalerError. model: whose parameters' names are shown. process_group: of the ranks
+    that hold shards of plain tensors and must decide alike; those of DTensors (FSDP2, tensor parallel) are known.
     """
 
     # -- what a loop calls ---------------------------------------------------------------------------------------------
@@ -98,9 +97,9 @@ class Scaler(ScalerState):
         state = self.state_of(optimizer)
         if state["stage"] is UNSCALED or self._are_unscaled(optimizer):
             raise self._error(
-                "unscale_()", "it was called for this optimizer, or one around these gradients, since the last update()",
-                "Call it once, when all gradients of the iteration are there; step() does, where nobody did. Lightning's "
-                "and Accelerate's optimizers unscale in their step: clip in the framework's hook before it.",
+                "unscale_()", "it was called for this optimizer, or one with these gradients, since the last update()",
+                "Call it once, when all gradients of the iteration are there; step() does, where nobody did. "
+                "Lightning's and Accelerate's optimizers unscale in their step: clip in the framework's hook before it.",
                 state.get("line"),
             )  # fmt: skip
         self._refuse_stepped(optimizer, "unscale_()")

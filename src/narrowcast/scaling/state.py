@@ -9,7 +9,6 @@ import torch
 
 from narrowcast.errors import ScalerError
 from narrowcast.ledger.records import Advice
-from narrowcast.policy import Site
 from narrowcast.scales.history import History
 from narrowcast.scales.stuck import Streak
 from narrowcast.scaling.findings import NO_CUDA, Findings
