@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import pickle
 import sys
 import types
@@ -287,14 +288,19 @@ def test_what_accelerate_prepared_without_us_is_no_silent_fp32(accelerate, when)
 
 
 def test_a_copy_of_a_prepared_model_runs_its_own_weights(accelerate):
-    """In the region, as an average of weights does."""
+    """In the region, as an average of weights does; what it takes can be read off it, as transformers does."""
     precision = AcceleratePrecision(stand_ins.Accelerator(), dtype="bf16", fp32_outputs=False)
-    model = precision.prepare(Net())
+    model = precision.prepare(precision.prepare(Net()))
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.layer.weight.zero_()
         copied.layer.bias.zero_()
     assert not copied(X).any() and copied(X).dtype is BF16 and model(X).any()
+    patched, function = Net(), lambda x: torch.ones(2, 2) @ x[:2, :2]  # no method
+    patched.forward = function
+    assert precision.prepare(patched)(X).dtype is BF16
+    assert inspect.signature(patched.forward) == inspect.signature(function)
 
 
 @pytest.mark.parametrize(

@@ -110,19 +110,20 @@ def run_in_region(model: Any, precision: TrainingPrecision, convert: Callable[[A
     """Have the model's forward run in the region, as a method of this model, and of copies that are made of it; what
     it gives is converted. The region of another precision, which ran it before, is gone.
     """
-    forward = model.forward
-    while hasattr(forward, "__narrowcast_precision__"):
-        forward = forward.__wrapped__
-    function = forward.__func__ if getattr(forward, "__self__", None) is model else None
+    before, is_method = getattr(model.forward, "__narrowcast_before__", (None, False))
+    if before is None:
+        is_method = getattr(model.forward, "__self__", None) is model
+        before = model.forward.__func__ if is_method else model.forward
 
-    @wraps(forward)
-    def in_region(this: Any, *args: Any, **kwargs: Any) -> Any:
+    @wraps(before)  # of a method the function: signatures are read off it
+    def in_region(*args: Any, **kwargs: Any) -> Any:
+        this = args[0] if is_method else model
         with precision.around_forward() if this.training else precision.region:
-            result = forward(*args, **kwargs) if function is None else function(this, *args, **kwargs)
+            result = before(*args, **kwargs)
         return convert(result)
 
-    in_region.__narrowcast_precision__ = precision  # type: ignore[attr-defined]
-    model.forward = MethodType(in_region, model)
+    in_region.__narrowcast_before__ = before, is_method  # type: ignore[attr-defined]
+    model.forward = MethodType(in_region, model) if is_method else in_region
 
 
 def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: str = TO_OPEN) -> None:

@@ -99,7 +99,7 @@ class Scaler(ScalerState):
             raise self._error(
                 "unscale_()", "it was called for this optimizer, or one with these gradients, since the last update()",
                 "Call it once, when all gradients of the iteration are there; step() does, where nobody did. "
-                "Lightning's and Accelerate's optimizers unscale in their step: clip in the framework's hook before it.",
+                "Lightning's and Accelerate's optimizers unscale in their step: clip in a hook of theirs before it.",
                 state.get("line"),
             )  # fmt: skip
         self._refuse_stepped(optimizer, "unscale_()")
