@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
-from narrowcast.sites.python_stack import is_user_file
+from narrowcast.sites.python_stack import find_site, is_user_file
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -184,17 +184,20 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
-def code_of(value: Any) -> types.CodeType | None:
-    """The code of a function, or of what an object runs when it is called."""
-    called = value if hasattr(value, "__code__") else vars(type(value)).get("__call__")
-    return getattr(called, "__code__", None)
+def places_of(*values: Any) -> tuple[Origin, ...]:
+    """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
+    calls = [value if hasattr(value, "__code__") else vars(type(value)).get("__call__") for value in values]
+    codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
+    found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
+    site = find_site()
+    return found or ((Origin(site.file, site.line),) if site.file else ())
 
 
 def _refused(function: Any, layer: Any, found: str) -> ScriptError:
-    codes = dict.fromkeys(code_of(value) for value in (undecorated(function), layer))
+    inner = undecorated(function)
     return ScriptError(
-        asked=f"a script of {getattr(function, '__qualname__', function)}, which is decorated",
+        asked=f"a script of {getattr(inner, '__qualname__', None) or _named(inner)}, which is decorated",
         found=found,
-        where=tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if code is not None),
-        advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
+        where=places_of(inner, layer),
+        advice="Open the region where it is called, or inside it: with torch.autocast(...): ...",
     )

@@ -239,6 +239,7 @@ def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]
             made.output().setType(NONE if leaves else node.inputsAt(0).type())
             if edge == AGAIN_MARK:
                 made.s_("name", AGAIN_MARK)
+            made.copyMetadata(node)
             made.insertBefore(place)
             open_here = entered if place is node else around
             open_here.remove(key) if leaves else open_here.append(key)

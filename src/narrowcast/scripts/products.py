@@ -183,7 +183,8 @@ def corrcoef(self: Tensor) -> Tensor:
 def _sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
     """A product of matrices of which one or both are sparse."""
     if sparse.layout == torch.sparse_coo and dense.layout == torch.sparse_coo:
-        return torch.sparse.mm(sparse, dense)
+        product: Tensor = torch.sparse.mm(sparse, dense)
+        return product
     sizes = [sparse.size(0), dense.size(1)]
     if sparse.layout != torch.strided:
         zeros = torch.zeros(sizes, dtype=dense.dtype, device=dense.device)

@@ -115,7 +115,10 @@ def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node
         found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
         maker = instance.node()
         asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
-        raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
+        inside = (
+            shown_at(n) for n in (maker, node, *node.owningBlock().nodes()) if n in (maker, node) or n.isAfter(node)
+        )
+        raise ScriptError(asked, found, next(filter(None, inside), ()), advice)
     if device not in DEVICE_TYPES:
         raise ScriptError(
             asked=f"a region on device type {device!r}", found="no autocast lists are known for it",

@@ -30,7 +30,7 @@ import torch
 from torch.jit import frontend as _frontend
 
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
-from narrowcast.policy import as_policy
+from narrowcast.policy import DEVICE_TYPES, as_policy
 from narrowcast.scripts.decorated import namespace, regions_around, undecorated
 from narrowcast.scripts.leaving import Flattener, at, exits_early, kept
 from narrowcast.scripts.policies import hold_policy
@@ -146,6 +146,11 @@ class _Rewriter:
         """A region that an expression means in Python, as the call that makes it; None for what makes its own."""
         if isinstance(expression, ast.Call):
             function = self._value(expression.func)
+            if _is_of_contextlib(function):
+                raise self._error(
+                    f"a with statement in a script, {ast.unparse(expression)}", "TorchScript compiles no such manager",
+                    expression, "Open the region itself: with torch.autocast(...): ...",
+                )  # fmt: skip
             whole = any(isinstance(a, ast.Starred) for a in expression.args) or None in map(_named, expression.keywords)
             made_here = hasattr(function, "__code__") or (self.regions.signature_of(function) is not None and not whole)
             if function is _UNKNOWN or made_here or not (whole or self._gives_regions(function)):
@@ -154,8 +159,13 @@ class _Rewriter:
         return self._as_call(value, expression) if value is not _UNKNOWN and self.regions.is_region(value) else None
 
     def _check_called(self, call: ast.Call) -> None:
-        """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another."""
+        """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another. And
+        for a region that is entered by hand.
+        """
         value = self._value(call.func)
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("__enter__", "__exit__", "enter_context"):
+            found = "scripts know where a region ends from with statements alone"
+            raise self._error(_asked(call), found, call, "Write it as a with statement: with torch.autocast(...): ...")
         if value is not _UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
             if not isinstance(value, types.MethodType | type):
                 regions_around(value, self.regions.is_region)
@@ -179,9 +189,7 @@ class _Rewriter:
             return
         names, defaults = signature
         if len(call.args) > len(names) or None in map(_named, call.keywords):
-            raise self._error(
-                ast.unparse(call), "its arguments cannot be told apart", call, f"Name them: {', '.join(names)}."
-            )
+            raise self._error(_asked(call), "its arguments cannot be told apart", call, f"They are {', '.join(names)}.")
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
         self._check_arguments(kind, given, call)
         found = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()} | given
@@ -202,18 +210,20 @@ class _Rewriter:
         known = {name: value for name, value in values.items() if value is not _UNKNOWN}
         if "device_type" in given:
             known.setdefault("device_type", "cpu")
+        advice = f"Its arguments are {', '.join(inspect.signature(kind).parameters)}."
         try:
             inspect.signature(kind).bind(**given)
+            advice = f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type."
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a device that is not here
                 kind(**known)
+            advice = "Give torch.bfloat16 or torch.float16."
+            if not isinstance(known.get("dtype"), torch.dtype | None) and issubclass(kind, torch.autocast):
+                raise TypeError(f"dtype is a {type(known['dtype']).__name__}, and torch's regions take a torch.dtype")
             self.regions.as_number(known.get("dtype") or torch.bfloat16)
-            if known.get("dtype") is not None and issubclass(kind, torch.autocast):
-                torch.empty(0, dtype=known["dtype"])
         except Exception as error:
             found = error.found if isinstance(error, NarrowcastError) else str(error).partition("\n")[0]
-            advice = getattr(error, "advice", "") or "Write it as eager code takes it: torch.bfloat16 or torch.float16."
-            raise self._error(f"a region in a script, {ast.unparse(call)}", found, call, advice) from None
+            raise self._error(_asked(call), found, call, getattr(error, "advice", "") or advice) from None
 
     def _with_digest(self, call: ast.Call) -> None:
         """A call of ours, in place: a policy is any Python expression, in a script it is text. Its cache is its own."""
@@ -224,19 +234,25 @@ class _Rewriter:
                 keyword.value = at(ast.Constant(True if isinstance(grade, str) else grade), keyword.value)
         call.keywords = [k for k in call.keywords if k.arg != "policy" or ast.unparse(k.value) != "None"]
         told = {k.arg: k.value for k in call.keywords if k.arg in ("policy", "inner")}
-        if "inner" not in told and isinstance(told.get("policy", _NATIVE), ast.Constant):
+        if not told or ast.unparse(told.get("policy", _NATIVE)) == "''":  # torch's own
             return
         try:
             value = as_policy(self._evaluated(told.get("policy", _NATIVE)))
-            inner = self._evaluated(told["inner"]) if "inner" in told else None
-            digest = hold_policy(value if inner is None else value.with_inner(inner))
+            if "inner" in told:
+                value = value.with_inner(self._evaluated(told["inner"]))
         except Exception as error:
-            raise self._error(
-                "a region's policy in a script", f"{type(error).__name__}: {error}", call,
+            found, advice = (
+                f"{type(error).__name__}: {error}",
                 "Name a policy that exists when the function is scripted.",
-            ) from None  # fmt: skip
-        call.keywords = [k for k in call.keywords if k.arg not in told]
-        call.keywords.append(at(ast.keyword("policy", ast.Constant(digest)), call))
+            )
+            if isinstance(error, NarrowcastError):
+                found, advice = f"{error.asked}: {error.found}", error.advice
+            elif isinstance(error, NameError):
+                found = "it is known only when the script runs"
+            raise self._error("a region's policy in a script", found, call, advice) from None
+        if "inner" in told or not isinstance(told["policy"], ast.Constant):
+            call.keywords = [k for k in call.keywords if k.arg not in told]
+            call.keywords.append(at(ast.keyword("policy", ast.Constant(hold_policy(value))), call))
 
     # -- device types that only the running script knows
 
@@ -286,10 +302,11 @@ class _Rewriter:
         signature = self.regions.signature_of(self._value(expression.func))
         if signature is None or "device_type" not in signature[0]:
             return None
-        if expression.args and not isinstance(expression.args[0], ast.Starred):
+        if 0 < len(expression.args) <= len(signature[0]) and not isinstance(expression.args[0], ast.Starred):
+            expression.asked = ast.unparse(expression)  # type: ignore[attr-defined]
             names = dict(zip(signature[0], expression.args, strict=False))
-            expression.keywords += [ast.keyword(k, v) for k, v in names.items()]
-            expression.args = expression.args[len(names) :]
+            expression.keywords[:0] = [ast.keyword(k, v) for k, v in names.items()]
+            expression.args = []
             at(expression, expression)
         return next((k for k in expression.keywords if k.arg == "device_type"), None)
 
@@ -307,6 +324,16 @@ class _Rewriter:
                 "TorchScript cannot leave a with statement early, and this one is no region", expression,
                 "Write the function with one return, at its end.",
             )  # fmt: skip
+
+
+def _is_of_contextlib(function: Any) -> bool:
+    """A function that contextlib.contextmanager decorates, or one of its own classes."""
+    home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+    return home == nullcontext.__module__ and function is not nullcontext
+
+
+def _asked(call: ast.Call) -> str:
+    return f"a region in a script, {getattr(call, 'asked', None) or ast.unparse(call)}"
 
 
 def _named(keyword: ast.keyword) -> str | None:
