@@ -63,6 +63,7 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py
+	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/torch/test_ways_to_open_regions.py
 	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
 	$(BIN)/python tests/conformance/front_ends.py

@@ -88,7 +88,9 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_region(region_class: type, value: Any) -> bool:
-    return issubclass(value if isinstance(value, type) else type(value), (torch.autocast, region_class))
+    """Whether something is a region, or a class of them, or a part without gradients, which scripts have, too."""
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, (torch.autocast, region_class)) or type(value) is torch.no_grad
 
 
 def _described(region_class: Any, value: Any) -> dict[str, Any]:

@@ -125,9 +125,9 @@ def _is_pin(layer: Any) -> bool:
 
 
 def _is_decorator(layer: Any) -> bool:
-    """Whether it is what torch's regions, or ours, make of a function, and not something around that."""
+    """Whether it is what torch's context managers, or our regions, make of a function, and not something around it."""
     home = getattr(layer, "__globals__", {}).get("__name__", "")  # `__module__` is that of what it wraps
-    return str(home).startswith((_OWN, "torch.amp."))
+    return str(home).startswith((_OWN, "torch.amp.", "torch.utils."))
 
 
 def _named(value: Any) -> str:

@@ -32,7 +32,7 @@ from torch.jit import frontend as _frontend
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
 from narrowcast.policy import DEVICE_TYPES, as_policy
 from narrowcast.scripts.decorated import namespace, regions_around, undecorated
-from narrowcast.scripts.leaving import Flattener, at, exits_early, kept
+from narrowcast.scripts.leaving import TORCH, Flattener, at, exits_early, kept
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.torch_surface.jit import parser_replaced
 
@@ -83,7 +83,7 @@ class _Rewriter:
         self.definition = parsed.ast.body[0]
         self.parsed = parsed
         self.regions = regions
-        self.names = namespace(function)
+        self.names = {**namespace(function), TORCH: torch}
         stored = {n.id for n in ast.walk(self.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         self.local = {a.arg for a in ast.walk(self.definition) if isinstance(a, ast.arg)} | stored
         self.owner = ""  # the name of the object whose method this is: what it holds is known
@@ -174,6 +174,8 @@ class _Rewriter:
         return self.regions.is_region(getattr(function, "func", function))  # of a functools.partial, too
 
     def _as_call(self, region: Any, place: Any) -> ast.expr:
+        if type(region) is torch.no_grad:
+            return at(ast.parse(f"{TORCH}.no_grad()", mode="eval").body, place)  # type: ignore[no-any-return]
         try:
             facts = self.regions.describe(region)
         except NarrowcastError as error:
