@@ -59,7 +59,7 @@ def test_regions_that_a_script_would_ignore():
     """Entered by hand, or compiled by torch.jit.script: not fp32 without a word."""
     x = torch.randn(3, 3)
     assert nc.script(with_statement)(x).dtype is torch.bfloat16
-    with pytest.raises(nc.errors.ScriptError, match=r"test_misuse.py:\d+(?s:.*)Write it as a with statement"):
+    with pytest.raises(nc.errors.ScriptError, match=r"test_misuse.py:\d+(?s:.*)Write it as one: with torch"):
         nc.script(by_hand)
     with pytest.raises(torch.jit.Error, match=r"narrowcast.autocast does nothing here.*narrowcast.script"):
         torch.jit.script(with_statement)(x)

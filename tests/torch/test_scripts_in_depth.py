@@ -1,5 +1,6 @@
 """Regions in scripts whose facts only the running script knows, or that the source does not show at once."""
 
+import contextlib
 from typing import Optional
 
 import pytest
@@ -187,3 +188,143 @@ def test_a_decorator_that_opens_no_region_is_named(x):
     """TorchScript leaves it out."""
     with pytest.warns(nc.errors.ScriptWarning, match=r"leaves out what its decorator does.*test_scripts_in_depth.py"):
         nc.script(logs, dtype="bf16")
+
+
+class Switched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.low, self.on = nn.Linear(8, 8), torch.float16, True
+
+    def forward(self, x: Tensor):
+        with torch.autocast("cpu", dtype=self.low, enabled=self.training):
+            y = self.linear(x)
+        self.on = not self.on
+        with nc.autocast("cpu", enabled=self.on):
+            return y, self.linear(x)
+
+
+def test_what_an_object_holds_is_asked_when_the_script_runs(x):
+    """Its mode, and attributes that forward changes."""
+    model, scripted = Switched(), nc.script(Switched())
+    for training in (True, False, True):
+        model.train(training), scripted.train(training)
+        assert [t.dtype for t in scripted(x)] == [t.dtype for t in model(x)]
+
+
+class Calling(nn.Module):
+    def __call__(self, *args):
+        with nc.autocast("cpu"):
+            return super().__call__(*args)
+
+    def forward(self, x: Tensor):
+        return x @ x
+
+
+class Scaled:
+    def __init__(self, function):
+        self.__wrapped__ = function
+
+    def __call__(self, x):
+        return self.__wrapped__(x) * 2
+
+
+def test_what_stands_around_forward_is_refused():
+    """A call of the module that opens a region, and an object that decorates its forward."""
+    for model in (Calling(), nn.Sequential(Calling())):
+        with pytest.raises(nc.errors.ScriptError, match=r"test_scripts_in_depth.py:\d+"):
+            nc.script(model)
+    model = nn.Linear(8, 8)
+    model.forward = Scaled(model.forward)
+    with pytest.raises(nc.errors.ScriptError, match="an object of type Scaled"):
+        nc.script(model)
+
+
+def raising(x: Tensor, n: int):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if n == 1:
+            return x @ x
+        elif n == 2:
+            raise ValueError("two")
+        for _i in range(n):
+            if n == 4:
+                return x.exp() @ x
+        raise ValueError("other")
+
+
+def test_a_region_that_ends_with_an_exception(x):
+    """What TorchScript drops behind it is no region left open."""
+    assert same(raising, x, 1) == same(raising, x, 4) == [BF16]
+    with pytest.raises(torch.jit.Error, match="two"):
+        nc.script(raising)(x, 2)
+
+
+def forking(x: Tensor):
+    a, b = torch.jit.fork(inner, x), torch.jit.fork(inner, x + 1)
+    return torch.jit.wait(a), torch.jit.wait(b)
+
+
+def test_forks_of_functions_with_regions(x, tmp_path):
+    """Outside of regions, and in a file that is converted."""
+    assert same(forking, x) == [BF16, BF16]
+    torch.jit.save(nc.script(forking), str(tmp_path / "f.pt"))
+    loaded = torch.jit.load(str(tmp_path / "f.pt"))
+    assert all(t.dtype is BF16 for t in (*loaded(x), *nc.convert(loaded)(x)))
+
+
+def recorded(x: Tensor, n: int):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.profiler.record_function("part"):
+        y = x @ x
+    if n == 1:
+        return y
+    with torch.autocast("cpu"):
+        with torch.profiler.record_function("inner"):
+            y = y @ x
+        if n == 2:
+            return y
+    return x
+
+
+def test_other_context_managers_beside_early_returns(x):
+    """They stay as they are; the region beside them holds."""
+    assert same(recorded, x, 1) == same(recorded, x, 2) == [BF16] and same(recorded, x, 3) == [FP32]
+
+
+def chosen_here(x: Tensor, on: bool):
+    with torch.autocast("cpu") if on else contextlib.nullcontext():
+        y = x @ x
+    with NOTHING:
+        return y, x @ x
+
+
+NOTHING = contextlib.nullcontext()
+
+
+def python_alone(x: Tensor):
+    if not torch.jit.is_scripting():
+        with contextlib.ExitStack():
+            return x + 0
+    return x + 0
+
+
+def of_another_format(x: Tensor, dtype: torch.dtype):
+    with torch.autocast("cpu", dtype=torch.float64):
+        y = x @ x
+    with torch.autocast("cpu", dtype=dtype):
+        return y, x @ x
+
+
+def test_regions_that_do_nothing(x):
+    """nullcontext, code that is not compiled, and formats in which torch's regions are off."""
+    assert same(chosen_here, x, True) == [BF16, FP32] and same(chosen_here, x, False) == [FP32, FP32]
+    assert same(python_alone, x) == [FP32]
+    assert same(of_another_format, x, FP16) == [FP32, FP16] and same(of_another_format, x, FP32) == [FP32, FP32]
+
+
+def by_a_word(x: Tensor):
+    with nc.autocast("cpu", inner="policy"), torch.autocast("cpu", dtype=torch.float8_e5m2, enabled=False):
+        return x @ x
+
+
+def test_arguments_of_regions_that_are_less_common(x):
+    """inner= without a policy, and a format that counts for nothing."""
+    assert same(by_a_word, x) == [FP32]

@@ -67,7 +67,7 @@ def script(
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
     with compiling(autocast, _device_types(target)):
         if isinstance(target, torch.nn.Module):
-            return _noting(explicit_module(compile_module(target), scopes, target), made_on)
+            return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
         return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
 
@@ -133,7 +133,7 @@ def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
     if inspect.isfunction(target):
         kind = "a lambda" if undecorated(target).__name__ == "<lambda>" else "a generator, or it is asynchronous"
     return ScriptError(
-        asked=f"{asked}({target!r})"[:80],
+        asked=f"{asked}({target.__qualname__ if inspect.isfunction(target) else repr(target)})"[:80],
         found=f"it is {kind}",
         where=places_of(undecorated(target), target),
         advice=advice,

@@ -45,7 +45,12 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
     """
 
     def with_regions(get_closure: Any) -> Any:
-        return lambda function: {**get_closure(undecorated(function)), OURS: region_class, TORCH: torch}
+        def closure(function: Any) -> dict[str, Any]:
+            inner = undecorated(function)
+            known = get_closure(inner) if inspect.isfunction(inner) else {}  # what is no function is refused later
+            return {**known, OURS: region_class, TORCH: torch}
+
+        return closure
 
     def compile_called(compile: Any, function: Any, *args: Any, **options: Any) -> Any:
         if not inspect.isfunction(function) or str(function.__module__).startswith(_HERE):
@@ -125,9 +130,9 @@ def compile_function(function: Callable[..., Any], region_class: type) -> Any:
     return script_function(bare(function, functools.partial(_is_region, region_class)))
 
 
-def compile_module(module: torch.nn.Module) -> Any:
+def compile_module(module: torch.nn.Module, region_class: type) -> Any:
     """A new script module, whose types no other module shares."""
-    check_methods(module)
+    check_methods(module, functools.partial(_is_region, region_class))
     made = script_module(module)
     for part in made.modules():
         for name in method_names(part):

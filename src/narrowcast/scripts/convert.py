@@ -141,7 +141,7 @@ def make_graph_explicit(
     outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
     if observed:  # the casts of a call come behind its mark
         _tell_sites(graph, reading)
-    forks = [item for item in section.walk() if item.node.kind() == "prim::fork" and item.scopes]
+    forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]
     cast_before = write_graph(graph, section, reading, outcome.program, kept)
     _convert_forks(forks, module, cast_before)
     if marked:
@@ -261,7 +261,7 @@ def _answer(graph: Any, section: Section) -> None:
 _UNSEEN = {
     "prim::PythonOp": (
         "a call into Python (torch.jit.ignore), which no region of a script reaches",
-        "Call it outside of the region, or open a region inside it.",
+        "Call it outside of the region.",
     ),
     "prim::CallMethod": (
         "a call of a method that is chosen when the script runs (an interface)",

@@ -33,7 +33,9 @@ def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any
         found += getattr(layer, _BARE, ())
         if not hasattr(layer, "__wrapped__"):
             if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
-                raise _refused(function, layer, f"it decorates {_named(layer)}, and scripts have no code for that")
+                raise _refused(
+                    function, layer, f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
+                )
             return found
         region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
         if _is_decorator(layer) and region is not None:
@@ -47,7 +49,7 @@ def bare(function: Any, is_region: Callable[[Any], bool]) -> Any:
     """The function below all decorators; a copy that knows the regions among them, if there are any."""
     regions, inner = regions_around(function, is_region), undecorated(function)
     if any(isinstance(getattr(layer, "__wrapped__", None), types.MethodType) for layer in _layers(function)):
-        raise _refused(function, inner, "it decorates a method of an object, and a script has no such function")
+        raise _refused(function, inner, "a region decorates a method of an object, and a script has no such function")
     if not regions or hasattr(inner, _BARE):
         return inner
     made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
@@ -76,9 +78,15 @@ def check_pins(function: Any) -> None:
         )  # fmt: skip
 
 
-def check_methods(module: torch.nn.Module) -> None:
-    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator."""
+def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. And for a `__call__` that
+    opens a region: it is not in a script.
+    """
     for part in module.modules():
+        call = type(part).__call__
+        if call is not torch.nn.Module.__call__ and not isinstance(part, torch.jit.ScriptModule):
+            if _may_open(call, is_region):
+                raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
         for kind in type(part).__mro__:
             for name, found in vars(kind).items():
                 if callable(found) and hasattr(found, "__narrowcast_pinned__"):
@@ -136,11 +144,13 @@ def _named(value: Any) -> str:
 
 def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
     """A decorator of somebody else: what it does is not in a script."""
+    if not isinstance(layer, types.FunctionType):
+        raise _refused(function, layer, f"the decorator is {_named(layer)}, and TorchScript compiles functions alone")
     if _may_open(layer, is_region):
         found = "a decorator opens a region in code of its own, and TorchScript compiles what is below decorators"
         raise _refused(function, layer, found)
-    code = getattr(layer, "__code__", None)
-    if code is not None and is_user_file(code.co_filename):
+    code = layer.__code__
+    if is_user_file(code.co_filename) or _is_decorator(layer):
         warnings.warn(
             f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
             f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
@@ -151,7 +161,7 @@ def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) 
 
 def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
     """Whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
-    seen, waiting = {id(wrapper.__wrapped__), id(undecorated(wrapper))}, [wrapper]
+    seen, waiting = {id(layer) for layer in _layers(wrapper)} - {id(wrapper)}, [wrapper]
     while waiting and len(seen) < _MOST:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
@@ -196,8 +206,8 @@ def places_of(*values: Any) -> tuple[Origin, ...]:
 def _refused(function: Any, layer: Any, found: str) -> ScriptError:
     inner = undecorated(function)
     return ScriptError(
-        asked=f"a script of {getattr(inner, '__qualname__', None) or _named(inner)}, which is decorated",
+        asked=f"a script of {getattr(inner, '__qualname__', None) or 'what is decorated'}",
         found=found,
         where=places_of(inner, layer),
-        advice="Open the region where it is called, or inside it: with torch.autocast(...): ...",
+        advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from narrowcast.scripts.calls import facts_of, holds_tensors
 
+_ITSELF = ("aten::to", "aten::type_as", "aten::contiguous")  # they give what they are given, where it is so already
 _ADDING = ("aten::append", "aten::insert", "aten::_set_item")
 
 
@@ -34,6 +35,8 @@ class Leaves:
     def _sources(self, value: Any) -> list[Any]:
         node = value.node()
         facts = facts_of(node)
+        if node.kind() in _ITSELF:
+            return [node.inputsAt(0)]
         if facts is not None and (facts.computes or node.kind() != "aten::alias"):
             return []
         position = [output.unique() for output in node.outputs()].index(value.unique())

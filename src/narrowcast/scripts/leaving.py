@@ -50,10 +50,18 @@ def exits_early(body: list[ast.stmt], top: bool = True) -> bool:
 class Flattener:
     """One function's with statements, as marks."""
 
-    def __init__(self, is_no_grad: Callable[[ast.expr], bool], check_region: Callable[[ast.expr], None]) -> None:
-        """check_region: ScriptError for what is known to be no region; there are marks for regions alone."""
+    def __init__(
+        self,
+        is_no_grad: Callable[[ast.expr], bool],
+        is_other: Callable[[ast.expr], bool],
+        refuse: Callable[[ast.expr], None],
+    ) -> None:
+        """is_other: whether an expression is known to be no region; there are marks for regions alone. refuse: raises
+        where something leaves another.
+        """
+        self.refuse = refuse
         self.is_no_grad = is_no_grad
-        self.check_region = check_region
+        self.is_other = is_other
         self.entered: set[str] = set()
 
     def flattened(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -70,7 +78,16 @@ class Flattener:
         return found
 
     def _pushed(self, statement: ast.With) -> list[ast.stmt]:
-        """A with statement as marks around those of its parts that nothing leaves."""
+        """A with statement as marks around those of its parts that nothing leaves; what is no region stays as it is."""
+        for n, item in enumerate(statement.items):
+            if self.is_other(item.context_expr):
+                if _leaves(statement.body):
+                    self.refuse(item.context_expr)
+                outer, inner = (ast.With(items=i, body=[]) for i in (statement.items[:n], statement.items[n + 1 :]))
+                inner.body = statement.body
+                statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
+                outer.body = [statement]
+                return self._pushed(at(outer, statement)) if outer.items else outer.body
         made: list[ast.stmt] = []
         items: list[str] = []
         for item in statement.items:
@@ -79,7 +96,6 @@ class Flattener:
                 made.append(at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
                 items.append(name)
                 continue
-            self.check_region(item.context_expr)
             name, keep = kept("with", item.context_expr, statement)
             made.append(keep)
             if item.optional_vars is not None:
@@ -114,18 +130,19 @@ class Flattener:
 
     def _compound(self, items: list[str], statement: Any) -> list[ast.stmt]:
         made: list[ast.stmt] = []
-        is_if = isinstance(statement, ast.If)
+        is_if, asked = isinstance(statement, ast.If), getattr(statement, "test", getattr(statement, "iter", None))
         if isinstance(statement, ast.While) and _computes(statement.test):
             branch = ast.If(test=statement.test, body=statement.body, orelse=[ast.Break()])
             statement.body, statement.test = [at(branch, statement)], at(ast.Constant(True), statement)
-        elif not isinstance(statement, ast.While) and _computes(statement.test if is_if else statement.iter):
+        elif not isinstance(statement, ast.While) and asked is not None and _computes(asked):
             made += self._edges(items, statement)
         marked = bool(made)
         for name in ("body", "orelse"):
-            inner = self._inside(items, getattr(statement, name))
+            inner = self._inside(items, getattr(statement, name, []))
             if marked and (is_if or inner):
                 inner = [*_exits(items, BRANCH_MARK, statement), *inner]
-            setattr(statement, name, inner)
+            if inner:
+                setattr(statement, name, inner)
         return [*made, statement]
 
     def _edges(self, items: list[str], place: ast.stmt) -> list[ast.stmt]:

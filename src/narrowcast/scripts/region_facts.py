@@ -40,7 +40,9 @@ def number_of(dtype: torch.dtype) -> int:
     """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
     if dtype not in _NUMBERS:
         advice = "Give torch.bfloat16 or torch.float16."
-        raise RegionError(f"a region in a script in {dtype}", "it is no floating format of a region", advice=advice)
+        raise RegionError(
+            f"a region in a script in {dtype}", "autocast cannot use this dtype as its low format", advice=advice
+        )
     return _NUMBERS[dtype]
 
 
@@ -52,7 +54,7 @@ _WRITTEN = 'Write it where it is used: with torch.autocast("cpu", torch.bfloat16
 _UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
     "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
     "aten::__getitem__": (
-        "which one of a list or dict is known only when it runs",
+        "which region the list or dict gives is known only when it runs",
         f"{_WRITTEN}, one with statement for each, chosen by an if.",
     ),
     "": (

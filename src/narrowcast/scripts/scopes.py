@@ -195,6 +195,8 @@ class Scanner:
             item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False, call=self.calls[-1])
             item.blocks = self._inner(node, stack[-1], callers[-1])
             section.items.append(item)
+        while len(stack) > depth and block.findAllNodes("prim::RaiseException"):  # what follows that is gone
+            self._left(entered.pop(), block.returnNode(), stack)
         if len(stack) != depth:
             raise ScriptError(
                 asked="a region in a script", found="it is left in another block than it was entered in",
