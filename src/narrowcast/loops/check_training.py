@@ -20,6 +20,8 @@ from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
 _NOT_OF_LOOPS = ("rule without effect", "switched off")
 """What a recording advises and two steps cannot judge, or the user has written on purpose."""
+_MORE = 32
+"""How many steps more a scaler has that skips each of them, to come down to a scale that fits."""
 
 
 def check_training(
@@ -72,23 +74,24 @@ def check_training(
             stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
             stack.enter_context(told_of_optimizer_steps(has_stepped))
             stack.enter_context(looking.observing())
-            for _ in range(steps):
+            ran = 0
+            while ran < steps or (looking.is_stuck and ran < steps + _MORE):
                 _refuse_what_has_not_run(step(*args, **(kwargs or {})))
+                ran += 1
+                door.run("a step as a whole", looking.end_of_round)
     finally:
         kept.put_back()
     door.run("the steps as a whole", looking.judge)
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
     found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
     notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
-    if not trained:
+    if not trained and not looking.skipped:
         notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not looked at.")
-    if looking.updates > trained:
-        notes.append(
-            f"{looking.updates - trained} steps were skipped: gradients were not finite at the scaler's scale."
-        )
-    return TrainingCheck(tuple(found), found, steps, looking.calls, notes)
+    if looking.skipped and looking.skipped < looking.updates:
+        notes.append(f"{looking.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
+    return TrainingCheck(tuple(found), found, ran, looking.calls, notes)
 
 
 def _refuse_what_has_not_run(given: Any) -> None:
