@@ -118,11 +118,12 @@ class Backwards:
 
     def adds(self, call: SeenCall) -> None:
         """A call of a backward is about to write: perhaps to a gradient, what it adds."""
-        parameter = getattr(current_autograd_node(), "variable", None)
-        if op_name(call.facts.op) != "add_" or parameter is None or parameter.grad is None:
+        target = values_of(call.args[0]) if op_name(call.facts.op) == "add_" else None
+        if target is None or not has_storage(target):
             return
-        gradient, target = values_of(parameter.grad), values_of(call.args[0])
-        if not has_storage(gradient) or storage_key(gradient) != storage_key(target):
+        leaf = getattr(current_autograd_node(), "variable", None)
+        gradient = values_of(leaf.grad) if leaf is not None and leaf.grad is not None else target
+        if storage_key(gradient) != storage_key(target) or (leaf is None and self._gradients.get(target) is None):
             return
         site, known = self._lines[-1], self._of(gradient)
         if known.is_used:

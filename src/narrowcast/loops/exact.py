@@ -13,7 +13,7 @@ from narrowcast.loops.kept import written
 from narrowcast.policy import NOWHERE, Site
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.observer import quietly
-from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, part_of, tensors_in
 from narrowcast.torch_surface.dispatch import (
     TO_COPY,
     StorageWeakRef,
@@ -33,6 +33,10 @@ _ARITHMETIC = frozenset(f"{start}{name}" for start in ("", "_foreach_") for name
 }  # fmt: skip
 """What is computed a second time, in fp32. Whatever else is computed is taken as it is: integers that round at random,
 a choice between two neighbours.
+"""
+_LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
+"""The share of the elements that should move and stay, from which on it is told. The first steps of an optimizer are
+its largest: what one in a hundred weights loses then, most lose later.
 """
 _HELD = 0.8
 """The share of what was lost that somebody else has to hold for it to be no loss."""
@@ -101,6 +105,7 @@ class Exact:
     ) -> Begun | None:
         """An op is about to run: its arguments in fp32, if it is one that is computed again. steps: an optimizer does."""
         name = op_name(facts.op).removesuffix("_")
+        args, kwargs = tree_map(_part, (args, kwargs))
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
         targets = written(facts, args, kwargs)
         known = [value for t in tensors if (value := self._values.get(t)) is not None]
@@ -125,7 +130,7 @@ class Exact:
 
     def end(self, begun: Begun, result: Any) -> None:
         """It has run: what it would have given."""
-        given = begun.targets or tensors_in(result)
+        given = begun.targets or tensors_in(tree_map(_part, result))
         with quietly():
             try:
                 wide = begun.facts.op(*begun.args, **begun.kwargs)
@@ -197,6 +202,11 @@ class Exact:
         self._values.put(tensor, value)
 
 
+def _part(value: Any) -> Any:
+    """This rank's part of a DTensor: what is added up element by element is added up in each part."""
+    return part_of(value) if isinstance(value, torch.Tensor) else value
+
+
 def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
@@ -226,9 +236,6 @@ def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: t
     return any(float(share) >= _HELD for share in shares)
 
 
-_LOST = 0.25
-"""The share of the elements that should move and stay, from which on it is told."""
-
 
 def told(lost: list[Lost], names: dict[int, str]) -> list[Found]:
     """What a step has lost, of weights together and of averages at each line, if it is much."""
@@ -238,12 +245,13 @@ def told(lost: list[Lost], names: dict[int, str]) -> list[Found]:
     found = []
     for group in rows.values():
         wanted, stay = sum(one.wanted for one in group), sum(one.lost for one in group)
-        if not wanted or stay / wanted < _LOST:
-            continue
         most = max(group, key=lambda one: one.lost)
+        if stay <= wanted * (_LOST_OF_WEIGHTS if most.is_weight else _LOST_OF_AVERAGES):
+            continue
+        where = f" (most of them in {names[most.key]})" if most.key in names else ""
         what = (
             f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where they "
-            f"were, most of them in {names.get(most.key, 'a tensor')}: what is added is less than half a unit of "
+            f"were{where}: what is added is less than half a unit of "
         )
         if most.is_weight:
             found.append((

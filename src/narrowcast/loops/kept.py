@@ -82,12 +82,12 @@ class Kept:
 
     def gradients(self) -> set[int]:
         """Where the gradients lie that the parameters of models and optimizers have now."""
-        found = [parameter.grad for _, parameter in self._parameters()]
-        return {storage_key(gradient) for gradient in found if gradient is not None and has_storage(gradient)}
+        return {storage_key(t) for t in _in_memory([parameter.grad for _, parameter in self._parameters()])}
 
     def names(self) -> dict[int, str]:
         """The models' parameters: names by where they lie."""
-        return {storage_key(parameter): name for name, parameter in self._parameters() if name}
+        rows = self._parameters()
+        return {storage_key(part): name for name, parameter in rows if name for part in _in_memory(parameter)}
 
     def scales(self) -> set[int]:
         """Where the scales of all scalers lie."""
@@ -106,7 +106,7 @@ class Kept:
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         named = [row for model in self._models.values() for row in model.named_parameters()]
         others = [("", parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)]
-        return [(name, parameter) for name, parameter in (*others, *named) if has_storage(parameter)]
+        return [*others, *named]
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,8 @@ class Kept:
                         whole.copy_(before)
             self._living.put_back()
             for _, parameter in self._parameters():
-                if storage_key(parameter) in self._copies and not parameter.is_inference():
+                parts = _in_memory(parameter)
+                if any(storage_key(part) in self._copies for part in parts) and not parameter.is_inference():
                     increment_version(parameter)  # what is written through .data does not: casts that are kept
             for generator, state in self._generators.values():
                 generator.set_state(state)

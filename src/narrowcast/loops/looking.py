@@ -15,7 +15,6 @@ from narrowcast.loops.backwards import Backwards
 from narrowcast.loops.exact import Begun, Exact, told
 from narrowcast.loops.gradients import Found, Gradients, find_underflow
 from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept, written
-from narrowcast.loops.sharded import KIND as BESIDE
 from narrowcast.loops.sharded import casts_beside
 from narrowcast.loops.stale import Stale
 from narrowcast.loops.sums import Sums
@@ -57,7 +56,7 @@ class _Evaluated:
 class Looking(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
     has_seen, has_lowered: there was one, a region lowered one; skipped: updates after which no optimizer stepped; scale:
-    at the last of them.
+    at the last of them; beside: kinds of findings about who casts besides the region.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -85,7 +84,7 @@ class Looking(Observer):
         self._exact = Exact(kept.was_there, self._gradients.lie_in)
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
-        self._are_beside = False
+        self.beside: list[str] = []
         self._meant: ByStorage[bool] = ByStorage()
 
     @property
@@ -126,10 +125,10 @@ class Looking(Observer):
     def _met_model(self, module: torch.nn.Module) -> None:
         self._kept.model(module)
         self._gradients.forget()
-        beside = casts_beside(module) if _in_region() and not self._are_beside else None
-        if beside is not None:
-            self._are_beside = True
-            self.add(BESIDE, *beside, loop_line())
+        for found in casts_beside(module) if _in_region() else ():
+            if found[0] not in self.beside:
+                self.beside.append(found[0])
+                self.add(*found, loop_line())
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -282,10 +281,11 @@ class Looking(Observer):
 
     def _goes_on_in_fp32(self, call: SeenCall) -> None:
         """What the user has cast to fp32, and whatever is computed from it outside of regions, is meant to be fp32."""
-        floats = [t for t in tensors_in(call.args, call.kwargs) if is_floating(t)]
-        if call.plan is None and (
-            any(self._meant.get(t) for t in floats) or (call.is_cast and call.facts.op is TO_COPY and floats[0].dtype in _LOW)
-        ):
+        if call.plan is not None:
+            return
+        given = tensors_in(call.args, call.kwargs)
+        is_cast_by_user = call.facts.op is TO_COPY and given[0].dtype in _LOW and call.result.dtype is torch.float32
+        if is_cast_by_user or any(self._meant.get(t) for t in given):
             for tensor in call.results:
                 self._meant.put(tensor, True)
 

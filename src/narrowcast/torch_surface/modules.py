@@ -58,27 +58,22 @@ def module_call_code() -> CodeType:
 
 
 def formats_of_wrapper(module: Module) -> tuple[dict[str, torch.dtype | None], list[str]]:
-    """Of a module that FSDP2 shards the dtypes of its MixedPrecisionPolicy by name; and the names of the hooks that
-    reduce its gradients, FSDP2's or DistributedDataParallel's.
+    """Of a module that FSDP2 shards the dtypes of its MixedPrecisionPolicy by name, with that of the reduction filled
+    in; and the names of the hooks that reduce gradients, FSDP2's or DistributedDataParallel's.
     """
-    sharding = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
-    hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ()) if isinstance(module, _data_parallel())]
-    if sharding is None or not isinstance(module, sharding.FSDPModule):
-        return {}, [_name(hook) for hook in hooks]
-    state: Any = module._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", None)
-    hooks = [hook for hook in (getattr(group, "_all_reduce_hook", None),) if hook is not None]
-    policy = state._mp_policy
-    names = ("param_dtype", "reduce_dtype", "output_dtype")
-    return {name: getattr(policy, name) for name in names}, [_name(hook) for hook in hooks]
-
-
-def _data_parallel() -> type[Module]:
-    return torch.nn.parallel.DistributedDataParallel
-
-
-def _name(hook: Any) -> str:
-    return str(getattr(hook, "__name__", type(hook).__name__))
+    hooks: list[Any] = []
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        hooks = [hook for hook, _ in module._comm_hooks]
+    formats: dict[str, torch.dtype | None] = {}
+    sharding: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    if sharding is not None and isinstance(module, sharding.FSDPModule):
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        hooks += [hook for group in groups if (hook := getattr(group, "_all_reduce_hook", None)) is not None]
+        policy = state._mp_policy
+        formats = {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
+        formats["reduce_dtype"] = policy.reduce_dtype or policy.param_dtype
+    return formats, [str(getattr(hook, "__name__", type(hook).__name__)) for hook in hooks]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
