@@ -103,7 +103,7 @@ class Exact:
     def begin(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
     ) -> Begun | None:
-        """An op is about to run: its arguments in fp32, if it is one that is computed again. steps: an optimizer does."""
+        """An op is about to run: its arguments in fp32, if it is to be computed again. steps: an optimizer runs it."""
         name = op_name(facts.op).removesuffix("_")
         args, kwargs = tree_map(_part, (args, kwargs))
         tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
@@ -137,7 +137,7 @@ class Exact:
             except (RuntimeError, NotImplementedError):  # no such kernel in fp32: of other devices, of several formats
                 wide = None
             exact = written(begun.facts, begun.args, begun.kwargs) if begun.targets else tensors_in(wide)
-            if wide is None and not begun.targets or len(exact) != len(given):
+            if (wide is None and not begun.targets) or len(exact) != len(given):
                 exact = []
             for tensor in given:
                 self._values.drop(tensor)
@@ -232,9 +232,9 @@ def _lost(value: _Value, now: torch.Tensor, others: list[torch.Tensor]) -> Lost 
 def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: torch.Tensor) -> bool:
     """Whether somebody else holds what was rounded away, with either sign, or the sum as it would have been."""
     wide, rest = exact[stays], (exact - now)[stays]
-    shares = (((other[stays] - held).abs() <= 0.1 * rest.abs()).float().mean() for held in (rest, -rest, wide))
+    room = 0.1 * rest.abs() + torch.finfo(torch.float32).eps * wide.abs()
+    shares = (((other[stays] - held).abs() <= room).float().mean() for held in (rest, -rest, wide))
     return any(float(share) >= _HELD for share in shares)
-
 
 
 def told(lost: list[Lost], names: dict[int, str]) -> list[Found]:
@@ -250,8 +250,8 @@ def told(lost: list[Lost], names: dict[int, str]) -> list[Found]:
             continue
         where = f" (most of them in {names[most.key]})" if most.key in names else ""
         what = (
-            f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where they "
-            f"were{where}: what is added is less than half a unit of "
+            f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where "
+            f"they were{where}: what is added is less than half a unit of "
         )
         if most.is_weight:
             found.append((

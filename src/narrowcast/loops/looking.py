@@ -28,7 +28,15 @@ from narrowcast.runs.seen_call import SeenCall
 from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_graph_task
-from narrowcast.torch_surface.dispatch import ONES_LIKE, READ_NUMBER, TO_COPY, OpOverload, op_name, schema_of, storage_key
+from narrowcast.torch_surface.dispatch import (
+    ONES_LIKE,
+    READ_NUMBER,
+    TO_COPY,
+    OpOverload,
+    op_name,
+    schema_of,
+    storage_key,
+)
 from narrowcast.torch_surface.state import autocast_nesting
 
 COSTS_TIME = "weights cast again"
@@ -55,8 +63,8 @@ class _Evaluated:
 
 class Looking(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
-    has_seen, has_lowered: there was one, a region lowered one; skipped: updates after which no optimizer stepped; scale:
-    at the last of them; beside: kinds of findings about who casts besides the region.
+    has_seen, has_lowered: there was one, a region lowered one; skipped: updates of steps that were skipped; scale: at
+    the last of them; beside: kinds of findings about who casts besides the region.
     """
 
     def __init__(self, kept: Kept) -> None:

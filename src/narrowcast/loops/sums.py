@@ -64,8 +64,8 @@ class Sums:
                 continue
             return (
                 "a sum in a low format",
-                f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a unit of "
-                "the sum is lost, so that the sum stands still",
+                f"{call.id.op} adds up term by term in {FORMATS[result.dtype]}: a term that is less than half a "
+                "unit of the sum is lost, so that the sum stands still",
                 "Add up in fp32: total = total + loss.detach().float(), from a total that is a number or fp32.",
                 call.site,
             )
@@ -96,4 +96,6 @@ def _additions(call: SeenCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.T
     lists = [value if isinstance(value, list | tuple) else [value] for value in call.args[:2]]
     results = lists[0] if name.endswith("_") else call.results
     rows = zip(*lists, results, strict=False)
-    return [row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in _LOW]
+    return [
+        row for row in rows if all(isinstance(t, torch.Tensor) and has_storage(t) for t in row) and row[2].dtype in _LOW
+    ]

@@ -48,7 +48,8 @@ def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[
     """The leaves that a backward from a node reaches by a path without any of some nodes, named by their sequence
     numbers; and whether it meets one of these.
     """
-    waiting, seen, leaves, has_met = [root], set(), [], False
+    waiting, leaves, has_met = [root], [], False
+    seen: set[Any] = set()
     while waiting and len(seen) < most:
         node = waiting.pop()
         if node is None or node in seen:

@@ -180,7 +180,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The memory that a weak reference refers to; None where it is freed."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return found
 
 
