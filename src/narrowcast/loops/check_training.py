@@ -36,11 +36,13 @@ def check_training(
     random state and generators are as they were; counters of the function's own are not. A copy of what is written to
     is held meanwhile.
 
-    Found, each with the line and what to write instead: forward or loss outside of the region, backward or optimizer
-    inside, no region at all, a clip before the gradients are unscaled, weights cast again at each micro-batch, an
-    evaluation without the region, a region that somebody else opens inside yours, gradients that underflow, statistics
-    of batch norm in a low format, weights in a low format, fp16 without a scaler, a scaler without need. Compiled code
-    runs as eager code meanwhile. Reads values of gradients in fp16: an accelerator is waited for.
+    Found, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
+    evaluation), or inside (backward, optimizer, weights written to); what rounding keeps in place (updates of weights,
+    averages, sums of losses and of gradients, statistics of batch norm), judged by what moved; losses that are not
+    scaled, gradients that underflow, are clipped or added to in the wrong order, or are never cleared; steps that are
+    all skipped; whoever casts besides the region. Compiled code runs as eager code meanwhile. Reads values of gradients
+    in fp16, and of what is in a low format: an accelerator is waited for. Where a scaler skips all steps, more are run,
+    until its scale fits or is one.
 
     Returns a TrainingCheck, true if nothing is wrong. Raises RunError, and what the step raises.
     """
@@ -92,7 +94,7 @@ def check_training(
         notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not looked at.")
-    if looking.skipped and looking.skipped < looking.updates:
+    if looking.skipped:
         notes.append(f"{looking.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
     return TrainingCheck(tuple(found), found, ran, looking.calls, notes)
 

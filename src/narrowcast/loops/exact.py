@@ -13,7 +13,7 @@ from narrowcast.loops.kept import written
 from narrowcast.policy import NOWHERE, Site
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.observer import quietly
-from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, part_of, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, part_of, tensors_in
 from narrowcast.torch_surface.dispatch import (
     TO_COPY,
     StorageWeakRef,
@@ -150,13 +150,12 @@ class Exact:
         for tensor in targets:
             self._values.drop(tensor)
 
-    def drawn(self, facts: OpFacts, result: Any) -> None:
+    def drawn(self, result: Any) -> None:
         """An op has drawn random numbers: what they are added to is rounded as they want it."""
-        if is_random(facts.op):
-            for tensor in tensors_in(result):
-                if has_storage(tensor) and tensor.is_floating_point():
-                    drawn = _Value(None, (), tensor.dtype, tensor.detach().float(), NOWHERE, is_random=True)
-                    self._put(tensor, drawn.exact, drawn)
+        for tensor in tensors_in(result):
+            if has_storage(tensor) and tensor.is_floating_point():
+                drawn = _Value(None, (), tensor.dtype, tensor.detach().float(), NOWHERE, is_random=True)
+                self._put(tensor, drawn.exact, drawn)
 
     def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor]) -> list[Lost]:
         """What the step has lost; the next one begins with what lies there now."""

@@ -12,6 +12,7 @@ from narrowcast.eager.advice import listed_kinds
 from narrowcast.ledger import Advice
 from narrowcast.ledger.identity import BACKWARD, FORWARD
 from narrowcast.loops.backwards import Backwards
+from narrowcast.loops.batch_norm import low_statistics
 from narrowcast.loops.exact import Begun, Exact, told
 from narrowcast.loops.gradients import Found, Gradients, find_underflow
 from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept, written
@@ -26,7 +27,7 @@ from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.observer import Observer
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.sites.python_stack import loop_line
-from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
+from narrowcast.torch_bridge import OpFacts, is_random, is_weight, op_facts, tensors_in
 from narrowcast.torch_surface.autograd import current_graph_task
 from narrowcast.torch_surface.dispatch import (
     ONES_LIKE,
@@ -34,8 +35,8 @@ from narrowcast.torch_surface.dispatch import (
     TO_COPY,
     OpOverload,
     op_name,
-    schema_of,
     storage_key,
+    without_functions,
 )
 from narrowcast.torch_surface.state import autocast_nesting
 
@@ -86,7 +87,7 @@ class Looking(Observer):
         self.has_seen = self.has_lowered = False
         self._scales: Site | None = None
         self.skipped = 0
-        self.scale = 0.0
+        self.scale, self.has_room, self._is_known = 0.0, False, False  # of a scaler that was there before the steps
         self._update: Site | None = None
         self._backwards = Backwards()
         self._exact = Exact(kept.was_there, self._gradients.lie_in)
@@ -105,7 +106,7 @@ class Looking(Observer):
     @property
     def is_stuck(self) -> bool:
         """Whether a scaler has skipped all steps so far, and has a smaller scale left."""
-        return bool(self.updates) and self.skipped == self.updates and self.scale > 1
+        return bool(self.updates) and self.skipped == self.updates and self.has_room
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
@@ -144,13 +145,19 @@ class Looking(Observer):
         if self._local.looking:  # what we compute ourselves
             return super().__torch_dispatch__(func, types, args, kwargs)
         facts = op_facts(func)
-        begun = self.door.run(facts.id, self._before_op, facts, args, kwargs or {})
+        with without_functions():  # asking for a gradient, or for a dtype, is a call
+            begun = self.door.run(facts.id, self._before_op, facts, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if begun is not None:
-            self.door.run(facts.id, self._exact.end, begun, result)
-        elif not facts.is_view:
-            self.door.run(facts.id, self._exact.drawn, facts, result)
+        if begun is not None or is_random(func):
+            with without_functions():
+                self.door.run(facts.id, self._computed_again, begun, result)
         return result
+
+    def _computed_again(self, begun: Begun | None, result: Any) -> None:
+        if begun is not None:
+            self._exact.end(begun, result)
+        else:
+            self._exact.drawn(result)
 
     def _before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
         targets = self._kept.before_op(facts, args, kwargs)
@@ -188,7 +195,10 @@ class Looking(Observer):
         elif call.facts.id == UPDATE_SCALE:
             self.updates += 1
             self.skipped += bool(call.args[2])
-            self.scale, self._update = float(call.args[0]), loop_line()
+            scale = float(call.args[0])
+            self._is_known = storage_key(call.args[0]) in self._kept.scales()
+            self.has_room = self._is_known and scale > 1 and (self.updates == 1 or scale < self.scale)
+            self.scale, self._update = scale, loop_line()
             self._backwards.updated()
             self.end_of_step()
         elif call.id.direction == BACKWARD:
@@ -230,8 +240,7 @@ class Looking(Observer):
                 self.inside += 1
         else:
             self._is_outside(call)
-        if "batch_norm" in call.facts.id:
-            self._batch_norm(call)
+        self._say(low_statistics(call))
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Casts of weights; and whether gradients will flow back."""
@@ -248,7 +257,8 @@ class Looking(Observer):
     def steps(self, optimizer: Any, is_seen: bool) -> None:
         """An optimizer is about to step; is_seen: on the thread that is looked at."""
         self._kept.optimizer(optimizer, is_seen)
-        self._backwards.steps(optimizer)
+        with without_functions():
+            self._backwards.steps(optimizer)
         self._is_stepping = True
         self.end_of_step()
 
@@ -319,22 +329,6 @@ class Looking(Observer):
             return
         of.times += 1
 
-    def _batch_norm(self, call: SeenCall) -> None:
-        names = [argument.name for argument in schema_of(call.facts.op).arguments]
-        flag = next((names.index(name) for name in ("training", "train") if name in names), None)
-        if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
-            return  # frozen: nothing is added to them
-        for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
-            if name in ("running_mean", "running_var") and tensor.dtype in _LOW:
-                self.add(
-                    "batch norm statistics in a low format",
-                    f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds "
-                    "to it is soon lost in rounding",
-                    "Keep the module in fp32 (module.float()): a region gives it what it needs.",
-                    call.site,
-                )
-                return
-
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
@@ -360,7 +354,7 @@ class Looking(Observer):
                 "Open the same region around the evaluation: what is measured is then what was trained.",
                 evaluated.site,
             )
-        if self.updates and self.skipped == self.updates:
+        if self.updates and self.skipped == self.updates and self._is_known and not self.has_room:
             self.add(
                 "every step is skipped",
                 f"{self.skipped} of {self.updates} steps, the last at a scale of {self.scale:g}, have gradients that "
