@@ -255,8 +255,8 @@ class Adviser:
         low = next((found for t in tensors if (found := self._of_region(t)) is not None), None)
         if low is None:
             return
-        meets = any(t.dtype is torch.float32 and t.dim() for t in tensors)
         base = op_name(facts.op).strip("_").removesuffix("_forward")
+        meets = base not in named("computation.stores") and any(t.dtype is torch.float32 and t.dim() for t in tensors)
         precise = listed_kinds(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
         if not (meets or precise):
             return

@@ -34,9 +34,11 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
+"""The op that a conversion of element types ends in."""
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
-"""The op that a conversion of element types ends in."""
+ONES_LIKE = torch.ops.aten.ones_like.default
+"""What `loss.backward()` asks of its root."""
 ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
 """An nn.TransformerEncoderLayer as one op; those that its kernel calls are below."""
 MULTI_HEAD_ATTENTION = torch.ops.aten._native_multi_head_attention.default
@@ -174,6 +176,12 @@ def holds_others(kind: type[torch.Tensor]) -> bool:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a view of another, to autograd."""
     return bool(tensor._is_view())
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The memory that a weak reference refers to; None where it is freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:
