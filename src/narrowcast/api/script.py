@@ -8,7 +8,7 @@ import inspect
 import io
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def script(
     if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
         raise _no_code("script", target, "Give a function that is written with def and returns what it computes.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
-    with compiling(autocast, _device_types(target)):
+    with compiling(autocast, _device_types(target)), _assertions_explained(target):
         if isinstance(target, torch.nn.Module):
             return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
@@ -113,6 +113,23 @@ def convert(
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
         return _noting(explicit_module(_copied(script), scopes), made_on)
+
+
+@contextlib.contextmanager
+def _assertions_explained(target: Any) -> Iterator[None]:
+    """ScriptError for what ends in an assertion of TorchScript's compiler, which says neither where nor why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "INTERNAL ASSERT FAILED" not in str(error):
+            raise
+        raise ScriptError(
+            asked=f"script({getattr(target, '__qualname__', type(target).__name__)})",
+            found=f"TorchScript's compiler fails: {str(error).strip().partition(chr(10))[0]}",
+            where=places_of(getattr(target, "forward", target)),
+            advice="It does so at a with statement, other than a region, that stands behind an early return: move it into "
+            "a function of its own.",
+        ) from error
 
 
 def _device_types(target: Any) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import _jit_internal
 from torch.jit import frontend as _frontend
 
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
@@ -36,7 +37,7 @@ from narrowcast.scripts.decorated import namespace, regions_around, undecorated
 from narrowcast.scripts.leaving import TORCH, Flattener, at, exits_early, kept
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.torch_bridge import FORMATS
-from narrowcast.torch_surface.jit import parser_replaced
+from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 
 frontend: Any = _frontend
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
@@ -187,7 +188,7 @@ class _Rewriter:
                 found = "a script can tell where a region ends from a with statement alone"
                 raise self._error(_asked(call), found, call, "Write it as one: with torch.autocast(...): ...")
         if value is not _UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
-            if not isinstance(value, types.MethodType | type):
+            if not isinstance(value, types.MethodType | type | ScriptFunction | ScriptMethod):
                 regions_around(value, self.regions.is_region)
 
     def _gives_regions(self, function: Any) -> bool:
@@ -217,16 +218,16 @@ class _Rewriter:
             raise self._error(_asked(call), "not all of its arguments are known", call, _SPELT)
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
         self._check_arguments(kind, given, call)
-        found = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()} | given
+        written = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()} | given
         constants = {name: self._constant(given.get(name)) for name in ("dtype", "enabled", "cache_enabled")}
         for name, value in constants.items():
             if name == "dtype" and value is not _UNKNOWN and value is not None:
                 is_off = constants["enabled"] is False and FORMATS.get(value, _fp32).bits < 16
-                found[name] = at(ast.Constant(None if is_off else self.regions.as_number(value)), call)
+                written[name] = at(ast.Constant(None if is_off else self.regions.as_number(value)), call)
             elif isinstance(value, bool):
-                found[name] = at(ast.Constant(value), call)
+                written[name] = at(ast.Constant(value), call)
         call.func, call.args = ast.Name(OURS, ast.Load()), []
-        call.keywords = [ast.keyword(k, v) for k, v in found.items()]
+        call.keywords = [ast.keyword(k, v) for k, v in written.items()]
         at(call, call)
         self._with_digest(call)
 
@@ -304,7 +305,8 @@ class _Rewriter:
         if isinstance(test, ast.BoolOp):
             ends = isinstance(test.op, ast.Or)
             return ends if any(self._scripting(value) is ends for value in test.values) else None
-        return True if isinstance(test, ast.Call) and self._value(test.func) is torch.jit.is_scripting else None
+        asks = isinstance(test, ast.Call) and self._value(test.func) is _jit_internal.is_scripting
+        return True if asks else None
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
         """A with statement, or one for each device type that the running script may choose; none for nullcontext."""
