@@ -32,6 +32,37 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
     return [t for _, t in inputs_of(call)] if came is None else came
 
 
+def gave(call: SeenCall) -> list[torch.Tensor]:
+    """The floating tensors that a call gave, or wrote to."""
+    results = [t for t in call.results if is_floating(t)]
+    if not call.facts.overwrites:
+        return results
+    there = {id(t) for t in results}
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+    pairs = zip(names, came_in(call), strict=True)
+    return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+
+
+def fills(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is all of the memory it lies in."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_whole_number(tensor: torch.Tensor) -> bool:
+    """Whether it holds signed integers, as infinities may be cast to."""
+    return tensor.dtype in _INTEGERS and has_storage(tensor)
+
+
+def out_of_range(tensor: torch.Tensor) -> bool:
+    """Whether integers are as large as what casts make of an infinity, also after small numbers were added to it."""
+    half = torch.iinfo(tensor.dtype).max // 2
+    return bool(((tensor > half) | (tensor < -half)).any())
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
 class Flags:
     """For each tensor as it is now one number: whether it is finite; read of accelerators when it is asked for."""
 
@@ -105,6 +136,20 @@ def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
     if not x.is_cpu:
         return total.float()
     return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+
+
+def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether, element by element, what is not finite stands where it stood in what came."""
+    for result in results:
+        bad = torch.zeros_like(result, dtype=torch.bool)
+        try:
+            for tensor in came:
+                bad |= ~tensor.isfinite()
+        except RuntimeError:  # another shape: not element by element
+            return False
+        if bool((~result.isfinite() & ~bad).any()):
+            return False
+    return True
 
 
 # -- infinities that are meant -----------------------------------------------------------------------------------------
