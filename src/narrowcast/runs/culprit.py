@@ -14,6 +14,7 @@ from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.runs.finiteness import inputs_of, is_floating, is_lowest
+from narrowcast.runs.history import Maker
 from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, planned_arguments, run_in
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
@@ -42,7 +43,7 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
     masks: Named = []
     if call.plan is None or not any(call.plan.formats):
         return overflowed, masks
-    if gave_finite and _name(call) in named("finite.sums_all") and all(result.numel() for result in call.results):
+    if gave_finite and sums_all(call) and all(result.numel() for result in call.results):
         return overflowed, masks
     for (name, tensor), dst in _planned(call):
         if dst is None or not is_floating(tensor) or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
@@ -105,15 +106,31 @@ FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
 def keep_high(call: SeenCall) -> str:
     """The rule that keeps the call in fp32, as a policy file has it."""
     of = call.forward or call.id
-    module = f', module = "{of.module_path}"' if of.module_path else ""
-    return f'Keep it in fp32: [[rule]] with op = "{of.op}"{module}, action = "full".'
+    return f"Keep it in fp32: {_full(of.op, of.module_path)}."
+
+
+def _full(op: str, path: str) -> str:
+    module = f', module = "{path}"' if path else ""
+    return f'[[rule]] with op = "{op}"{module}, action = "full"'
+
+
+def is_quotient(call: SeenCall) -> bool:
+    """Whether its last argument divides the others."""
+    return _name(call) == "div"
+
+
+def sums_all(call: SeenCall) -> bool:
+    """Whether each element of its arguments goes into a sum, as in products."""
+    return _name(call) in named("finite.sums_all")
 
 
 _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 
 
-def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> Finding:
-    """What a call did that gave more that is not finite than came."""
+def find_culprit(
+    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: tuple[Maker, ...] = ()
+) -> Finding:
+    """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came."""
     has_nan = any(bool(torch.isnan(t).any()) for t in results)
     what = "nan" if has_nan else "infinity"
     overflowed, _ = overflowing_casts(call)
@@ -146,8 +163,23 @@ def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> 
         return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
-    advice = "No format mends it: keep its inputs off that value (a clamp, an epsilon, where)."
-    return finding_of(call, inputs, what, OP, sentence, advice)
+    return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded))
+
+
+def _advice(call: SeenCall, inputs: Named, rounded: tuple[Maker, ...]) -> str:
+    """What to do about what no format of the call mends: its inputs may have been rounded onto that value."""
+    off = "keep its inputs off that value (a clamp, an epsilon, where)."
+    low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
+    if not rounded:
+        came = "" if low is None else f" Its inputs came in {low}, whose rounding may have put them there."
+        return f"No format of this call mends it: {off}{came}"
+    made = " of ".join(f"{op} in {path}" if path else op for op, path in rounded)
+    rules = ", ".join(dict.fromkeys(_full(*maker) for maker in rounded))
+    where = "" if call.policy is not None else " in a region (none is open here)"
+    return (
+        f"No format of this call mends it: {off} If rounding or underflow put them there, keep in fp32 what made them, "
+        f"in a low format ({made}): {rules}{where}."
+    )
 
 
 def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
@@ -214,7 +246,7 @@ def _cause(call: SeenCall, inputs: Named) -> str:
         if not tensor.numel():
             continue
         zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
-        is_asked = name != "div" or tensor is inputs[-1][1]
+        is_asked = not is_quotient(call) or tensor is inputs[-1][1]
         if zeros and is_asked and name in named("finite.not_at_zero"):
             return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
         if negative and name in named("finite.not_below_zero"):

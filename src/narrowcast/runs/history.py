@@ -17,6 +17,10 @@ from narrowcast.report.findings import OP, Finding
 from narrowcast.runs.by_storage import ByStorage
 from narrowcast.runs.seen_call import SeenCall
 
+Maker = tuple[str, str]
+"""The op and the module of a call that gave something in a low format."""
+_MAKERS = 4
+"""How many are remembered of what something in a low format comes from, the nearest first."""
 Place = tuple[str | int, ...]
 """Where a call is made: module path, op, direction, file, line."""
 
@@ -85,6 +89,8 @@ class History:
         self.due: list[tuple[Cause, str]] = []
         self.at_step: list[Cause] = []
 
+        self._makers: ByStorage[tuple[Maker, ...]] = ByStorage()
+
     def __bool__(self) -> bool:
         return bool(self._carriers)
 
@@ -115,6 +121,17 @@ class History:
     def overwritten(self, tensor: torch.Tensor) -> None:
         """Finite values were written over all that lies there."""
         self._carriers.drop(tensor)
+
+    # -- who rounded it ------------------------------------------------------------------------------------------------
+
+    def rounded_by(self, tensor: torch.Tensor) -> tuple[Maker, ...]:
+        """Who made, in a low format, what the tensor holds; the nearest first."""
+        return self._makers.get(tensor) or ()
+
+    def rounds(self, results: Iterable[torch.Tensor], makers: tuple[Maker, ...]) -> None:
+        """These come out of a low format."""
+        for tensor in results if makers else ():
+            self._makers.put(tensor, makers[:_MAKERS])
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 

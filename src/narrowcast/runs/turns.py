@@ -66,6 +66,12 @@ class Who:
         """The place."""
         return self._site or self._found()[1]
 
+    @property
+    def module_path(self) -> str:
+        """The path of its module: that is known without its place."""
+        path = _path(self._asked[0]) if self._id is None and self._asked is not None else None
+        return self.id.module_path if path is None else path
+
     def known(self) -> Who:
         """The same, found now, for whoever keeps the call."""
         if self._id is None:

@@ -18,9 +18,11 @@ from narrowcast.runs.culprit import (
     finding_of,
     gives_the_same_without,
     is_for_scaler,
+    is_quotient,
     is_unscaling,
     made_besides,
     overflowing_casts,
+    sums_all,
     waits,
 )
 from narrowcast.runs.finiteness import (
@@ -37,13 +39,13 @@ from narrowcast.runs.finiteness import (
     only_passed_on,
     out_of_range,
 )
-from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, place_of
+from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, Maker, place_of
 from narrowcast.runs.observer import Observer
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written, is_of_others
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.turns import names_of_parameters
-from narrowcast.torch_bridge import OpFacts, tensors_in
+from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.torch_surface.dispatch import storage_key
 
 KEPT = 8
@@ -100,6 +102,22 @@ class WatchCalls(Observer):
             self._read(call, results)
         if self._history.due:
             self._tell_due()
+        if call.is_cast and results:
+            self._history.rounds(results, self._rounded_before(came_in(call)))
+        elif results and FORMATS[results[0].dtype].bits < 32:
+            before = () if sums_all(call) else self._rounded_before(came_in(call))
+            self._history.rounds(results, ((call.facts.id, call.who.module_path), *before))
+
+    def _rounded_before(self, came: list[torch.Tensor]) -> tuple[Maker, ...]:
+        """Who made, in a low format, what came in."""
+        found: dict[Maker, None] = {}
+        for tensor in came:
+            found.update(dict.fromkeys(self._history.rounded_by(tensor)))
+        return tuple(found)
+
+    def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
+        came = came_in(call)[-1:] if is_quotient(call) else came_in(call)
+        return find_culprit(call, inputs_of(call), results, self._rounded_before(came))
 
     def _came(self, call: SeenCall) -> list[int]:
         """The flags of what came in."""
@@ -159,7 +177,7 @@ class WatchCalls(Observer):
             self._found.repeated += known.is_told and call.id.direction == RECOMPUTATION
             self._carry(results, [known])
             return
-        self._make(call, find_culprit(call, inputs_of(call), results), results)
+        self._make(call, self._culprit(call, results), results)
 
     def _known(self, call: SeenCall) -> Cause | None:
         """The cause that a call only repeats: of its forward, which it recomputes, or whose gradient it computes."""
@@ -219,7 +237,7 @@ class WatchCalls(Observer):
         elif has_nan and not nan_came and not self._is_allowed(call):
             why = next(iter(causes)).why
             if why != FOR_SCALER:
-                finding = find_culprit(call, inputs_of(call), results)
+                finding = self._culprit(call, results)
                 finding = replace(finding, sentence=f"NaN out of infinities that were meant: {why}")
                 self._make(call, finding, results, causes)
                 return
