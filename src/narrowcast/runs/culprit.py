@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,6 @@ from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.runs.finiteness import inputs_of, is_floating, is_lowest
-from narrowcast.runs.history import Maker
 from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, planned_arguments, run_in
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
@@ -128,7 +128,7 @@ _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 
 
 def find_culprit(
-    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: tuple[Maker, ...] = ()
+    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Sequence[tuple[str, str]] = ()
 ) -> Finding:
     """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came."""
     has_nan = any(bool(torch.isnan(t).any()) for t in results)
@@ -166,7 +166,7 @@ def find_culprit(
     return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded))
 
 
-def _advice(call: SeenCall, inputs: Named, rounded: tuple[Maker, ...]) -> str:
+def _advice(call: SeenCall, inputs: Named, rounded: Sequence[tuple[str, str]]) -> str:
     """What to do about what no format of the call mends: its inputs may have been rounded onto that value."""
     off = "keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)

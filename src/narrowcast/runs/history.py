@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from narrowcast.report.findings import OP, Finding
 from narrowcast.runs.by_storage import ByStorage
 from narrowcast.runs.seen_call import SeenCall
 
-Maker = tuple[str, str]
+Maker = tuple[str, Any]
 """The op and the module of a call that gave something in a low format."""
 _MAKERS = 4
 """How many are remembered of what something in a low format comes from, the nearest first."""
@@ -171,6 +172,7 @@ class History:
     def sweep(self) -> None:
         """Look for memory that was freed meanwhile."""
         self._carriers.sweep()
+        self._makers.sweep()
 
 
 def place_of(call: SeenCall) -> Place:

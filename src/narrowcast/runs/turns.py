@@ -66,11 +66,11 @@ class Who:
         """The place."""
         return self._site or self._found()[1]
 
-    @property
-    def module_path(self) -> str:
-        """The path of its module: that is known without its place."""
-        path = _path(self._asked[0]) if self._id is None and self._asked is not None else None
-        return self.id.module_path if path is None else path
+    def module(self) -> str | weakref.ref[Any]:
+        """The path of its module, or, where that would have to be put together, the module."""
+        if self._id is None and self._asked is not None:
+            return weakref.ref(self._asked[0][-1].module)
+        return self.id.module_path
 
     def known(self) -> Who:
         """The same, found now, for whoever keeps the call."""
@@ -166,6 +166,14 @@ class Turns:
             number = self._of_path[path] = self._of_path.get(path, 0) + 1
             found = self._in_graphs[path, call] = _Turn(None, number)
         return found
+
+
+def path_of(module: str | weakref.ref[Any], roots: Iterable[torch.nn.Module]) -> str:
+    """The path of what `Who.module` gave."""
+    if isinstance(module, str):
+        return module
+    called = module()
+    return next((name for root in roots for name, each in root.named_modules() if each is called), "")
 
 
 def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:

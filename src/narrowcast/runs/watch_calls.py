@@ -44,7 +44,7 @@ from narrowcast.runs.observer import Observer
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written, is_of_others
 from narrowcast.runs.seen_call import SeenCall
-from narrowcast.runs.turns import names_of_parameters
+from narrowcast.runs.turns import names_of_parameters, path_of
 from narrowcast.torch_bridge import FORMATS, OpFacts, tensors_in
 from narrowcast.torch_surface.dispatch import storage_key
 
@@ -106,7 +106,7 @@ class WatchCalls(Observer):
             self._history.rounds(results, self._rounded_before(came_in(call)))
         elif results and FORMATS[results[0].dtype].bits < 32:
             before = () if sums_all(call) else self._rounded_before(came_in(call))
-            self._history.rounds(results, ((call.facts.id, call.who.module_path), *before))
+            self._history.rounds(results, ((call.facts.id, call.who.module()), *before))
 
     def _rounded_before(self, came: list[torch.Tensor]) -> tuple[Maker, ...]:
         """Who made, in a low format, what came in."""
@@ -117,7 +117,8 @@ class WatchCalls(Observer):
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
         came = came_in(call)[-1:] if is_quotient(call) else came_in(call)
-        return find_culprit(call, inputs_of(call), results, self._rounded_before(came))
+        rounded = [(op, path_of(module, self.roots)) for op, module in self._rounded_before(came)]
+        return find_culprit(call, inputs_of(call), results, rounded)
 
     def _came(self, call: SeenCall) -> list[int]:
         """The flags of what came in."""
