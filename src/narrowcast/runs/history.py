@@ -125,6 +125,11 @@ class History:
 
     # -- who rounded it ------------------------------------------------------------------------------------------------
 
+    @property
+    def has_rounded(self) -> bool:
+        """Whether anything in a low format was made."""
+        return bool(self._makers)
+
     def rounded_by(self, tensor: torch.Tensor) -> tuple[Maker, ...]:
         """Who made, in a low format, what the tensor holds; the nearest first."""
         return self._makers.get(tensor) or ()

@@ -102,11 +102,14 @@ class WatchCalls(Observer):
             self._read(call, results)
         if self._history.due:
             self._tell_due()
-        if call.is_cast and results:
-            self._history.rounds(results, self._rounded_before(came_in(call)))
-        elif results and FORMATS[results[0].dtype].bits < 32:
-            before = () if sums_all(call) else self._rounded_before(came_in(call))
-            self._history.rounds(results, ((call.facts.id, call.who.module()), *before))
+        if results and (self._history.has_rounded or FORMATS[results[0].dtype].bits < 32):
+            self._note_rounding(call, results)
+
+    def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
+        """Of what comes out of a low format: who made it, there or on the way to it."""
+        before = () if sums_all(call) else self._rounded_before(came_in(call))
+        is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast
+        self._history.rounds(results, ((call.facts.id, call.who.module()), *before) if is_low else before)
 
     def _rounded_before(self, came: list[torch.Tensor]) -> tuple[Maker, ...]:
         """Who made, in a low format, what came in."""
