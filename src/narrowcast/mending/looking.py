@@ -18,7 +18,7 @@ from narrowcast.runs.raising import Raising
 from narrowcast.runs.reference import Kept, kept_of
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.trial import tensors_of
-from narrowcast.runs.watch import WatchCalls
+from narrowcast.runs.watch_calls import WatchCalls
 from narrowcast.torch_bridge import op_id
 from narrowcast.torch_surface.dispatch import OpOverload
 

@@ -18,7 +18,7 @@ from narrowcast.runs.finiteness import inputs_of, is_floating, is_lowest
 from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, planned_arguments, run_in
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
-from narrowcast.torch_bridge import DTYPES, FORMATS, tensors_in
+from narrowcast.torch_bridge import DTYPES, FORMATS, is_random, tensors_in
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
@@ -145,7 +145,8 @@ def find_culprit(
         )
         return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
     if not can_run_again(call):
-        return finding_of(call, inputs, what, "", "it draws random numbers, and cannot be run again to see")
+        why = "it draws random numbers" if is_random(call.facts.op) else "a class of its own says what it does"
+        return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = run_in(call, torch.float32) if low else None
@@ -202,9 +203,12 @@ def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
 
 def is_unscaling(call: SeenCall) -> bool:
     """Whether a scaler looks at its gradients, of a loss that it had made larger."""
-    if _name(call) != "_amp_foreach_non_finite_check_and_unscale":
-        return False
-    return float(call.args[2]) < 1
+    return unscales(call) and float(call.args[2]) < 1
+
+
+def unscales(call: SeenCall) -> bool:
+    """Whether it is a scaler's look at its gradients."""
+    return _name(call) == "_amp_foreach_non_finite_check_and_unscale"
 
 
 def gives_the_same_without(call: SeenCall) -> bool:

@@ -11,7 +11,7 @@ from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS
-from narrowcast.torch_surface.dispatch import tree_leaves, version_of
+from narrowcast.torch_surface.dispatch import holds_others, tree_leaves, version_of
 
 Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -30,6 +30,19 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
     """The same arguments themselves, also those that it writes to."""
     came: list[torch.Tensor] | None = call.notes.get("came")
     return [t for _, t in inputs_of(call)] if came is None else came
+
+
+def parts_inside(call: SeenCall) -> Named:
+    """Of arguments of classes that hold other tensors, those tensors: what a collective gives, sharded ones."""
+    found: Named = []
+    waiting = [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))]
+    while waiting:
+        name, tensor = waiting.pop()
+        inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        parts = [(name, getattr(tensor, each)) for each in inside]
+        waiting += [(name, part) for name, part in parts if holds_others(type(part))]
+        found += [(name, part) for name, part in parts if is_floating(part)]
+    return found
 
 
 def gave(call: SeenCall) -> list[torch.Tensor]:
@@ -109,6 +122,20 @@ class Flags:
         self._values.clear()
         self._known = ByStorage()
         return lambda number: bool(values[number])
+
+
+def masked_by_readers(calls: list[tuple[bool, list[int], list[int]]], finite: Callable[[int], bool]) -> set[int]:
+    """The numbers of what is not finite, was read, and of which in the end nothing but finite values came. calls: in
+    their order, whether each is a cast (to integers, if it gave nothing), what it read and what it gave.
+    """
+    masked: set[int] = set()
+    spoiled: set[int] = set()
+    for is_cast, came, gave in reversed(calls):
+        is_through = all(finite(n) or n in masked for n in gave)
+        for number in came if gave or is_cast else ():  # else it was asked, and not used
+            (masked if is_through else spoiled).add(number)
+        masked -= spoiled
+    return masked
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -115,8 +115,10 @@ class Observer(DispatchMode):
     def after(self, call: SeenCall) -> None:
         """It has run."""
 
-    follows = False
-    """Whether `moved` is to be told."""
+    @property
+    def follows(self) -> bool:
+        """Whether `moved` is to be told."""
+        return False
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An op has run that is no call: a copy, memory of some shape."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
+from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
 from narrowcast.policy import Policy
 from narrowcast.report.findings import GIVEN, Finding, Watching
 from narrowcast.runs.by_storage import has_storage
@@ -23,6 +23,7 @@ from narrowcast.runs.culprit import (
     made_besides,
     overflowing_casts,
     sums_all,
+    unscales,
     waits,
 )
 from narrowcast.runs.finiteness import (
@@ -35,9 +36,11 @@ from narrowcast.runs.finiteness import (
     is_floating,
     is_whole_number,
     mask_like,
+    masked_by_readers,
     numbers_not_finite,
     only_passed_on,
     out_of_range,
+    parts_inside,
 )
 from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, Maker, place_of
 from narrowcast.runs.observer import Observer
@@ -166,7 +169,7 @@ class WatchCalls(Observer):
         carrier.is_read = True
 
     def _judge(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        bad = self._bad_inputs(call)
+        bad = self._bad_inputs(call) or [(name, t, t) for name, t in parts_inside(call) if not is_finite(t)]
         if bad:
             self._pass_on(call, bad, results)
             return
@@ -344,26 +347,37 @@ class WatchCalls(Observer):
         if final:
             self._history.ends()
         self._tell_due()
-        self._read_later()
+        self._read_later(is_skipped)
 
     def _skips_step(self) -> None:
         if self._history.step_ends(is_skipped=True):
             self._count_meant(FOR_SCALER)
 
-    def _read_later(self) -> None:
+    def _read_later(self, is_skipped: bool) -> None:
         """Read what was put off, in one transfer, and judge it by who read what of whom."""
         finite = self._flags.read()
         later, self._later = self._later, []
+        masked = masked_by_readers([(call.is_cast, came, given) for call, came, given in later], finite)
+        is_skipped |= any(unscales(call) and not all(map(finite, came)) for call, came, _ in later)
+        skips = False
         for call, came, given in later:
-            if all(finite(n) for n in given):
+            bad = [n for n in given if not finite(n)]
+            if not bad:
                 continue
-            if not all(finite(n) for n in came):
+            may_round = call.is_cast or "fp16" in call.computes or "bf16" in call.computes
+            if not all(map(finite, came)):
                 self._found.spread += 1
             elif call.notes["numbers"]:
                 self._count_meant(call.notes["numbers"])
+            elif not may_round and all(n in masked for n in bad):
+                self._count_meant("masked by all who read it")
+            elif is_skipped and call.id.direction == BACKWARD and may_round:
+                skips = True
             else:
                 sentence = "its inputs were finite; nc.watch(at='op') proves who made it"
                 self._make(call, finding_of(call, [], "nan or infinity", "", sentence), [])
+        if skips:
+            self._count_meant(FOR_SCALER)
 
 
 def _light(call: SeenCall) -> SeenCall:
