@@ -43,14 +43,20 @@ class ByStorage(Generic[T]):
             return
         if len(self._entries) >= _CHECKED_AT:
             self.sweep()
-        self.drop(tensor)
-        self._entries[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), value)
+        key = storage_key(tensor)
+        if self._freed is not None:
+            self._gone(self._entries.get(key))
+        self._entries[key] = (StorageWeakRef(tensor.untyped_storage()), value)
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Forget what is known."""
-        found = self._entries.pop(storage_key(tensor), None) if has_storage(tensor) else None
-        if found is not None and self._freed is not None and found[0].expired():
-            self._freed(found[1])
+        if has_storage(tensor):
+            self._gone(self._entries.pop(storage_key(tensor), None))
+
+    def _gone(self, entry: tuple[Any, T] | None) -> None:
+        """Another tensor lies where one lay that was freed."""
+        if entry is not None and self._freed is not None and entry[0].expired():
+            self._freed(entry[1])
 
     def sweep(self) -> None:
         """Forget what lies in memory that was freed."""
