@@ -501,3 +501,14 @@ def test_parameters_of_two_models_with_the_same_names_are_told_apart():
     with nc.watch() as w:
         b(a(torch.randn(2, 8)))
     assert "the parameter Linear 2.weight" in w.first.sentence
+
+
+def test_at_the_end_of_a_step_readers_decide_too():
+    """A limit under `where` is none to tell, and a logarithm that is trained on is."""
+    for program in ("log_under_where", "buckets_of_t5", "scaler_of_torch"):
+        with nc.watch(at="step") as w:
+            kept = SOUND[program]()
+        assert not w.findings, (w, kept)
+    with nc.watch(at="step") as w:
+        a_log_of_zero_that_is_trained_on()
+    assert [finding.id.op for finding in w.findings] == ["aten.log.default"]

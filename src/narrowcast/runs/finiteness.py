@@ -35,11 +35,13 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
 def parts_inside(call: SeenCall) -> Named:
     """Of arguments of classes that hold other tensors, those tensors: what a collective gives, sharded ones."""
     found: Named = []
-    waiting = [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))]
+    waiting: Named = [
+        (name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))
+    ]
     while waiting:
         name, tensor = waiting.pop()
         inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-        parts = [(name, getattr(tensor, each)) for each in inside]
+        parts: Named = [(name, getattr(tensor, each)) for each in inside]
         waiting += [(name, part) for name, part in parts if holds_others(type(part))]
         found += [(name, part) for name, part in parts if is_floating(part)]
     return found
