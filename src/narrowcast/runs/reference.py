@@ -11,22 +11,28 @@ import torch
 from narrowcast.ledger.identity import CallId
 from narrowcast.runs.arguments import others_as_text, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage
-from narrowcast.runs.finiteness import is_floating
+from narrowcast.runs.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
+from narrowcast.runs.kernel_bounds import Judged, is_low, judge_kernel
 from narrowcast.runs.noise import Noise
 from narrowcast.runs.observer import Observer
-from narrowcast.runs.rerun import planned_arguments
+from narrowcast.runs.rerun import copies_of_written, planned_arguments
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import checksum, sample_of
 from narrowcast.torch_bridge import FORMATS, OpFacts, is_random, tensors_in
 from narrowcast.torch_surface.dispatch import tree_map, version_of
 
+MADE, PASSED, MEANT = "made", "passed", "meant"
 WHOLE, SMALL = 1 << 16, 1 << 12
 """So many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64."""
+    """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64.
+
+    judged: its kernel, where that was asked for and something bounds it. nonfinite: where its results are not finite,
+    whether it MADE that, PASSED it on, or whether it is MEANT.
+    """
 
     call: SeenCall
     dtypes: list[torch.dtype | None]
@@ -34,16 +40,23 @@ class Kept:
     samples: list[torch.Tensor]
     checksums: tuple[int, ...]
     output: list[torch.dtype] = field(default_factory=list)
+    judged: Judged | None = None
+    nonfinite: str = ""
 
 
 class Keep(Observer):
-    """Keeps what each call of a run gave."""
+    """Keeps what each call of a run gave. judges: also how good the kernels of those in low formats are."""
 
-    def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool) -> None:
+    def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
         super().__init__(policies)
         self.calls: dict[CallId, Kept] = {}
         self._left = self._allowed = limit_bytes
-        self._checksums = checksums
+        self._checksums, self._judges = checksums, judges
+
+    def before(self, call: SeenCall) -> None:
+        """What it reads, before it writes to that."""
+        if self._judges and call.facts.overwrites and not call.is_cast:
+            call.notes["read"] = copies_of_written(call.facts, *planned_arguments(call))
 
     def after(self, call: SeenCall) -> None:
         """What it gave."""
@@ -54,13 +67,30 @@ class Keep(Observer):
             return
         samples = [self._sample(t) for t in results]
         sums = tuple(checksum(t) for t in results) if self._checksums else ()
-        self.calls[call.id] = kept_of(call, results, samples, sums)
+        self.calls[call.id] = kept = kept_of(call, results, samples, sums)
+        if self._judges:
+            if is_low(call):
+                read = call.notes.get("read") or planned_arguments(call)
+                with suppress(RuntimeError, NotImplementedError, ValueError):  # of an op that has no such kernel
+                    kept.judged = judge_kernel(call, *read)
+            if not all(map(is_finite, results)):
+                kept.nonfinite = _who_made(call, results, kept.judged)
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         wanted = WHOLE if self._left > self._allowed // 2 else SMALL
         sample = sample_of(tensor.detach(), wanted).clone()
         self._left -= sample.nbytes
         return sample
+
+
+def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None) -> str:
+    """Of a call whose results are not finite, who made them so."""
+    if numbers_not_finite(call) or mask_like(call, results):
+        return MEANT
+    if judged is not None and judged.overflows:
+        return MADE
+    came = call.notes["read"] if "read" in call.notes else (call.args, call.kwargs)
+    return MADE if all(is_finite(t) for t in tensors_in(came) if is_floating(t)) else PASSED
 
 
 def kept_of(
