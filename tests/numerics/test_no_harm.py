@@ -22,7 +22,7 @@ from narrowcast.eager import advice
 from narrowcast.eager.record import Recorder
 from narrowcast.loops import looking
 from narrowcast.report.findings import Watching
-from narrowcast.runs import capture, culprit, reference, statistics, trends, watch
+from narrowcast.runs import bands, capture, culprit, reference, statistics, trends, watch
 from narrowcast.runs.turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -288,7 +288,7 @@ def test_an_error_of_ours_is_a_note_and_the_program_goes_on(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(reference, "kept_of"), (reference.Moved, "gives"), (reference.Keep, "after")]
+    ("owner", "name"), [(reference, "kept_of"), (bands.Moved, "gives"), (reference.Keep, "after")]
 )
 def test_an_error_of_what_looks_for_a_comparison_is_a_note(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, planted)

@@ -72,6 +72,11 @@ def rounding(format: Format, flushes: bool) -> tuple[float, float]:
     return unit(format), least if format.exponent_bits > fp32.exponent_bits else max(least, fp32.smallest_normal)
 
 
+def rounded_between(op: str, u: float) -> float:
+    """What an op is off, relative to its result, by a product that it rounds on its way."""
+    return u if op_kind(op).name in named("bound.twice") else 0.0
+
+
 def rounded_logarithm(op: str, given: Sequence[Sequence[int]], u: float) -> float:
     """What log_softmax is off where it rounds the logarithm of a sum of at most so many exponentials, each up to 1."""
     if op_kind(op).name not in named("bound.rounds_logarithm"):

@@ -25,6 +25,7 @@ from narrowcast.ops.bounds import (
     bound_kind,
     gamma,
     judged_results,
+    rounded_between,
     rounded_logarithm,
     rounding,
     rounds_means,
@@ -195,11 +196,12 @@ def _slack_in_fp32(inputs: _Inputs, exact: Samples, results: Samples) -> Samples
     slack = []
     low = unit(FORMATS[results[0].dtype])
     logarithm = rounded_logarithm(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
+    between = rounded_between(inputs.facts.id, low)
     rounded = inputs.with_rounded_numbers(results[0].dtype) if is_pointwise(inputs.facts.op) else None
     for y32, y64 in zip(found, exact, strict=False):
         off = (y32.double() - y64).abs_().nan_to_num_(0.0, 0.0, 0.0)
         largest = float(off.max()) if off.numel() else 0.0
-        slack.append(y64.abs().mul_(2 * unit(fp32)).add_(WIDE_FACTOR * largest + logarithm))
+        slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + logarithm))
     others = rounded.run() if rounded is not None else None
     if others is not None:
         slack[0] += (others[0] - exact[0]).abs_().nan_to_num_(0.0, 0.0, 0.0)
