@@ -16,12 +16,12 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES, columns, shortened
-from narrowcast.report.differences import AT_FAULT
-from narrowcast.report.differences import NOT_COMPARED as NOTHING_COMPARED
 from narrowcast.report.fit import fit
 from narrowcast.report.run import Run
 from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER
 from narrowcast.report.saved import load_saved
+from narrowcast.report.verdicts import AT_FAULT
+from narrowcast.report.verdicts import NOT_COMPARED as NOTHING_COMPARED
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
 from narrowcast.runs.watch import watch

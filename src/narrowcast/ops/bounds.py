@@ -2,7 +2,7 @@
 
 With u half a unit of a format, eta its smallest subnormal, y the exact result of rounded inputs:
 
-    one rounding             |fl(y) - y| <= u |y| + eta / 2                         Higham, eq. 2.8; IEEE 754-2019, 4.3.1
+    one rounding             |fl(y) - y| <= u |y| + eta / 2                         Higham, eq. 2.8; IEEE 754-2019
     a sum of K terms         |error| <= gamma(K, u) (the sum of absolute values)    Higham, sections 3.1 and 4.2
       with luck of signs     probable_gamma(K, u) for gamma, where roundings        Higham and Mary, theorem 2.4
                              are independent of mean zero
@@ -115,7 +115,9 @@ def bound_kind(op: str, is_pointwise: bool = False) -> str:
         return PRODUCT
     if kind.family == ATTENTION:
         return WEIGHTS
-    known = is_pointwise or kind.family in (NORM, SOFTMAX, REDUCTION, POINTWISE, MOVEMENT) or name in named("bound.wide")
+    known = (
+        is_pointwise or kind.family in (NORM, SOFTMAX, REDUCTION, POINTWISE, MOVEMENT) or name in named("bound.wide")
+    )
     return WIDE if known else ""
 
 
@@ -132,18 +134,9 @@ def terms_of(op: str, given: Sequence[Sequence[int]], made: Sequence[Sequence[in
     kind = op_kind(op)
     name = kind.name
     if "convolution" in name or kind.family == CONV:
-        source, weight, other = _shapes_of_convolution(name, given, made)
+        weight, other = (given[2], given[0]) if "backward" in name else (given[1], made[0])
         spatial = math.prod(other) // max(1, min(other[1:2] or [1]))
         return max(math.prod(weight[1:]), math.prod(weight) // max(1, weight[1]), spatial) + 1
     if bound_kind(op) == SUM:
         return max(1, math.prod(given[0]) // max(1, min(map(math.prod, made)))) if name != "cumsum" else max(given[0])
     return max((max(shape, default=1) for shape in given), default=1) + 1  # no inner size is larger
-
-
-def _shapes_of_convolution(
-    name: str, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]]
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """The shapes of input, weight and result, of a backward, too."""
-    if "backward" in name:
-        return given[1], given[2], given[0]
-    return given[0], given[1], made[0]

@@ -8,37 +8,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from narrowcast.formats import FORMATS, Format
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.page.shown import Shown
 from narrowcast.report.lines import cut, number_text, without_specials
+from narrowcast.report.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE
 
 SCHEMA = "narrowcast.compare/1"
-
-EXACT, ROUND_OFF, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON, UNKNOWN, NOT_JUDGED, NOT_COMPARED = (
-    "exact", "round-off", "fault", "kernel", "nondeterministic", "not finite", "passed on", "not run alone",
-    "not judged", "not compared",
-)  # fmt: skip
-"""Verdicts: no difference; within what one unit in the last place of its formats explains; outputs beyond that, or a
-call with other arguments than another model's; a kernel beyond what bounds its error; differs between two runs of the
-reference itself; NaN or infinity, made where the reference has none; the same that came with a call's inputs; random,
-so that it cannot be run alone; nothing bounds the error, and no band explains it; the reference computes in the same low
-formats.
-"""
-AT_FAULT = (NOT_FINITE, FAULT, KERNEL)
-"""Verdicts of which a program is told; the worst first."""
-
-
-def verdict_of(is_beyond: bool, is_not_finite: bool, has_kernel: bool, differs: bool) -> str:
-    """The verdict about a comparison, from three facts, the worst of which gives the word; and whether anything differs.
-
-    is_beyond: outputs or gradients are beyond their band. is_not_finite: something that ran is not, where the reference
-    is. has_kernel: a kernel is beyond its bound, be outputs within their band or not.
-    """
-    facts = zip(AT_FAULT, (is_not_finite, is_beyond, has_kernel), strict=True)
-    return next((word for word, holds in facts if holds), ROUND_OFF if differs else EXACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,28 +140,6 @@ class GradientError:
         bias before a batch norm. Of such a gradient neither error nor direction says anything.
         """
         return self.share < 2.0**-10 and self.band >= 0.5
-
-
-def is_low_in_both(found: Differences, is_made: bool) -> bool:
-    """Whether no call is lower than in the reference, and the reference is low, or nothing is known of it (is_made)."""
-    formats = {name for row in found.rows for name in row.reference.split(",")}
-    low = any(name in FORMATS and FORMATS[name].bits < FORMATS["fp32"].bits for name in formats)
-    return not any(row.is_low for row in found.rows) and (low or (is_made and not found.rows))
-
-
-def about_underflow(found: Differences, format: Format) -> str:
-    """That values below what a format holds explain the error, who makes them, and what helps."""
-    lost = next((row for row in found.rows if row.underflow >= 0.01), None)
-    backward = [row for row in found.rows if row.underflow >= 0.01 and row.id.direction == BACKWARD]
-    where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)" if lost else ""
-    in_backward = lost is None or (bool(backward) and backward[0] is lost)
-    advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
-    if lost is None:
-        advice = "Use bf16; in a backward scale the loss (nc.Scaler)."
-    return (
-        f"Underflow: values near {number_text(format.smallest)}, where {format} ends, explain what is off by more than "
-        f"round-off{where}. {advice}"
-    )
 
 
 @dataclass(slots=True)

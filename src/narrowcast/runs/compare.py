@@ -21,11 +21,10 @@ from narrowcast.eager.asked import AnyDtype, AnyPolicy
 from narrowcast.eager.door import Door, passes
 from narrowcast.errors import NarrowcastError, RunError
 from narrowcast.formats import fp32
-from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ledger.identity import CallId
 from narrowcast.output.progress import Step, long_work
-from narrowcast.policy import Kind, Policy, Rule
-from narrowcast.policy.rules import Action
-from narrowcast.report.differences import (
+from narrowcast.report.differences import Differences
+from narrowcast.report.verdicts import (
     EXACT,
     FAULT,
     KERNEL,
@@ -34,9 +33,6 @@ from narrowcast.report.differences import (
     NOT_FINITE,
     NOT_JUDGED,
     ROUND_OFF,
-    Differences,
-    about_underflow,
-    is_low_in_both,
     verdict_of,
 )
 from narrowcast.runs.alone import Alone, RunAlone
@@ -44,15 +40,19 @@ from narrowcast.runs.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.runs.capture import NOTHING, note_of_changed, observed_region
 from narrowcast.runs.culprit import first_not_finite
 from narrowcast.runs.environment import environment
-from narrowcast.runs.isolating import Place, isolate
+from narrowcast.runs.isolating import low_alone
 from narrowcast.runs.judging import (
     OUTPUT_FACTOR,
     TINY,
+    about_underflow,
+    about_unmatched,
     has_same_shapes,
+    is_low_in_both,
     judge_call,
     judge_gradient,
     other_arguments,
     root_mean_square,
+    without_sums,
 )
 from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.output_errors import dense, has_nan, output_errors
@@ -102,8 +102,8 @@ def compare(
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
     Six runs of the model, `isolate` more; six or eight where two leave a doubt whether an output is beyond round-off,
-    and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put back. Raises RunError for a model that gives no tensor, or a
-    reference whose output is nothing but NaN.
+    and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
+    back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
     """
     _check(reference, by)
     trial = Trial.of("compare", model, args, kwargs, backward)
@@ -150,26 +150,6 @@ def _check(reference: Any, by: str) -> None:
         raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
 
 
-def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
-    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
-    return {
-        identity: kept for identity, kept in calls.items()
-        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
-    }  # fmt: skip
-
-
-def _about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
-    """What a reader has to know of calls that one side alone made."""
-    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
-    if in_scripts:
-        return first + (
-            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
-            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
-            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
-        )
-    return first + "modules compute by other ops here than in the reference, and are judged by what they give."
-
-
 class _Comparing:
     """One comparison on its way."""
 
@@ -179,7 +159,7 @@ class _Comparing:
     ) -> None:  # fmt: skip
         self._accepts_any = accepts_any
         self._trial, self._other, self._region, self._around = trial, other, region, around
-        self._is_own = other.model is trial.model
+        self._is_own, self._is_named = other.model is trial.model, found.reference in REFERENCES
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
         self._weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)
@@ -210,7 +190,7 @@ class _Comparing:
         with quietly():
             self._read_calls(reference.calls, under.calls, again.found)
             if found.unmatched:
-                found.notes.append(_about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
+                found.notes.append(about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
             is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             is_beyond = self._look_closer(reference, under, expected, actual)
@@ -220,7 +200,9 @@ class _Comparing:
         if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
         if found.verdict == EXACT and self._is_own and not any(row.is_low for row in found.rows):
-            self._note("No call computes in another format than in the reference: the policy casts nothing of the model.")
+            self._note(
+                "No call computes in another format than in the reference: the policy casts nothing of the model."
+            )
         if self._changed:
             said = note_of_changed(list(self._changed))
             found.notes.append(f"{said}: each run began with the same ones, which are put back.")
@@ -313,7 +295,7 @@ class _Comparing:
             self._bands.add_calls(moved.errors)
 
     def _look_closer(self, reference: Keep, under: Keep, expected: Outcome, actual: Outcome) -> bool:
-        """Whether outputs or gradients are beyond round-off after more runs; and what underflows, if that explains it."""
+        """Whether outputs or gradients are beyond round-off after more runs; noted, if underflow explains them."""
         self._move(reference, under, expected, _MORE_SEEDS)
         with quietly():
             is_beyond = self._read_outputs(expected, actual)
@@ -325,16 +307,14 @@ class _Comparing:
         with quietly():
             is_beyond = self._read_outputs(expected, actual)
         if not is_beyond:
-            self._note(about_underflow(self._found, small[0]))
+            self._note(about_underflow(self._found.rows, small[0]))
         return is_beyond
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read_calls(
-        self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone]
-    ) -> None:
+    def _read_calls(self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone]) -> None:
         found = self._found
-        reference, under = _without_sums(reference), _without_sums(under)
+        reference, under = without_sums(reference), without_sums(under)
         elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
         for identity, kept in under.items():
             expected, alone = reference.get(identity), again.get(identity)
@@ -361,8 +341,11 @@ class _Comparing:
         found, bands = self._found, self._bands
         found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
         largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
-        pairs = [(name, g, actual.gradients[name]) for name, g in expected.gradients.items() if name in actual.gradients]
-        found.gradients = [judge_gradient(n, g, x, bands.gradients.get(n, 0.0), largest) for n, g, x in pairs]
+        found.gradients = [
+            judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
+            for name, gradient in expected.gradients.items()
+            if name in actual.gradients
+        ]
         worst = max((o.relative_error for o in found.outputs if not math.isnan(o.relative_error)), default=0.0)
         is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, TINY)
         return is_beyond or any(g.verdict == FAULT for g in found.gradients)
@@ -385,44 +368,26 @@ class _Comparing:
         elif found.verdict == ROUND_OFF and not self._bands.runs and found.outputs and worst > TINY:
             found.verdict = NOT_JUDGED
             self._note("No run says how far round-off carries to the output: only kernels were judged.")
-        elif found.verdict == EXACT and is_low_in_both(found, self._trial.is_made and self._is_own):
+        elif (
+            found.verdict == EXACT and found.reference in REFERENCES and is_low_in_both(found.rows, self._trial.is_made)
+        ):
             found.verdict = NOT_COMPARED
             self._note(
                 "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
                 "Give reference=the model without them."
             )
 
-    # -- ops low alone -------------------------------------------------------------------------------------------------
-
     def _isolate(self, often: int, expected: Outcome) -> None:
         """What single ops of single modules do to the output."""
-        found = self._found
 
-        def run(places: list[Place]) -> float | None:
+        def run(region: autocast) -> float | None:
             try:
-                made = self._run(replace(self._trial, backward=False), self._low_in(places), None)
+                made = self._run(replace(self._trial, backward=False), region, None)
             except Exception:  # alone it may meet formats that the model never has
                 return None
             return max((e.relative_error for e in output_errors(expected.output, made.output)), default=None)
 
-        tried, failed = isolate(found.rows, often, run)
-        numbers = {row.id: number for number, row in enumerate(found.rows)}
-        for each in tried:
-            for row in each.rows:
-                found.rows[numbers[row.id]] = replace(row, alone=each.error)
+        failed = low_alone(self._found.rows, often, self._region, run)
         if failed:
             path, op = failed[0]
-            found.notes.append(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")
-
-    def _low_in(self, places: list[Place]) -> autocast:
-        """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
-        rules = [
-            rule
-            for path, op in places
-            for rule in (
-                Rule(op, Action(Kind.LOWER), module=path or None),
-                Rule(op, Action(Kind.FOLLOW), module=path or None, argument="result"),
-            )
-        ]
-        policy = Policy("alone", (tuple(rules),), extends=())
-        return autocast(self._region.device, self._region.fast_dtype, policy=policy)
+            self._note(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")

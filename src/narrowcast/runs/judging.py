@@ -9,8 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from narrowcast.ledger.identity import CallId
-from narrowcast.report.differences import (
+from narrowcast.formats import FORMATS as FORMATS_BY_NAME
+from narrowcast.formats import Format, fp32
+from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.report.differences import CallError, GradientError
+from narrowcast.report.lines import number_text
+from narrowcast.report.verdicts import (
     EXACT,
     FAULT,
     KERNEL,
@@ -20,8 +24,6 @@ from narrowcast.report.differences import (
     PASSED_ON,
     ROUND_OFF,
     UNKNOWN,
-    CallError,
-    GradientError,
 )
 from narrowcast.runs.alone import Alone, Samples
 from narrowcast.runs.kernel_bounds import Judged
@@ -113,7 +115,9 @@ def other_arguments(kept: Kept, expected: Kept) -> list[tuple[tuple[str, str], t
     """
     if len(kept.dtypes) != len(expected.dtypes):
         return []
-    unit = max((FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0)
+    unit = max(
+        (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
+    )
     pairs = zip(expected.given, kept.given, strict=False)
     return [(a, b) for a, b in pairs if a != b and "dtype" not in a[0] and not _are_alike(a[1], b[1], unit)]
 
@@ -149,8 +153,9 @@ def _with_shares(row: CallError, got: Samples, r: Samples, kept: Kept) -> CallEr
 
 
 def _lost(got: Samples, r: Samples) -> bool:
-    """Whether a value is not finite where the reference's is."""
-    return any(bool((~torch.isfinite(difference(want, x)) & torch.isfinite(want)).any()) for x, want in zip(got, r, strict=False))
+    """Whether a value is not finite where the reference's is; what masks are filled with is no matter."""
+    pairs = [(difference(want, x), want) for x, want in zip(got, r, strict=False)]
+    return any(bool((~torch.isfinite(off) & torch.isfinite(want)).any()) for off, want in pairs)
 
 
 def root_mean_square(gradient: torch.Tensor) -> float:
@@ -175,3 +180,45 @@ def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, lar
         return replace(row, verdict=NOT_FINITE)
     is_far = band and error > OUTPUT_FACTOR * band and error > TINY
     return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row
+
+
+def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
+    """Whether no call is lower than in the reference, and the reference is low, or nothing is known of it (is_made)."""
+    formats = {name for row in rows for name in row.reference.split(",")}
+    low = any(name in FORMATS_BY_NAME and FORMATS_BY_NAME[name].bits < fp32.bits for name in formats)
+    return not any(row.is_low for row in rows) and (low or (is_made and not rows))
+
+
+def about_underflow(rows: list[CallError], format: Format) -> str:
+    """That values below what a format holds explain the error, who makes them, and what helps."""
+    lost = next((row for row in rows if row.underflow >= 0.01), None)
+    backward = [row for row in rows if row.underflow >= 0.01 and row.id.direction == BACKWARD]
+    where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)" if lost else ""
+    in_backward = lost is None or (bool(backward) and backward[0] is lost)
+    advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
+    if lost is None:
+        advice = "Use bf16; in a backward scale the loss (nc.Scaler)."
+    return (
+        f"Underflow: values near {number_text(format.smallest)}, where {format} ends, explain what is off by more than "
+        f"round-off{where}. {advice}"
+    )
+
+
+def without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
+    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
+    return {
+        identity: kept for identity, kept in calls.items()
+        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
+    }  # fmt: skip
+
+
+def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
+    """What a reader has to know of calls that one side alone made."""
+    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
+    if in_scripts:
+        return first + (
+            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
+            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
+            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
+        )
+    return first + "modules compute by other ops here than in the reference, and are judged by what they give."

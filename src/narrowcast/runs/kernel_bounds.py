@@ -255,7 +255,7 @@ def _splits_sums(result: torch.Tensor) -> bool:
 
 
 def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether values below the smallest normal become zero here: of products where a unit does, of all if a mode is on."""
+    """Whether values below the smallest normal become zero here: units for products do that, and a mode does."""
     if device.type != "cpu":
         return False
     size = (_PROBED, _PROBED) if kind == PRODUCT else (_PROBED,)
@@ -305,8 +305,8 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     """The mean of what sets results apart from the exact ones rounded once, to nearest, ties to even, where it is no
     accident: in units in the last place, towards +infinity or away from zero, whichever is the larger; else 0.
 
-    What is so near to a tie that the kernel's slack takes it across says nothing, nor do values that come twice; those
-    that are off by more than one and a half units are no matter of rounding.
+    What is so near to a tie that the kernel's slack takes it across says nothing, unless it is one and fp32 has it; nor
+    do values that come twice. Those that are off by more than one and a half units are no matter of rounding.
     """
     if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)):
         return 0.0
@@ -318,7 +318,8 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     if float(e.abs().mean()) <= _BIAS:
         return 0.0
     away_from_tie = ((y64 - rounded).abs() - units / 2).abs()
-    settled = (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | (slack == 0))
+    is_tie = (away_from_tie == 0) & (slack <= 4 * unit(fp32) * y64.abs())
+    settled = (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie)
     e, y64 = e[settled], y64[settled]
     firsts = _firsts_of(y64)
     e, y64 = e[firsts], y64[firsts]
@@ -340,4 +341,3 @@ def _firsts_of(values: torch.Tensor) -> torch.Tensor:
     firsts = torch.full((found.numel(),), values.numel(), dtype=torch.int64, device=values.device)
     firsts.scatter_reduce_(0, numbers, torch.arange(values.numel(), device=values.device), "amin")
     return firsts
-

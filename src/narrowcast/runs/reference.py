@@ -87,7 +87,7 @@ def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None
         return MEANT
     if judged is not None and judged.overflows:
         return MADE
-    came = call.notes["read"] if "read" in call.notes else (call.args, call.kwargs)
+    came = call.notes.get("read", (call.args, call.kwargs))
     return MADE if all(is_finite(t) for t in tensors_in(came) if is_floating(t)) else PASSED
 
 

@@ -25,7 +25,9 @@ def can_run_again(call: SeenCall) -> bool:
 
 def _draws(call: SeenCall) -> bool:
     """Whether it draws random numbers; attention without dropout does not."""
-    return is_random(call.facts.op) and dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0"
+    return (
+        is_random(call.facts.op) and dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0"
+    )
 
 
 def is_of_others(tensor: torch.Tensor) -> bool:

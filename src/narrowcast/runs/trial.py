@@ -86,7 +86,7 @@ class Trial:
         return self if model is None else replace(self, model=model)
 
     def fp32_for_low(self) -> torch.dtype | None:
-        """fp32, if weights or arguments are in a format of 16 bits, which a copy in fp32 holds as they are; else None."""
+        """fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
         model = self.model
         buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
         tensors = [*parameters_of(model).values(), *buffers, *tensors_in(self.args, self.kwargs)]
