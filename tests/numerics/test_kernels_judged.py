@@ -1,18 +1,23 @@
 """Kernels: sound ones are never named, planted faults are, by the inputs that the run really had."""
 
 import random
+import sys
 import time
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels_to_judge import cases, looked_at
 from torch import nn
 
 import narrowcast as nc
 from narrowcast.report.verdicts import KERNEL, NOT_FINITE
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kernels_to_judge import cases, looked_at
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def test_no_sum_is_longer(op, given, made, terms):
     assert terms <= bounds.terms_of(op, given, made) <= terms + 1
 
 
-@pytest.mark.parametrize("facts", itertools.product((False, True), repeat=4))
+@pytest.mark.parametrize("facts", list(itertools.product((False, True), repeat=4)))
 def test_the_verdict_is_a_table_of_three_facts(facts):
     """All of it: what is not finite first, then outputs beyond their band, then a kernel; else whether it differs."""
     is_beyond, is_not_finite, has_kernel, differs = facts

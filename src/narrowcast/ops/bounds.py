@@ -8,7 +8,8 @@ With u half a unit of a format, eta its smallest subnormal, y the exact result o
                              are independent of mean zero
     a product of matrices    the same, K the inner size, whatever the order         Higham, eq. 3.13
     attention                weights off by exp(2 d) - 1, d the scores' error       from softmax's derivative
-    of everything else       what the op in fp32 is off on the same inputs
+    of everything else       what the op in fp32 is off on the same inputs; of norms, too, what it changes that these
+                             move by units of fp32
 
 N. Higham, Accuracy and Stability of Numerical Algorithms, SIAM 2002. N. Higham and T. Mary, A New Approach to
 Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41 (2019) A2815.
@@ -75,6 +76,12 @@ def rounding(format: Format, flushes: bool) -> tuple[float, float]:
 def rounded_between(op: str, u: float) -> float:
     """What an op is off, relative to its result, by a product that it rounds on its way."""
     return u if op_kind(op).name in named("bound.twice") else 0.0
+
+
+def cancels(op: str) -> bool:
+    """Whether an op subtracts a mean: of values that are alike fp32 may leave nothing, its error says little then."""
+    kind = op_kind(op)
+    return kind.family == NORM or kind.name in named("bound.cancels")
 
 
 def rounded_logarithm(op: str, given: Sequence[Sequence[int]], u: float) -> float:

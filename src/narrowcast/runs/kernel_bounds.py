@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from narrowcast.ops.bounds import (
     WIDE_FACTOR,
     accumulated,
     bound_kind,
+    cancels,
     gamma,
     judged_results,
     rounded_between,
@@ -36,6 +38,7 @@ from narrowcast.ops.bounds import (
 )
 from narrowcast.runs.arguments import others_as_text
 from narrowcast.runs.finiteness import is_floating
+from narrowcast.runs.noise import Noise
 from narrowcast.runs.rerun import Change, can_run_again, run_wide
 from narrowcast.runs.rounding import round_to
 from narrowcast.runs.seen_call import SeenCall
@@ -51,6 +54,8 @@ _MASKED_OUT = 200.0
 """What a mask adds of this size or more leaves a weight of zero, however it is rounded."""
 _SPLITS = 32
 """Into so many parts an inner dimension is split at most."""
+_MOVED = 4 * fp32.epsilon
+"""So far inputs are moved to see what cancels."""
 _PROBED = 32
 """Products of this size are the library's own."""
 
@@ -101,12 +106,10 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     results, exact = results[:count], exact[:count]
     slack = _SLACK[kind](inputs, exact, results)
-    if slack is None:
-        return None
     flushed = [_flushes(kind, t.device, t.dtype) for t in results]
-    if any(flushed) and kind == PRODUCT:
+    if slack is not None and any(flushed) and kind == PRODUCT:
         slack = _with_flushed_inputs(inputs, slack, FORMATS[results[0].dtype])
-    return _judged(results, exact, slack, flushed)
+    return None if slack is None else _judged(results, exact, slack, flushed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,22 +193,37 @@ def _slack_of_scattered(inputs: _Inputs, exact: Samples, results: Samples) -> Sa
 
 def _slack_in_fp32(inputs: _Inputs, exact: Samples, results: Samples) -> Samples | None:
     """How far the op in fp32 is off, at most over all elements, and what it makes that numbers are rounded."""
-    found = inputs.run(torch.float32)
-    if found is None:
+    others = [inputs.run(torch.float32)]
+    if cancels(inputs.facts.id):
+        others.append(inputs.run(change=lambda t: _noise().moved(t, _MOVED)))
+    if any(found is None for found in others):
         return None
-    slack = []
     low = unit(FORMATS[results[0].dtype])
     logarithm = rounded_logarithm(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
     between = rounded_between(inputs.facts.id, low)
-    rounded = inputs.with_rounded_numbers(results[0].dtype) if is_pointwise(inputs.facts.op) else None
-    for y32, y64 in zip(found, exact, strict=False):
-        off = (y32.double() - y64).abs_().nan_to_num_(0.0, 0.0, 0.0)
-        largest = float(off.max()) if off.numel() else 0.0
+    slack = []
+    for n, y64 in enumerate(exact):
+        off = [_distance(found[n], y64) for found in others if found is not None]
+        largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
         slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + logarithm))
-    others = rounded.run() if rounded is not None else None
-    if others is not None:
-        slack[0] += (others[0] - exact[0]).abs_().nan_to_num_(0.0, 0.0, 0.0)
+    if is_pointwise(inputs.facts.op):
+        rounded = inputs.with_rounded_numbers(results[0].dtype)
+        numbers = rounded.run() if rounded is not None else None
+        if numbers is not None:
+            slack[0] += _distance(numbers[0], exact[0])
+        if inputs.kwargs.get("alpha", 1) != 1 and isinstance(inputs.args[0], torch.Tensor):  # that product is rounded
+            slack[0] += low * _distance(inputs.args[0], exact[0])
     return slack
+
+
+def _distance(x: torch.Tensor, y64: torch.Tensor) -> torch.Tensor:
+    """|x - y64|, 0 where that is not finite."""
+    return (x.double() - y64).abs_().nan_to_num_(0.0, 0.0, 0.0)
+
+
+@cache
+def _noise() -> Noise:
+    return Noise(1)
 
 
 def _slack_of_weights(inputs: _Inputs, exact: Samples, results: Samples) -> Samples | None:
