@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typer import Typer
 from typer.testing import CliRunner
 
 import narrowcast as nc
 from narrowcast.cli import runs as commands
 from narrowcast.report.differences import CallError, Differences
 from narrowcast.report.verdicts import EXACT, FAULT, KERNEL, NOT_COMPARED, NOT_FINITE, ROUND_OFF
+from narrowcast.runs import bands, noise
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
@@ -76,7 +78,7 @@ def test_what_underflows_is_said_and_is_no_fault():
     found = nc.compare(model, (torch.randn(32, 64),), dtype="fp16", isolate=0)
     [note] = [note for note in found.notes if note.startswith("Underflow: ")]
     assert is_sound(found) and "first in 0 aten.linear.default" in note and "or use bf16" in note, found
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1024))
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 4096))
     mean_square = lambda y: y.float().square().mean()
     found = nc.compare(model, (torch.randn(64, 64),), dtype="fp16", backward=mean_square, isolate=0)
     assert is_sound(found) and any("nc.Scaler" in note for note in found.notes), found
@@ -96,8 +98,22 @@ def test_a_layer_on_expanded_rows_is_judged_by_what_it_gives():
     assert is_sound(nc.compare(Expanded(), (torch.zeros(8),), dtype="bf16", backward=True, isolate=0))
 
 
-def test_a_scalar_that_two_moved_runs_misjudge_is_moved_more_often():
-    """The sum of losses over chunks, with other values each time: of 12, two seeds alone are wrong now and then."""
+def test_where_two_moved_runs_leave_a_doubt_more_decide(monkeypatch):
+    """Of a scalar loss two may both be near zero, as they are here."""
+
+    class Near(noise.Noise):
+        def __init__(self, seed):
+            super().__init__(seed)
+            if seed in (11, 12):
+                self._strip *= 1e-4
+
+    monkeypatch.setattr(bands, "Noise", Near)
+    found = nc.compare(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), (X,), dtype="bf16", isolate=0)
+    assert is_sound(found) and found.runs == 12, found
+
+
+def test_losses_of_chunks_are_sound():
+    """A scalar, added up of eight."""
 
     class Chunked(nn.Module):
         def __init__(self):
@@ -108,13 +124,8 @@ def test_a_scalar_that_two_moved_runs_misjudge_is_moved_more_often():
             pairs = zip(self.table(ids).chunk(8), ids.roll(-1).chunk(8), strict=True)
             return sum(F.cross_entropy(self.head(x), y) for x, y in pairs) / 8
 
-    runs = []
-    for number in range(12):
-        torch.manual_seed(number)
-        found = nc.compare(Chunked(), (torch.randint(0, 50, (64,)),), dtype="bf16", backward=True, isolate=0)
-        assert is_sound(found), (number, found)
-        runs.append(found.runs)
-    assert max(runs) > min(runs) == 6, "none was in doubt: this test holds nothing"
+    found = nc.compare(Chunked(), (torch.randint(0, 50, (64,)),), dtype="bf16", backward=True, isolate=0)
+    assert is_sound(found), found
 
 
 @pytest.mark.parametrize("form", ["bf16", "nc.compile", "torch.compile", "compiled bf16"])
@@ -169,9 +180,7 @@ def test_the_command_says_it_with_its_exit_code(verdict, code, monkeypatch):
     found = Differences("model", "cpu", "native", "bf16", "fp32", verdict=verdict)
     monkeypatch.setattr(commands, "load_subject", lambda target: nc.Subject(torch.abs, (X,)))
     monkeypatch.setattr(commands, "compare", lambda *args, **kwargs: found)
-    import typer
-
-    app = typer.Typer()
+    app = Typer()
     app.command()(commands.compare_command)
     assert CliRunner().invoke(app, ["model:make"]).exit_code == code
 
