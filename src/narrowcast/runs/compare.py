@@ -346,7 +346,7 @@ class _Comparing:
             for name, gradient in expected.gradients.items()
             if name in actual.gradients
         ]
-        worst = max((o.relative_error for o in found.outputs if not math.isnan(o.relative_error)), default=0.0)
+        worst = max((o.relative_error for o in found.outputs if not math.isnan(o.sqnr_db)), default=0.0)
         is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, TINY)
         return is_beyond or any(g.verdict == FAULT for g in found.gradients)
 

@@ -43,7 +43,7 @@ def judge_call(
     """The errors of one call under the policy (`kept`) against the reference, and the verdict.
 
     band: how far runs in which everything moved were off here; None without any. is_own: both are the same program,
-    where other numbers and shapes come of other values.
+    where other shapes come of other values, and other numbers are a fault only if what they give is beyond the band.
     """
     r = [s.double() for s in expected.samples]
     call = kept.call
@@ -57,10 +57,10 @@ def judge_call(
     got = [x for x in _at_places_of(kept, expected) if x is not None]
     total = error_of(got, r)
     row = replace(row, total=total, inherited=total, sqnr_db=decibels(1.0, total * total))
-    row = _with_shares(row, got, r, kept)
-    if alone is not None and alone.low:
-        row = replace(row, own=error_of(alone.low, r), inherited=error_of(got, alone.low))
-        row = _with_shares(row, alone.low, r, kept)
+    low = alone.low if alone is not None else []
+    if low:
+        row = replace(row, own=error_of(low, r), inherited=error_of(got, low))
+    row = _with_shares(row, low or got, r, kept)
     if kept.judged is not None:
         row = _with_kernel(row, kept.judged)
     verdict, why = _verdict(row, kept, expected, alone, band, is_own, _lost(got, r))
@@ -76,8 +76,9 @@ def _verdict(
         return KERNEL, _about_kernel(judged)
     if alone is not None and not alone.is_same:
         return NONDETERMINISTIC, ""
-    other = [] if is_own else other_arguments(kept, expected)
-    if other and row.total:
+    is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
+    other = other_arguments(kept, expected) if row.total and (is_far or not is_own) else []
+    if other:
         (name, was), (_, now) = other[0]
         return FAULT, f"its argument {name} is {now}, {was} in the reference"
     if is_lost and kept.nonfinite == MADE:
@@ -86,7 +87,7 @@ def _verdict(
         return PASSED_ON, "NaN or infinity came with its inputs"
     if not row.total and not row.own:
         return EXACT, ""
-    if judged is not None or (band is not None and row.total <= max(OUTPUT_FACTOR * band, TINY)):
+    if judged is not None or not is_far:
         is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
         return UNKNOWN if is_drawn else ROUND_OFF, ""
     return NOT_JUDGED, ""

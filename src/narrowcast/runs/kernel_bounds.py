@@ -67,9 +67,9 @@ def shapes_of(*trees: Any) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A kernel. share: the largest error over its bound; error: relative, L2, of all results; the largest and the mean
-    error in units in the last place; sign: the mean of roundings that have one, in the same; overflows: it gives
-    infinity or NaN where fp64 does not.
+    """A kernel. share: the largest error over its bound; of samples: error, relative, L2; the largest and mean error
+    in units in the last place; sign: the mean of roundings that have one, in the same; overflows: it gives infinity or
+    NaN where fp64 does not.
     """
 
     share: float = 0.0
@@ -255,6 +255,9 @@ _SLACK: dict[str, Callable[[_Inputs, Samples, Samples], Samples | None]] = {
 
 def _with_flushed_inputs(inputs: _Inputs, slack: Samples, format: Format) -> Samples | None:
     """The slack of a product whose inputs below the smallest normal count as zero."""
+    given = [t for t in tensors_in(inputs.args, inputs.kwargs) if is_floating(t)]
+    if not any(bool(((t != 0) & (t.abs() < format.smallest_normal)).any()) for t in given):
+        return slack
     size, more = inputs.on_absolute_values(), inputs.on_absolute_values(format.smallest_normal)
     if size is None or more is None:
         return None
@@ -304,10 +307,11 @@ def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool
         u, least = rounding(format, flushes)
         bound = y64.abs().mul_(u).add_(s).add_(least)
         share = max(share, float((error / bound).nan_to_num_(0.0, 0.0, 0.0).max()))
-        noise, signal = noise + float(error.square().sum()), signal + float(y64.square().sum())
-        units = error / units_in_last_place(y64, format)
+        few = [t.expand_as(y64).flatten()[:: -(-y64.numel() // _SAMPLE)] for t in (x, y64, s, error)]
+        noise, signal = noise + float(few[3].square().sum()), signal + float(few[1].square().sum())
+        units = few[3] / units_in_last_place(few[1], format)
         largest, total, count = max(largest, float(units.max())), total + float(units.sum()), count + units.numel()
-        sign = max(sign, _sign(x, y64, s, format), key=abs)
+        sign = max(sign, _sign(*few[:3], format), key=abs)
     relative = 0.0 if not noise else math.sqrt(noise / signal) if signal else math.inf
     return Judged(share, relative, largest, total / count if count else 0.0, sign, overflows)
 
@@ -328,8 +332,6 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     """
     if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)):
         return 0.0
-    step = -(-x.numel() // _SAMPLE)
-    x, y64, slack = (t.expand_as(y64).flatten()[::step] for t in (x, y64, slack))
     rounded = round_to(y64, format).double()
     units = units_in_last_place(y64, format)
     e = (x - rounded) / units

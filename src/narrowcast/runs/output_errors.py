@@ -20,8 +20,7 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
     """
     ref, x = reference.detach().double(), found.detach().double()
     noise = float(difference(ref, x).square().sum())
-    signal = torch.where(is_masked(ref), 0.0, ref).nan_to_num(0.0, 0.0, 0.0)
-    return decibels(float(signal.square().sum()), noise)
+    return decibels(float(_values(ref).square().sum()), noise)
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -44,7 +43,7 @@ def relative(differences: list[torch.Tensor], reference: list[torch.Tensor]) -> 
     noise = sum(float(d.square().sum()) for d in differences)
     if noise == 0.0:
         return 0.0
-    signal = sum(float(torch.where(is_masked(r), 0.0, r).nan_to_num(0.0, 0.0, 0.0).square().sum()) for r in reference)
+    signal = sum(float(_values(r).square().sum()) for r in reference)
     return math.sqrt(noise / signal) if signal else math.inf
 
 
@@ -55,8 +54,21 @@ def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
 
 def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x - ref, zero where both are the same infinity, both NaN, or both what masks are filled with."""
+    off = x - ref
+    if _are_plain(ref) and _are_plain(x):
+        return off
     same = (ref == x) | (torch.isnan(ref) & torch.isnan(x)) | (is_masked(ref) & is_masked(x))
-    return torch.where(same, torch.zeros_like(ref), x - ref)
+    return torch.where(same, torch.zeros_like(ref), off)
+
+
+def _values(ref: torch.Tensor) -> torch.Tensor:
+    """The tensor with zeros where it is not finite, and where it is masked."""
+    return ref if _are_plain(ref) else torch.where(is_masked(ref), 0.0, ref).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _are_plain(x: torch.Tensor) -> bool:
+    """Whether all values are finite and none is that of a mask, at a glance: what is not, may be so all the same."""
+    return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > 0.99 * -fp16.max)
 
 
 def is_masked(x: torch.Tensor) -> torch.Tensor:
