@@ -307,11 +307,12 @@ def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool
         u, least = rounding(format, flushes)
         bound = y64.abs().mul_(u).add_(s).add_(least)
         share = max(share, float((error / bound).nan_to_num_(0.0, 0.0, 0.0).max()))
-        few = [t.expand_as(y64).flatten()[:: -(-y64.numel() // _SAMPLE)] for t in (x, y64, s, error)]
-        noise, signal = noise + float(few[3].square().sum()), signal + float(few[1].square().sum())
-        units = few[3] / units_in_last_place(few[1], format)
+        step = -(-y64.numel() // _SAMPLE)
+        x, y64, s, error = (t.expand_as(y64).flatten()[::step] for t in (x, y64, s, error))
+        noise, signal = noise + float(error.square().sum()), signal + float(y64.square().sum())
+        units = error / units_in_last_place(y64, format)
         largest, total, count = max(largest, float(units.max())), total + float(units.sum()), count + units.numel()
-        sign = max(sign, _sign(*few[:3], format), key=abs)
+        sign = max(sign, _sign(x, y64, s, format), key=abs)
     relative = 0.0 if not noise else math.sqrt(noise / signal) if signal else math.inf
     return Judged(share, relative, largest, total / count if count else 0.0, sign, overflows)
 
