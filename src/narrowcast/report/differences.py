@@ -13,7 +13,7 @@ from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.page.shown import Shown
 from narrowcast.report.lines import cut, number_text, without_specials
-from narrowcast.report.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE
+from narrowcast.report.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
 SCHEMA = "narrowcast.compare/1"
 
@@ -176,7 +176,7 @@ class Differences(Shown):
     def worst(self) -> list[CallError]:
         """The calls most to blame, worst first: faults, then those that alone move the output most, then own error."""
         order = {NOT_FINITE: 0, FAULT: 1, KERNEL: 1}
-        found = [row for row in self.rows if row.own or row.verdict in order]
+        found = [row for row in self.rows if (row.own and row.verdict != PASSED_ON) or row.verdict in order]
 
         def key(row: CallError) -> tuple[float, ...]:
             alone = -1.0 if math.isnan(row.alone) else row.alone
