@@ -22,7 +22,7 @@ from narrowcast.eager import advice
 from narrowcast.eager.record import Recorder
 from narrowcast.loops import looking
 from narrowcast.report.findings import Watching
-from narrowcast.runs import capture, culprit, reference, statistics, trends, watch_calls
+from narrowcast.runs import bands, capture, culprit, reference, statistics, trends, watch_calls
 from narrowcast.runs.turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -287,9 +287,7 @@ def test_an_error_of_ours_is_a_note_and_the_program_goes_on(place, monkeypatch):
         assert found.not_inspected and (found.first is not None or "looking failed" in str(found))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(reference, "kept_of"), (reference.Moved, "gives"), (reference.Keep, "after")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(reference, "kept_of"), (bands.Moved, "gives"), (reference.Keep, "after")])
 def test_an_error_of_what_looks_for_a_comparison_is_a_note(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, planted)
     found = nc.compare(nn.Linear(4, 4), (torch.randn(2, 4),), dtype="bf16", isolate=0)

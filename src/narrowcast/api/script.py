@@ -127,8 +127,8 @@ def _assertions_explained(target: Any) -> Iterator[None]:
             asked=f"script({getattr(target, '__qualname__', type(target).__name__)})",
             found=f"TorchScript's compiler fails: {str(error).strip().partition(chr(10))[0]}",
             where=places_of(getattr(target, "forward", target)),
-            advice="It does so at a with statement, other than a region, that stands behind an early return: move it into "
-            "a function of its own.",
+            advice="It does so at a with statement that is no region and stands behind an early return: move it into a "
+            "function of its own.",
         ) from error
 
 

@@ -7,8 +7,11 @@ they are too many, the modules that hold them are tried as groups, and then the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from narrowcast.eager import autocast
+from narrowcast.policy import Kind, Policy, Rule
+from narrowcast.policy.rules import Action
 from narrowcast.report.differences import CallError
 
 Place = tuple[str, str]
@@ -24,6 +27,34 @@ class Tried:
     place: Place
     rows: tuple[CallError, ...]
     error: float
+
+
+def low_alone(
+    rows: list[CallError], budget: int, region: autocast, run: Callable[[autocast], float | None]
+) -> list[Place]:
+    """Note at the rows what their ops alone in the region's low format do to the output; what could not run so.
+
+    run: the model in a region; the output's error, None where it cannot run.
+    """
+    tried, failed = isolate(rows, budget, lambda places: run(_low_in(places, region)))
+    numbers = {row.id: number for number, row in enumerate(rows)}
+    for each in tried:
+        for row in each.rows:
+            rows[numbers[row.id]] = replace(row, alone=each.error)
+    return failed
+
+
+def _low_in(places: list[Place], region: autocast) -> autocast:
+    """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
+    rules = [
+        rule
+        for path, op in places
+        for rule in (
+            Rule(op, Action(Kind.LOWER), module=path or None),
+            Rule(op, Action(Kind.FOLLOW), module=path or None, argument="result"),
+        )
+    ]
+    return autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))
 
 
 def isolate(rows: list[CallError], budget: int, run: Try) -> tuple[list[Tried], list[Place]]:

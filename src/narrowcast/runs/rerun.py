@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.eager.kernels import gather, list_lengths
+from narrowcast.runs.arguments import others_as_text
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
 from narrowcast.torch_surface.dispatch import holds_others, tree_map
@@ -19,7 +20,14 @@ def can_run_again(call: SeenCall) -> bool:
     """Whether the same call can be made, and gives the same again: no random numbers are drawn, and no tensor is made
     of others, whose class alone knows what is to be done with it.
     """
-    return not is_random(call.facts.op) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
+    return not _draws(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
+
+
+def _draws(call: SeenCall) -> bool:
+    """Whether it draws random numbers; attention without dropout does not."""
+    return (
+        is_random(call.facts.op) and dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0"
+    )
 
 
 def is_of_others(tensor: torch.Tensor) -> bool:

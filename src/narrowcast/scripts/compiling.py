@@ -117,10 +117,11 @@ def _signature_of(region_class: type, value: Any) -> Signature | None:
     if value is torch.autocast:
         return ("device_type", "dtype", "enabled", "cache_enabled"), {"policy": "''"}
     names = ("enabled", "dtype", "cache_enabled")
+    told = {"cache_enabled": "True", "policy": "''"}
     if value is torch.cpu.amp.autocast:  # type: ignore[attr-defined]
-        return names, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), "policy": "''"}
+        return names, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), **told}
     if value is torch.cuda.amp.autocast:
-        return names, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), "policy": "''"}
+        return names, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), **told}
     return None
 
 
