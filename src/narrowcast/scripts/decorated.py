@@ -8,7 +8,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -103,6 +103,12 @@ def namespace(function: Any) -> dict[str, Any]:
     """The names that a function sees: its module's, and those it closes over."""
     inner = undecorated(function)
     return {**getattr(inner, "__globals__", {}), **_captured(inner)}
+
+
+def is_of_contextlib(function: Any) -> bool:
+    """A function that contextlib.contextmanager decorates, or one of its own classes."""
+    home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+    return home == nullcontext.__module__ and function is not nullcontext
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -221,6 +221,14 @@ def _counts(expression: ast.expr) -> bool:
     return getattr(called, "attr", getattr(called, "id", "")) in ("dim", "size", "len") and not _computes(expression)
 
 
+def without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """The docstring of a function, if it has one, and the rest of its body."""
+    first = body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
+        return body[:1], body[1:]
+    return [], body
+
+
 def at(node: Any, place: Any) -> Any:
     """A new node with the position of another in the source."""
     ast.copy_location(node, place)

@@ -33,8 +33,8 @@ from torch.jit import frontend as _frontend
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
 from narrowcast.formats import fp32 as _fp32
 from narrowcast.policy import DEVICE_TYPES, as_policy
-from narrowcast.scripts.decorated import namespace, regions_around, undecorated
-from narrowcast.scripts.leaving import TORCH, Flattener, at, exits_early, kept
+from narrowcast.scripts.decorated import is_of_contextlib, namespace, regions_around, undecorated
+from narrowcast.scripts.leaving import TORCH, Flattener, at, exits_early, kept, without_docstring
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
@@ -114,7 +114,7 @@ class _Rewriter:
                 self._check_called(node)
                 self._make_ours(node)
         if made:
-            docstring, body = _without_docstring(definition.body)
+            docstring, body = without_docstring(definition.body)
             items = [ast.withitem(context_expr=region) for region in made]
             definition.body = [*docstring, at(ast.With(items=items, body=body), definition.body[0])]
         if exits_early(definition.body):
@@ -159,7 +159,7 @@ class _Rewriter:
         """A region that an expression means in Python, as the call that makes it; None for what makes its own."""
         if isinstance(expression, ast.Call):
             function = self._value(expression.func)
-            if _is_of_contextlib(function):
+            if is_of_contextlib(function):
                 raise self._error(
                     f"a with statement in a script, {ast.unparse(expression)}",
                     "TorchScript cannot compile this context manager", expression,
@@ -387,22 +387,9 @@ class _Rewriter:
         )  # fmt: skip
 
 
-def _is_of_contextlib(function: Any) -> bool:
-    """A function that contextlib.contextmanager decorates, or one of its own classes."""
-    home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
-    return home == nullcontext.__module__ and function is not nullcontext
-
-
 def _asked(call: ast.Call) -> str:
     return f"a region in a script, {getattr(call, 'asked', None) or ast.unparse(call)}"
 
 
 def _named(keyword: ast.keyword) -> str | None:
     return keyword.arg
-
-
-def _without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    first = body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
-        return body[:1], body[1:]
-    return [], body
