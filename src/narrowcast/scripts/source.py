@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import _jit_internal
 from torch.jit import frontend as _frontend
 
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
@@ -40,6 +39,7 @@ from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 
 frontend: Any = _frontend
+_is_scripting: Any = vars(torch.jit)["is_scripting"]
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
 _UNKNOWN = object()
 OURS = "__narrowcast_region_ours"
@@ -305,7 +305,7 @@ class _Rewriter:
         if isinstance(test, ast.BoolOp):
             ends = isinstance(test.op, ast.Or)
             return ends if any(self._scripting(value) is ends for value in test.values) else None
-        asks = isinstance(test, ast.Call) and self._value(test.func) is _jit_internal.is_scripting
+        asks = isinstance(test, ast.Call) and self._value(test.func) is _is_scripting
         return True if asks else None
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
