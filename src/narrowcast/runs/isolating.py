@@ -13,6 +13,7 @@ from narrowcast.eager import autocast
 from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.policy.rules import Action
 from narrowcast.report.differences import CallError
+from narrowcast.torch_bridge import find_op, op_facts
 
 Place = tuple[str, str]
 """A module's path and an op's id: what a rule can name."""
@@ -83,10 +84,16 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[CallError]]:
     """The ops of modules that are low in the forward and have an error of their own, with their calls."""
     found: dict[Place, list[CallError]] = {}
     for row in rows:
-        is_lowered = row.computes in ("bf16", "fp16") and row.is_low
+        is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not _writes(row.id.op)
         if is_lowered and row.own and row.id.direction == "forward" and row.id.turn == 1:
             found.setdefault((row.id.module_path, row.id.op), []).append(row)
     return found
+
+
+def _writes(op: str) -> bool:
+    """Whether an op gives what it writes to: no rule is about its result."""
+    overload = find_op(op)
+    return overload is None or any(slot.written for slot in op_facts(overload).slots)
 
 
 def _groups(places: list[Place], most: int) -> dict[str, list[Place]]:
