@@ -42,17 +42,16 @@ class Leaves:
         position = [output.unique() for output in node.outputs()].index(value.unique())
         blocks = list(node.blocks())
         if node.kind() == "prim::Param":  # of the body of a loop
+            if not position:
+                return []  # the number of the step
             loop = _owner(node)
-            return (
-                [list(loop.inputs())[position + 1], list(next(loop.blocks()).outputs())[position]] if position else []
-            )
+            (body,) = loop.blocks()
+            return [list(loop.inputs())[position + 1], list(body.outputs())[position]]
         if node.kind() == "prim::Loop":
             return [list(node.inputs())[position + 2], list(blocks[0].outputs())[position + 1]]
         if node.kind() == "prim::If":
             return [list(block.outputs())[position] for block in blocks]
-        added = [
-            use.user for use in value.uses() if use.user.kind() in ("aten::append", "aten::_set_item", "aten::insert")
-        ]
+        added = [use.user for use in value.uses() if use.user.kind() in _ADDING]
         return [*node.inputs(), *[v for user in added for v in list(user.inputs())[1:]]]
 
 

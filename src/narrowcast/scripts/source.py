@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.jit import frontend as _frontend
 
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
 from narrowcast.formats import fp32 as _fp32
@@ -38,7 +37,6 @@ from narrowcast.scripts.policies import hold_policy
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 
-frontend: Any = _frontend
 _is_scripting: Any = vars(torch.jit)["is_scripting"]
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
 _UNKNOWN = object()
@@ -269,10 +267,8 @@ class _Rewriter:
             if "inner" in told:
                 value = value.with_inner(self._evaluated(told["inner"]))
         except Exception as error:
-            found, advice = (
-                f"{type(error).__name__}: {error}",
-                "Name a policy that exists when the function is scripted.",
-            )
+            found = f"{type(error).__name__}: {error}"
+            advice = "Name a policy that exists when the function is scripted."
             if isinstance(error, NarrowcastError):
                 found, advice = f"{error.asked}: {error.found}", error.advice
             elif isinstance(error, NameError) and error.name in self.local:
@@ -305,8 +301,7 @@ class _Rewriter:
         if isinstance(test, ast.BoolOp):
             ends = isinstance(test.op, ast.Or)
             return ends if any(self._scripting(value) is ends for value in test.values) else None
-        asks = isinstance(test, ast.Call) and self._value(test.func) is _is_scripting
-        return True if asks else None
+        return True if isinstance(test, ast.Call) and self._value(test.func) is _is_scripting else None
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
         """A with statement, or one for each device type that the running script may choose; none for nullcontext."""
@@ -333,8 +328,7 @@ class _Rewriter:
                 inner = copy.deepcopy(ast.With(items=statement.items[n:], body=statement.body))
                 test = ast.parse(f"{name} == {device_type!r}", mode="eval").body
                 branches = [ast.If(test=test, body=self._chosen(at(inner, statement)), orelse=branches)]
-            made = [keep, *[at(branch, statement) for branch in branches]]
-            return [at(ast.With(items=statement.items[:n], body=made), statement)] if n else made
+            return _within(statement, n, [keep, *[at(branch, statement) for branch in branches]])
         return [statement]
 
     def _branched(self, statement: ast.With, n: int, chosen: ast.IfExp) -> list[ast.stmt]:
@@ -344,8 +338,7 @@ class _Rewriter:
             item = ast.withitem(context_expr=expression, optional_vars=statement.items[n].optional_vars)
             inner = copy.deepcopy(ast.With(items=[item, *statement.items[n + 1 :]], body=statement.body))
             bodies.append(self._chosen(at(inner, statement)))
-        made: list[ast.stmt] = [at(ast.If(test=chosen.test, body=bodies[0], orelse=bodies[1]), statement)]
-        return [at(ast.With(items=statement.items[:n], body=made), statement)] if n else made
+        return _within(statement, n, [at(ast.If(test=chosen.test, body=bodies[0], orelse=bodies[1]), statement)])
 
     def _is_null(self, item: ast.withitem) -> bool:
         made = item.context_expr
@@ -385,6 +378,11 @@ class _Rewriter:
             "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
             "Put the return behind the with statement.",
         )  # fmt: skip
+
+
+def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]:
+    """The body in the first n items of a with statement."""
+    return [at(ast.With(items=statement.items[:n], body=body), statement)] if n else body
 
 
 def _asked(call: ast.Call) -> str:
