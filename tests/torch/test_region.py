@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import narrowcast as nc
 from narrowcast.errors import RefusedError, RegionError, UnknownOpError
@@ -297,6 +298,35 @@ def test_functional_transforms_pass_through_our_kernels():
     with nc.autocast("cpu", policy=THREE):
         assert torch.vmap(F.gelu)(x.bfloat16()).dtype is FP
         assert torch.func.grad(lambda t: F.gelu(t).sum())(x).dtype is FP
+
+
+def dual_level_tangent(function):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+
+
+@pytest.mark.parametrize("number", [2, 0.1, True])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "forward", "hessian", "jacrev", "vmap"])
+def test_numbers_in_functional_transforms(transform, number):
+    """A kernel of ours is called with numbers that `grad` and `jvp` wrap: torch's results in its own region, too."""
+
+    def of(t):
+        return ((t * number + number) / 3).square().sum()
+
+    transforms = {
+        "grad": lambda: torch.func.grad(of)(x),
+        "jvp": lambda: torch.func.jvp(of, (x,), (x,))[1],
+        "forward": lambda: dual_level_tangent(of),
+        "hessian": lambda: torch.func.hessian(of)(x[0]),
+        "jacrev": lambda: torch.func.jacrev(torch.func.grad(of))(x[0]),
+        "vmap": lambda: torch.vmap(torch.func.grad(of))(x),
+    }
+    expected = transforms[transform]()
+    rules = [nc.Rule(f"aten.{op}.Tensor", "full") for op in ("add", "mul", "div")]
+    with nc.autocast("cpu", policy=nc.Policy.native().with_rules(rules)):
+        assert torch.equal(transforms[transform](), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(transforms[transform](), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -23,7 +23,8 @@ from torch.utils._pytree import (
 )
 
 from narrowcast.torch_surface.dynamo import never_trace
-from narrowcast.torch_surface.state import autocast_key, autocast_key_name
+from narrowcast.torch_surface.patches import stay
+from narrowcast.torch_surface.state import autocast_key, autocast_key_name, excluding
 
 __all__ = [  # what comes from torch under its own name
     "DispatchKey", "DispatchKeySet", "StorageWeakRef", "enable_python_dispatcher", "keystr", "tree_flatten",
@@ -134,12 +135,42 @@ def register(
 
     What `Library.impl` does for overloads that exist, without its checks, which take as long again.
     """
+    _read_numbers_in_transforms()
     key = autocast_key_name(device_type)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
         for op, kernel in kernels:
             name = op_name(op) if overload_name(op) == "default" else f"{op_name(op)}.{overload_name(op)}"
             library.m.impl(name, key, kernel, True)  # type: ignore[union-attr]
+
+
+def _wrapped_number(tensor: torch.Tensor) -> Any:
+    """The number that a tensor without memory stands for: one that torch.func wraps, or a zero of forward mode.
+
+    In `x + 1` torch gives kernels in Python the number, not the tensor that holds it: it asks for this attribute, which
+    it sets where the number is a symbol, and else reads the tensor's memory.
+    """
+    functorch = torch._C._functorch
+    if "_wrapped_number" in vars(tensor):
+        return vars(tensor)["_wrapped_number"]
+    number = tensor
+    while functorch.is_functorch_wrapped_tensor(number):
+        number = functorch.get_unwrapped(number)
+    if number._is_zerotensor():
+        return {torch.bool: False, torch.int64: 0, torch.complex128: 0j}.get(number.dtype, 0.0)
+    if number is tensor:
+        raise AttributeError("_wrapped_number")
+    transforms = DispatchKeySet(DispatchKey.FuncTorchDynamicLayerFrontMode)
+    with excluding(transforms | DispatchKeySet(DispatchKey.FuncTorchDynamicLayerBackMode)):
+        return number.item()
+
+
+def _read_numbers_in_transforms() -> None:
+    def set_number(tensor: torch.Tensor, number: Any) -> None:
+        vars(tensor)["_wrapped_number"] = number
+
+    number = property(_wrapped_number, set_number)
+    stay(torch.Tensor, "_wrapped_number", lambda _: number, "kernels of ours are called with numbers")
 
 
 def registered_ops(device_type: str) -> tuple[str, ...]:

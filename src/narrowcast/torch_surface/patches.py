@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Function = Callable[..., Any]
-Wrap = Callable[[Function], Function]
+Wrap = Callable[[Any], Any]
 """From what stood there to what is to stand there."""
 
 
@@ -133,7 +133,7 @@ def stay(owner: Any, name: str, wrap: Wrap, why: str) -> None:
     what = f"{_words(owner)}.{name}"
     with _lock:
         if what not in _staying:
-            setattr(owner, name, wrap(getattr(owner, name)))
+            setattr(owner, name, wrap(getattr(owner, name, None)))
             _staying[what] = Standing(what, why)
 
 
