@@ -24,7 +24,7 @@ demo: .venv/.ready
 	$(BIN)/python examples/energies.py
 
 # One worker per core; the threads are divided among them (tests/conftest.py).
-TEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+TEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
 LIMITED := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 
 test: .venv/.ready
@@ -63,6 +63,7 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py
+	$(BIN)/python -m pytest -q -n auto -m slow
 	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/torch/test_ways_to_open_regions.py
 	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py

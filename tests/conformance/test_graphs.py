@@ -23,9 +23,16 @@ graphs = load("graphs")
 models = graphs.models
 
 
-@pytest.mark.parametrize("policy", ["native", "custom"])
-@pytest.mark.parametrize("loaded", [models.gpt, models.llama, models.vit, models.resnet, models.unet, models.minilm],
-                         ids=lambda m: m.__name__)  # fmt: skip
+LOADED = (models.gpt, models.llama, models.vit, models.resnet, models.unet, models.minilm)
+PAIRS = [
+    # each model with one policy; with the other in `make conformance`
+    pytest.param(loaded, policy, id=f"{loaded.__name__}-{policy}", marks=[pytest.mark.slow] if (n + m) % 2 else [])
+    for n, loaded in enumerate(LOADED)
+    for m, policy in enumerate(("custom", "native"))
+]
+
+
+@pytest.mark.parametrize(("loaded", "policy"), PAIRS)
 def test_eager_compiled_and_exported_agree(loaded, policy):
     """Outputs, gradients, buffers: dtypes and bits."""
     with warnings.catch_warnings():

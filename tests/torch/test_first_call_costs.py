@@ -90,11 +90,11 @@ def counting(counts):
 
 
 def run(counts, policy=None):
-    """The graphs of MiniLM, compiled in a process that has forgotten everything but what is on disk."""
+    """The graphs of a U-Net, compiled in a process that has forgotten everything but what is on disk."""
     torch._dynamo.reset()
-    model, args, kwargs = models.minilm()
+    model, args, kwargs = models.unet()
     with torch.no_grad(), watch_graphs() as graphs:
-        nc.compile(model, dtype="bf16", policy=policy, backend=counting(counts), goal="fast")(*args, **kwargs)
+        nc.compile(model.eval(), dtype="bf16", policy=policy, backend=counting(counts), goal="fast")(*args, **kwargs)
     return graphs
 
 

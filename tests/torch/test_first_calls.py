@@ -50,9 +50,15 @@ assert not torch.is_autocast_enabled("cpu")
 """
 
 
-@pytest.mark.parametrize("front_end", ["trace", "compile"])
-@pytest.mark.parametrize("alike", ["alike", "apart"])
-@pytest.mark.parametrize("policy", ["native", "safe"])
+@pytest.mark.parametrize(
+    ("front_end", "policy", "alike"),
+    [
+        ("trace", "native", "apart"),
+        ("trace", "safe", "alike"),
+        ("compile", "native", "alike"),
+        ("compile", "safe", "apart"),
+    ],
+)
 def test_eight_threads_at_once(front_end, alike, policy):
     """The same model, and one each: no error, no deadlock, and the bits of eager code."""
     command = [sys.executable, "-c", PROGRAM, front_end, policy, alike]

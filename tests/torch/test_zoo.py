@@ -134,6 +134,7 @@ class TestMiniLM:
             for a, b in zip(expected.values(), found.values(), strict=True):
                 assert a.dtype is b.dtype and torch.equal(a, b)
 
+    @pytest.mark.slow
     def test_gradients_are_bit_for_bit_too(self, minilm):
         """Native against our own kernels, through the weight cache."""
         from dataclasses import replace
