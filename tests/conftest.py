@@ -41,6 +41,16 @@ def caches_are_folders_of_their_own(tmp_path_factory):
             os.environ[name] = before
 
 
+@pytest.fixture
+def process_group():
+    """A process group of this process alone, without a network."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(items):
     """In another order, if NARROWCAST_SHUFFLE names one by a number: no test may need another before it."""
     seed = os.environ.get("NARROWCAST_SHUFFLE")

@@ -1,7 +1,6 @@
 """`nc.check_training` of models that are sharded or replicated: who casts besides the region, and what is put back."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_loops import BF16, Loop, found_at, is_right
 
 BESIDE, REDUCED = "FSDP2 casts beside the region", "gradients reduced in a low format"
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone, without a network."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("process_group")]
 
 
 class Sharded(Loop):

@@ -1,7 +1,5 @@
 """`nc.compile` of a model that FSDP2 shards: every block is compiled, or the model is refused before the first step."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import narrowcast as nc
 from narrowcast.errors import RegionError
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone, without a network."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("process_group")]
 
 
 class Block(nn.Module):

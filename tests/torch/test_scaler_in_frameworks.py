@@ -249,13 +249,11 @@ def test_lbfgs_goes_with_our_scaler_and_not_with_torch_s(name, monkeypatch):
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """A process group of this process."""
+def alone(monkeypatch, process_group):
+    """A process group of this process, and Accelerate's stand-in."""
     utils = type("utils", (), {"convert_to_fp32": staticmethod(stand_ins.convert_to_fp32)})
     stand_ins.install(monkeypatch, accelerate={"utils": utils})
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
+    return process_group
 
 
 def test_shards_of_fsdp_are_stepped_alike_or_refused(alone):
