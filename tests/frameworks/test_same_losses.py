@@ -197,6 +197,28 @@ def test_lightning_s_gradients_of_a_module_that_is_called_twice():
     assert all(torch.equal(a, b) for a, b in zip(own.parameters(), ours.parameters(), strict=True))
 
 
+def test_lightning_s_models_that_fsdp2_shards(monkeypatch):
+    """Under ModelParallelStrategy, in a group of one process."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+
+    def fitted_sharded(**precision):
+        task = task_of(lambda task, x, y: F.cross_entropy(task.net(x), y))
+        task.configure_model = lambda: fully_shard(task.net, mesh=task.device_mesh["data_parallel"])
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
+        try:
+            return fitted(task, strategy=strategy, devices=1, **precision).seen
+        finally:
+            torch.distributed.destroy_process_group()
+
+    own = fitted_sharded(precision="bf16-mixed")
+    ours = fitted_sharded(plugins=[LightningPrecision(package="lightning", dtype="bf16")])
+    assert own == ours
+
+
 SOURCE = """
 import lightning as L, torch, torch.nn.functional as F
 class Task(L.LightningModule):
