@@ -107,6 +107,27 @@ def test_losses_that_are_scaled_some_other_way_are_right(step: Callable[[Loop], 
     is_right(step, Loop())
 
 
+@pytest.mark.parametrize("make", [nc.Scaler, torch.amp.GradScaler])
+def test_a_scaler_that_the_steps_make_is_known_beside_others(make: Callable[[str], torch.amp.GradScaler]) -> None:
+    """Its losses are scaled, though its scale was met only when it was updated; others live on from other loops."""
+    other, is_scaled = make("cpu"), True
+    other.scale(torch.ones(()))
+
+    def step(loop: Loop) -> None:
+        if loop.scaler is other:
+            loop.scaler = make("cpu")
+        for _ in range(2):
+            first, second = two_losses(loop)
+            (loop.scaler.scale(first) + (loop.scaler.scale(second) if is_scaled else second)).backward()
+            loop.end()
+
+    loop = Loop()
+    loop.scaler = other
+    is_right(step, loop)
+    loop.scaler, is_scaled = other, False
+    assert UNSCALED in {finding.kind for finding in nc.check_training(lambda: step(loop)).findings}
+
+
 def test_losses_with_scales_of_their_own_are_right() -> None:
     loop = Loop()
     loop.scaler = nc.Scaler("cpu", init_scale=1024.0)

@@ -57,6 +57,7 @@ class Backwards:
         self._reaches: dict[int, torch.Tensor] = {}
         self._is_mixed = False
         self._without_scale: dict[int, tuple[torch.Tensor, Site, bool]] = {}
+        self._unscaled: list[Found] = []  # until the scale of this step is seen to be one that is known
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class Backwards:
             gradient = parameter.grad
             if gradient is not None and storage_key(values_of(gradient)) in keys:
                 part = "a part of this loss is" if is_mixed else "this loss is"
-                self.found.append((
+                self._unscaled.append((
                     "a loss that is not scaled",
                     f"{part} not multiplied by the loss scale, and its gradients are divided by it with the others': "
                     "they are as many times too small",
@@ -177,8 +178,11 @@ class Backwards:
             self._gradients.put(gradient, _Gradient(is_used=True))
         self._lines.clear()
 
-    def updated(self) -> None:
-        """A scaler is done with a step."""
+    def updated(self, is_known: bool) -> None:
+        """A scaler is done with a step. is_known: its scale was known, so that losses that it multiplies are."""
+        if is_known:
+            self.found += self._unscaled
+        self._unscaled.clear()
         for known in self._gradients.living():
             known.unscaled = None
         self._without_scale.clear()

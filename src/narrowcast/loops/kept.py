@@ -35,6 +35,7 @@ class Kept:
         self._optimizers: dict[int, Any] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._scales: dict[int, torch.Tensor] = {}  # of scalers that were made, or first seen, in the steps
 
     # -- as it runs ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +94,11 @@ class Kept:
         """Where the scales of all scalers lie."""
         scales = [scale_of(scaler) for scaler in self._living.scalers]
         scales += [loss.scale for s in self._living.scalers for loss in vars(s).get("_losses", {}).values()]
-        return {storage_key(scale) for scale in scales if scale is not None}
+        return {storage_key(scale) for scale in scales if scale is not None} | self._scales.keys()
+
+    def meets_scale(self, scale: torch.Tensor) -> None:
+        """A scaler updates its scale."""
+        self._scales[storage_key(scale)] = scale
 
     def states(self) -> list[torch.Tensor]:
         """What optimizers that have stepped hold besides weights."""

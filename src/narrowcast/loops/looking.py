@@ -199,7 +199,8 @@ class Looking(Observer):
             self._is_known = storage_key(call.args[0]) in self._kept.scales()
             self.has_room = self._is_known and scale > 1 and (self.updates == 1 or scale < self.scale)
             self.scale, self._update = scale, loop_line()
-            self._backwards.updated()
+            self._backwards.updated(self._is_known)
+            self._kept.meets_scale(call.args[0])
             self.end_of_step()
         elif call.id.direction == BACKWARD:
             self._backwards.adds(call)
