@@ -6,7 +6,9 @@ from typing import Any
 
 from narrowcast.scripts.calls import facts_of, holds_tensors
 
-_ITSELF = ("aten::to", "aten::type_as", "aten::contiguous")  # they give what they are given, where it is so already
+_NAMES = """to type_as contiguous flatten real conj resolve_conj resolve_neg atleast_1d atleast_2d atleast_3d
+dropout feature_dropout alpha_dropout feature_alpha_dropout"""
+_ITSELF = {f"aten::{name}" for name in _NAMES.split()}  # they give what they are given, where it is so already
 _ADDING = ("aten::append", "aten::insert", "aten::_set_item")
 
 

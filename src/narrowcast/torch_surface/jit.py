@@ -76,8 +76,17 @@ def inline(graph: Any) -> None:
 
 
 def simplify(graph: Any) -> None:
-    """What constants decide is decided, and lists that are taken apart at once are not made."""
-    torch._C._jit_pass_peephole(graph)
+    """What constants and types decide is decided, and lists that are taken apart at once are not made. Torch's peephole
+    pass would do more: it takes `x * 1` for x, and then a result for a weight.
+    """
+    torch._C._jit_pass_peephole_list_idioms(graph)
+    for node in (*graph.findAllNodes("aten::__is__"), *graph.findAllNodes("aten::__isnot__")):
+        kinds = {value.type().kind() for value in node.inputs()}
+        if "NoneType" in kinds and kinds <= {"NoneType", "TensorType"}:
+            graph.setInsertPoint(node)
+            is_none, asks = len(kinds) == 1, node.kind() == "aten::__is__"
+            node.output().replaceAllUsesWith(graph.insertConstant(is_none == asks))
+    graph.setInsertPoint(graph.block())
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
 
 
