@@ -23,7 +23,7 @@ from narrowcast.profiles.device import random_state_kept
 from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
-from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling
+from narrowcast.scripts.compiling import around, check_module, compile_function, compile_module, compiling
 from narrowcast.scripts.decorated import places_of, undecorated
 from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.scopes import Scopes
@@ -112,6 +112,7 @@ def convert(
                 asked=f"convert({type(script).__name__})", found="it is no script",
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
+        check_module(script, autocast)
         return _noting(explicit_module(_copied(script), scopes), made_on)
 
 

@@ -5,6 +5,7 @@ are read off the decorators' closures, wherever they come from: the source may n
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
 from narrowcast.sites.python_stack import find_site, is_user_file
+from narrowcast.torch_surface.jit import ScriptMethod, method_names, own_methods
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -79,10 +81,11 @@ def check_pins(function: Any) -> None:
 
 
 def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
-    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. And for a `__call__` that
-    opens a region: it is not in a script.
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. For a `__call__` that
+    opens a region: it is not in a script. And for what stands in the place of a method, and that no script takes.
     """
     for part in module.modules():
+        _check_own(part, is_region)
         call = type(part).__call__
         if call is not torch.nn.Module.__call__ and not isinstance(part, torch.jit.ScriptModule):
             if _may_open(call, is_region):
@@ -97,6 +100,32 @@ def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> 
                         where=(Origin(code.co_filename, code.co_firstlineno),),
                         advice="Pin the module, or a function that the method calls.",
                     )
+
+
+def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+    """The attributes of an object that stand in the place of methods."""
+    is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
+    names = set(method_names(part) if is_script else dir(type(part)))
+    for name in names & vars(part).keys():
+        value, method = vars(part)[name], methods.get(name)
+        if is_script or not inspect.isroutine(value):
+            if not callable(value) or isinstance(value, ScriptMethod) or not _may_open(value, is_region):
+                continue
+            found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
+            if is_script:
+                found = f"{name} was decorated when it was a script already, which runs without the region"
+        elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
+            found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
+        elif name == "forward" and method is None:
+            found = "its attribute forward is a function without self, and a script compiles it as a method"
+        else:
+            continue
+        raise ScriptError(
+            asked=f"a script of {part.original_name if is_script else type(part).__qualname__}",
+            found=found,
+            where=places_of(undecorated(value), value),
+            advice="Write a method of the class, with the region inside: with torch.autocast(...): ...",
+        )
 
 
 def namespace(function: Any) -> dict[str, Any]:
