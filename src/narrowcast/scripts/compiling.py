@@ -13,7 +13,7 @@ import torch
 from narrowcast.errors import RegionError
 from narrowcast.policy import Policy
 from narrowcast.scripts.boundaries import bound_whole, close_passages
-from narrowcast.scripts.callers import function_name, graphs_of, mark_calls, mark_function, unmark
+from narrowcast.scripts.callers import function_name, mark_calls, mark_function, unmark
 from narrowcast.scripts.cast_already import prepare_marks
 from narrowcast.scripts.classes import note_classes
 from narrowcast.scripts.decorated import bare, check_methods, check_pins, undecorated
@@ -25,6 +25,7 @@ from narrowcast.scripts.scopes import Scope
 from narrowcast.scripts.source import OURS, Regions, Signature, rewriting
 from narrowcast.torch_bridge import to_dtype
 from narrowcast.torch_surface.jit import (
+    compiled_functions,
     compiler_replaced,
     deprecations_unsaid,
     script_function,
@@ -59,7 +60,6 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
             bared[function] = bare(function, is_region)
         made = compile(bared[function], *args, **options)
         if isinstance(made, torch.jit.ScriptFunction) and made not in marked:
-            make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
             mark_calls(made.graph)
             mark_function(made.graph, undecorated(function))
             if hasattr(function, "__narrowcast_pinned__"):
@@ -130,16 +130,24 @@ def _signature_of(region_class: type, value: Any) -> Signature | None:
 def compile_function(function: Callable[..., Any], region_class: type) -> Any:
     """A new script function, which nobody shares."""
     check_pins(function)
-    return script_function(bare(function, functools.partial(_is_region, region_class)))
+    with _edges():
+        return script_function(bare(function, functools.partial(_is_region, region_class)))
 
 
 def compile_module(module: torch.nn.Module, region_class: type) -> Any:
     """A new script module, whose types no other module shares."""
     check_module(module, region_class)
-    made = script_module(module)
-    for graph in graphs_of(made):
-        make_edges(graph)
-    return made
+    with _edges():
+        return script_module(module)
+
+
+@contextmanager
+def _edges() -> Iterator[None]:
+    """What is compiled inside has the edges of its regions, before TorchScript keeps a form in which marks are gone."""
+    before = len(compiled_functions())
+    yield
+    for function in compiled_functions()[before:]:
+        make_edges(function.graph)
 
 
 def check_module(module: torch.nn.Module, region_class: type) -> None:

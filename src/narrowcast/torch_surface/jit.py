@@ -249,6 +249,11 @@ def class_method(name: str) -> Any:
     return _state._python_cu.find_function(name)  # type: ignore[attr-defined]
 
 
+def compiled_functions() -> list[Any]:
+    """All functions and methods, of classes and modules, that TorchScript has compiled here, in that order."""
+    return list(_state._python_cu.get_functions())  # type: ignore[attr-defined]
+
+
 def compiled_module(traced: Any) -> Any:
     """The plain script module of a traced one, with the same compiled methods."""
     return wrap_module(traced._c)
