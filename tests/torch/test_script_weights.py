@@ -84,6 +84,30 @@ def results_that_equal(x: Tensor, y: Tensor):
         return z + torch.mm(a, y) + torch.mm(b, y) + torch.mm(c, y), torch.mm(x, y)
 
 
+class Holding:
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+
+
+def held_by_an_object(x: Tensor, y: Tensor):
+    h = Holding(x)
+    with torch.autocast("cpu"):
+        z = torch.mm(h.weight, h.weight)
+        h.weight = y
+        return z + torch.mm(h.weight, y), torch.mm(x, h.weight)
+
+
+class Setting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.zeros(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor):
+        self.weight = x
+        with torch.autocast("cpu"):
+            return torch.mm(self.weight, self.weight), torch.mm(self.weight, y) + torch.mm(x, y)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -128,6 +152,8 @@ CASES = [
     converted,
     forked,
     results_that_equal,
+    held_by_an_object,
+    Setting,
     Model,
 ]
 

@@ -205,6 +205,42 @@ def choose(x: Tensor, m: Optional[Tensor]):
 def program(x: Tensor, w: Tensor):
     return choose(x, w), choose(x, None), choose(x, w[0])
 """,
+    "class that is no module": """
+class Part:
+    def __init__(self, n: int):
+        self.n = n
+
+    def part(self, x: Tensor, w: Tensor):
+        with {e}:
+            if self.n == 1:
+                return product(x, w)
+        return torch.mm(w, x)
+
+
+def program(x: Tensor, w: Tensor):
+    return Part(1).part(x, w), Part(2).part(x, w)
+""",
+    "overload": """
+@torch.jit._overload
+def helper(x: Tensor, w: Tensor) -> Tensor:
+    pass
+
+
+@torch.jit._overload
+def helper(x: Tensor, w: int) -> int:
+    pass
+
+
+def helper(x, w):
+    with {e}:
+        if isinstance(w, int):
+            return w
+        return product(x, w)
+
+
+def program(x: Tensor, w: Tensor):
+    return helper(x, w), product(x, w), helper(x, 1)
+""",
     "closure": """
 def make():
     from torch import autocast as local
@@ -550,7 +586,7 @@ def inputs():
 def run(function):
     """Outputs and gradients."""
     leaves = inputs()
-    found = torch.utils._pytree.tree_leaves(function(*leaves))
+    found = [t for t in torch.utils._pytree.tree_leaves(function(*leaves)) if isinstance(t, torch.Tensor)]
     if any(t.requires_grad for t in found):
         sum(t.double().sin().sum() for t in found).backward()
     return [t.detach() for t in found], [leaf.grad for leaf in leaves]

@@ -20,9 +20,11 @@ def note_classes(is_region: Callable[[Any], bool] | None = None) -> None:
     """Note the classes that were compiled since the last time: by us, or by torch alone, which needs `is_region`."""
     for name, kind in script_classes().items():
         if name not in _seen and is_region is not None:
-            for method, value in vars(kind).items():
+            for method, found in vars(kind).items():
+                is_property = isinstance(found, property)
+                value = found.fget if is_property else getattr(found, "__func__", found)
                 if inspect.isfunction(value) and _opens(value, is_region):
-                    _dropped[f"{name}.{method}"] = value
+                    _dropped[f"{name}.__{method}_getter" if is_property else f"{name}.{method}"] = value
         _seen.add(name)
 
 

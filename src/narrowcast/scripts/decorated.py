@@ -86,10 +86,11 @@ def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> 
     """
     for part in module.modules():
         _check_own(part, is_region)
-        call = type(part).__call__
-        if call is not torch.nn.Module.__call__ and not isinstance(part, torch.jit.ScriptModule):
-            if _may_open(call, is_region):
-                raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
+        for name in ("__call__", "_call_impl"):
+            call = getattr(type(part), name)
+            if call is not getattr(torch.nn.Module, name) and not isinstance(part, torch.jit.ScriptModule):
+                if _may_open(call, is_region):
+                    raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
         for kind in type(part).__mro__:
             for name, found in vars(kind).items():
                 if callable(found) and hasattr(found, "__narrowcast_pinned__"):
@@ -179,13 +180,11 @@ def _named(value: Any) -> str:
 
 def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
     """A decorator of somebody else: what it does is not in a script."""
-    if not isinstance(layer, types.FunctionType):
-        raise _refused(function, layer, f"the decorator is {_named(layer)}, and TorchScript compiles functions alone")
+    code = getattr(layer, "__code__", None)
     if _may_open(layer, is_region):
         found = "a decorator opens a region in code of its own, and TorchScript compiles what is below decorators"
         raise _refused(function, layer, found)
-    code = layer.__code__
-    if is_user_file(code.co_filename) or _is_decorator(layer):
+    if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
         warnings.warn(
             f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
             f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
