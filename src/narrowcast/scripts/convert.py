@@ -260,7 +260,7 @@ def _answer(graph: Any, section: Section) -> None:
 
 _UNSEEN = {
     "prim::PythonOp": (
-        "a call into Python (torch.jit.ignore), which no region of a script reaches",
+        "a call into Python (of an object, or under torch.jit.ignore), which no region of a script reaches",
         "Call it outside of the region.",
     ),
     "prim::CallMethod": (

@@ -35,9 +35,7 @@ def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any
         found += getattr(layer, _BARE, ())
         if not hasattr(layer, "__wrapped__"):
             if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
-                raise _refused(
-                    function, layer, f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
-                )
+                raise _no_function(function, layer)
             return found
         region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
         if _is_decorator(layer) and region is not None:
@@ -107,6 +105,9 @@ def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
     """The attributes of an object that stand in the place of methods."""
     is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
     names = set(method_names(part) if is_script else dir(type(part)))
+    for value in vars(part).values():
+        if inspect.isfunction(value) and isinstance(undecorated(value), torch.nn.Module):
+            raise _no_function(type(part).forward, undecorated(value))
     for name in names & vars(part).keys():
         value, method = vars(part)[name], methods.get(name)
         if is_script or not inspect.isroutine(value):
@@ -182,7 +183,7 @@ def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) 
     """A decorator of somebody else: what it does is not in a script."""
     code = getattr(layer, "__code__", None)
     if _may_open(layer, is_region):
-        found = "a decorator opens a region in code of its own, and TorchScript compiles what is below decorators"
+        found = "a decorator opens a region in code of its own, and TorchScript compiles only what is below decorators"
         raise _refused(function, layer, found)
     if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
         warnings.warn(
@@ -214,7 +215,10 @@ def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
         elif isinstance(value, list | tuple | set):
             waiting += value
         else:
-            waiting += [*_captured(value).values(), getattr(value, "__self__", None), getattr(value, "__func__", None)]
+            waiting += [
+                *_captured(value).values(),
+                *(getattr(value, n, None) for n in ("__self__", "__func__", "func")),
+            ]
             waiting += [*getattr(value, "__dict__", {}).values(), *vars(type(value)).values()]
     return False
 
@@ -228,20 +232,30 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
+def _no_function(function: Any, layer: Any) -> ScriptError:
+    found = f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
+    advice = "Decorate its forward, or open the region where it is called: with torch.autocast(...): ..."
+    return _refused(function, layer, found, advice)
+
+
 def places_of(*values: Any) -> tuple[Origin, ...]:
     """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
-    calls = [value if hasattr(value, "__code__") else vars(type(value)).get("__call__") for value in values]
+    kinds = [value if isinstance(value, type) else type(value) for value in values]
+    calls = [
+        value if hasattr(value, "__code__") else vars(kind).get("__call__") or vars(kind).get("forward")
+        for value, kind in zip(values, kinds, strict=True)
+    ]
     codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
     found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
     site = find_site()
     return found or ((Origin(site.file, site.line),) if site.file else ())
 
 
-def _refused(function: Any, layer: Any, found: str) -> ScriptError:
+def _refused(function: Any, layer: Any, found: str, advice: str = "") -> ScriptError:
     inner = undecorated(function)
     return ScriptError(
-        asked=f"a script of {getattr(inner, '__qualname__', None) or 'what is decorated'}",
+        asked=f"a script of {getattr(inner, '__qualname__', None) or 'a decorated ' + type(inner).__name__}",
         found=found,
         where=places_of(inner, layer),
-        advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
+        advice=advice or "Open the region where the function is called, or in its body: with torch.autocast(...): ...",
     )

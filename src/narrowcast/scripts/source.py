@@ -39,6 +39,7 @@ from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_re
 
 _is_scripting: Any = vars(torch.jit)["is_scripting"]
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
+_WITH = "Use a with statement: with torch.autocast(...): ..."
 _UNKNOWN = object()
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
@@ -161,7 +162,7 @@ class _Rewriter:
                 raise self._error(
                     f"a with statement in a script, {ast.unparse(expression)}",
                     "TorchScript cannot compile this context manager", expression,
-                    "Write what it does in its place; a region as with torch.autocast(...): ...",
+                    "Open the region itself, with torch.autocast(...): ..., and write out what else it does.",
                 )  # fmt: skip
             whole = any(isinstance(a, ast.Starred) for a in expression.args) or None in map(_named, expression.keywords)
             made_here = hasattr(function, "__code__") or (self.regions.signature_of(function) is not None and not whole)
@@ -183,8 +184,11 @@ class _Rewriter:
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("__enter__", "__exit__"):
             owner = call.func.value
             if getattr(owner, "id", "") in self.made or self.regions.is_region(self._value(owner)):
-                found = "a script can tell where a region ends from a with statement alone"
-                raise self._error(_asked(call), found, call, "Write it as one: with torch.autocast(...): ...")
+                found = "only a with statement tells a script where a region ends"
+                raise self._error(_asked(call), found, call, _WITH)
+        if getattr(value, "__name__", "").startswith("set_autocast_"):
+            found = "only a with statement switches autocast in a script"
+            raise self._error(f"a script of {ast.unparse(call)}", found, call, _WITH)
         if value is not _UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
             if not isinstance(value, types.MethodType | type | ScriptFunction | ScriptMethod):
                 regions_around(value, self.regions.is_region)
@@ -211,7 +215,7 @@ class _Rewriter:
         names, defaults = signature
         if len(call.args) > len(names):
             found = f"it takes at most {len(names)} arguments by position"
-            raise self._error(_asked(call), found, call, f"They are {', '.join(names)}.")
+            raise self._error(_asked(call), found, call, f"Its arguments are {', '.join(names)}.")
         if None in map(_named, call.keywords):
             raise self._error(_asked(call), "not all of its arguments are known", call, _SPELT)
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
@@ -238,13 +242,20 @@ class _Rewriter:
         advice = f"Its arguments are {', '.join(inspect.signature(kind).parameters)}."
         try:
             inspect.signature(kind).bind(**given)
-            advice = f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type."
+            advice = f"Give one of {', '.join(DEVICE_TYPES)}; for a tensor x, that is x.device.type."
+            if "device_type" in given and known["device_type"] not in DEVICE_TYPES:
+                raise TypeError(f"autocast knows no device type {known['device_type']!r}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a device that is not here
                 kind(**known)
+            advice = "Give True or False; bool(x) of a tensor or a number x."
+            if not isinstance(known.get("enabled", True), bool):
+                raise TypeError(f"enabled is of type {type(known['enabled']).__name__}, and regions take a bool")
             advice = "Give torch.bfloat16 or torch.float16."
             if not isinstance(known.get("dtype"), torch.dtype | None) and issubclass(kind, torch.autocast):
-                raise TypeError(f"dtype is a {type(known['dtype']).__name__}, and torch's regions take a torch.dtype")
+                raise TypeError(
+                    f"dtype is of type {type(known['dtype']).__name__}, and torch's regions take a torch.dtype"
+                )
             if known.get("enabled") is not False:
                 self.regions.as_number(known.get("dtype") or torch.bfloat16)
         except Exception as error:
@@ -270,10 +281,11 @@ class _Rewriter:
             found = f"{type(error).__name__}: {error}"
             advice = "Name a policy that exists when the function is scripted."
             if isinstance(error, NarrowcastError):
-                found, advice = f"{error.asked}: {error.found}", error.advice
+                found, advice = error.found, error.advice
             elif isinstance(error, NameError) and error.name in self.local:
                 found = "it is known only when the script runs"
-            raise self._error("a region's policy in a script", found, call, advice) from None
+            asked = " and ".join(f"{name}={ast.unparse(value)}" for name, value in told.items())
+            raise self._error(f"a region in a script with {asked}", found, call, advice) from None
         if "inner" in told or not isinstance(told["policy"], ast.Constant):
             call.keywords = [k for k in call.keywords if k.arg not in told]
             call.keywords.append(at(ast.keyword("policy", ast.Constant(hold_policy(value))), call))
@@ -376,7 +388,7 @@ class _Rewriter:
         raise self._error(
             f"a with statement in a script, {ast.unparse(expression)}",
             "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
-            "Put the return behind the with statement.",
+            "Return behind the with statement.",
         )  # fmt: skip
 
 
