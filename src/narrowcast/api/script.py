@@ -156,7 +156,7 @@ def _explained(target: Any) -> Iterator[None]:
             ) from error  # fmt: skip
         where = "".join(f" ({origin})" for origin in places_of(place))
         error.add_note(
-            f"narrowcast: {asked}{where}: this is an error of TorchScript itself. Write the line in other words, or take "
+            f"narrowcast: {asked}{where}: this is an error of TorchScript itself. Write it in other words, or take "
             "narrowcast.trace or narrowcast.compile, which run the Python code as it is."
         )
         raise
