@@ -80,7 +80,7 @@ def simplify(graph: Any) -> None:
     """What constants and types decide is decided, and lists that are taken apart at once are not made. Torch's peephole
     pass would do more: it takes `x * 1` for x, and then a result for a weight.
     """
-    torch._C._jit_pass_peephole_list_idioms(graph)
+    torch._C._jit_pass_peephole_list_idioms(graph)  # type: ignore[attr-defined]
     for node in (*graph.findAllNodes("aten::__is__"), *graph.findAllNodes("aten::__isnot__")):
         kinds = {value.type().kind() for value in node.inputs()}
         if "NoneType" in kinds and kinds <= {"NoneType", "TensorType"}:
@@ -241,17 +241,18 @@ def add_script_class(python_class: type, source: type, name: str) -> None:
 def script_classes(interface: Any = None) -> dict[str, type]:
     """The classes that TorchScript has compiled, by qualified name; only those that an interface may stand for."""
     known = _state._script_classes.items()
-    return {str(t.qualified_name()): kind for kind, t in known if interface is None or t.isSubtypeOf(interface)}  # type: ignore[attr-defined]
+    return {str(t.qualified_name()): kind for kind, t in known if interface is None or t.isSubtypeOf(interface)}
 
 
 def class_method(name: str) -> Any:
     """A method of such a class, by qualified name."""
-    return _state._python_cu.find_function(name)  # type: ignore[attr-defined]
+    return _state._python_cu.find_function(name)
 
 
 def compiled_functions() -> list[Any]:
     """All functions and methods, of classes and modules, that TorchScript has compiled here, in that order."""
-    return list(_state._python_cu.get_functions())  # type: ignore[attr-defined]
+    compiled: Any = _state._python_cu
+    return list(compiled.get_functions())
 
 
 def compiled_module(traced: Any) -> Any:
