@@ -65,5 +65,6 @@ def check_builtin_name(name: str) -> None:
         raise PolicyError(
             asked=f"policy {name!r}",
             found="no such built-in policy",
-            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml).",
+            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml)."
+            + (' To extend nothing, write extends = "nothing" and nothing else.' if name == "nothing" else ""),
         )

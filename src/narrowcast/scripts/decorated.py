@@ -110,12 +110,14 @@ def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
             raise _no_function(type(part).forward, undecorated(value))
     for name in names & vars(part).keys():
         value, method = vars(part)[name], methods.get(name)
-        if is_script or not inspect.isroutine(value):
-            if not callable(value) or isinstance(value, ScriptMethod) or not _may_open(value, is_region):
+        if is_script:
+            if isinstance(value, ScriptMethod) or not _may_open(value, is_region):
+                continue
+            found = f"{name} was decorated when it was a script already, which runs without the region"
+        elif not inspect.isroutine(value):
+            if not callable(value) or not inspect.isroutine(getattr(type(part), name)):
                 continue
             found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
-            if is_script:
-                found = f"{name} was decorated when it was a script already, which runs without the region"
         elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
             found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
         elif name == "forward" and method is None:
