@@ -51,6 +51,7 @@ from narrowcast.torch_surface.jit import (
     find_type,
     function_from_graph,
     hooks_of,
+    method_names,
     module_type,
     optimizes,
     wrap_module,
@@ -255,7 +256,7 @@ class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defi
     def __getattr__(self, attr: str) -> Any:
         """A method that runs in whatever region it is called, or anything else that a script module has."""
         methods = self.__dict__.get("_narrowcast_methods", {})
-        if attr in methods:
+        if attr in methods and attr in method_names(self):  # and is no hook
             return BoundMethod(methods[attr], compiled_method(self, attr))
         return super().__getattr__(attr)
 
