@@ -118,12 +118,7 @@ def convert(
 
 
 _MISTYPED = re.compile(r"autocast self, .*\nExpected a value of type '(.+)' for argument '(\w+)' .* type '(.+)'")
-_WANTED = {
-    "enabled": "True or False",
-    "cache_enabled": "True or False",
-    "dtype": "a torch.dtype",
-    "device_type": "text",
-}
+_WANTED = {"dtype": "a torch.dtype", "device_type": "text"}
 
 
 @contextlib.contextmanager
@@ -131,10 +126,8 @@ def _explained(target: Any) -> Iterator[None]:
     """ScriptError for what TorchScript's compiler says of our regions, and where it fails without a place or a cause;
     a note for what it refuses itself.
     """
-    asked, place = (
-        f"script({getattr(target, '__qualname__', type(target).__name__)})",
-        getattr(target, "forward", target),
-    )
+    asked = f"script({getattr(target, '__qualname__', type(target).__name__)})"
+    place = getattr(target, "forward", target)
     try:
         yield
     except NarrowcastError:
@@ -143,11 +136,9 @@ def _explained(target: Any) -> Iterator[None]:
         text = str(error)
         mistyped = _MISTYPED.search(text)
         if mistyped is not None:
-            wanted = _WANTED.get(mistyped[2], mistyped[1])
-            raise ScriptError(
-                asked="a region in a script", found=f"its {mistyped[2]} is of type {mistyped[3]}", where=shown_in(text),
-                advice=f"Give {wanted}" + ("; bool(x) of a tensor or a number x." if "True" in wanted else "."),
-            ) from None  # fmt: skip
+            wanted = _WANTED.get(mistyped[2], "True or False; bool(x) of a tensor or a number x")
+            found = f"its {mistyped[2]} is of type {mistyped[3]}"
+            raise ScriptError("a region in a script", found, shown_in(text), f"Give {wanted}.") from None
         if "INTERNAL ASSERT FAILED" in text:
             raise ScriptError(
                 asked, f"TorchScript's compiler fails: {text.strip().partition(chr(10))[0]}", places_of(place),

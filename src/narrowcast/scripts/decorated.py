@@ -217,10 +217,8 @@ def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
         elif isinstance(value, list | tuple | set):
             waiting += value
         else:
-            waiting += [
-                *_captured(value).values(),
-                *(getattr(value, n, None) for n in ("__self__", "__func__", "func")),
-            ]
+            waiting += [getattr(value, name, None) for name in ("__self__", "__func__", "func")]
+            waiting += _captured(value).values()
             waiting += [*getattr(value, "__dict__", {}).values(), *vars(type(value)).values()]
     return False
 
@@ -242,11 +240,9 @@ def _no_function(function: Any, layer: Any) -> ScriptError:
 
 def places_of(*values: Any) -> tuple[Origin, ...]:
     """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
-    kinds = [value if isinstance(value, type) else type(value) for value in values]
-    calls = [
-        value if hasattr(value, "__code__") else vars(kind).get("__call__") or vars(kind).get("forward")
-        for value, kind in zip(values, kinds, strict=True)
-    ]
+    known = [vars(value if isinstance(value, type) else type(value)) for value in values]
+    pairs = zip(values, known, strict=True)
+    calls = [v if hasattr(v, "__code__") else names.get("__call__") or names.get("forward") for v, names in pairs]
     codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
     found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
     site = find_site()

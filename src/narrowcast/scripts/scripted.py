@@ -290,9 +290,8 @@ class BoundHook(BoundMethod):
         return self._method.run(functools.partial(self._plain, module), args, {})
 
 
-never_trace(
-    ExplicitFunction.__call__, BoundMethod.__call__, BoundHook.__call__
-)  # Dynamo calls scripts, and does not look into them
+# Dynamo calls scripts, and does not look into them
+never_trace(ExplicitFunction.__call__, BoundMethod.__call__, BoundHook.__call__)
 
 
 def explicit_function(
