@@ -387,6 +387,22 @@ class Model(torch.nn.Module):
 program = Model()
 program.part = torch.autocast("cpu")(Model().part)
 """,
+    "a method in Python that an object decorates": """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.autocast("cpu")(self.part)
+
+    @torch.jit.ignore
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+    def forward(self, x):
+        return self.part(x)
+
+
+program = Model()
+""",
     "a partial function in the place of a method": """
 class Model(torch.nn.Module):
     def __init__(self):

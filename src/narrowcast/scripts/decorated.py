@@ -16,7 +16,7 @@ import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
 from narrowcast.sites.python_stack import find_site, is_user_file
-from narrowcast.torch_surface.jit import ScriptMethod, method_names, own_methods
+from narrowcast.torch_surface.jit import ScriptMethod, is_ignored, method_names, own_methods
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -120,6 +120,8 @@ def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
             found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
         elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
             found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
+        elif is_ignored(value) and _may_open(value, is_region):
+            found = f"its attribute {name} is decorated, and a script calls the method of its class in Python"
         elif name == "forward" and method is None:
             found = "its attribute forward is a function without self, and a script compiles it as a method"
         else:

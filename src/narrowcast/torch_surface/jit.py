@@ -28,6 +28,8 @@ optimizes = torch._C._get_graph_executor_optimize
 """Whether scripts are optimized when they run."""
 function_from_graph = torch._C._create_function_from_graph
 """A script function of this name with this graph."""
+is_ignored = _jit_internal.is_ignored_fn
+"""Whether scripts call a function in Python, or not at all."""
 wrap_module = _recursive.wrap_cpp_module
 """The Python object of a compiled module."""
 
@@ -215,8 +217,9 @@ def script_module(module: torch.nn.Module) -> Any:
     def stubs_of(part: torch.nn.Module) -> Any:
         stubs = _recursive.infer_methods_to_compile(part)
         known = {stub.def_.name().name for stub in stubs}
-        own = [name for name in own_methods(part) if name not in known and hasattr(type(part), name)]
-        return stubs + [_recursive.make_stub_from_method(part, name) for name in own]
+        own = [n for n, method in own_methods(part).items() if not is_ignored(method)]
+        new = [name for name in own if name not in known and hasattr(type(part), name)]
+        return stubs + [_recursive.make_stub_from_method(part, name) for name in new]
 
     prepared = _script.call_prepare_scriptable_func(module)
     return _recursive.create_script_module(prepared, stubs_of, share_types=False)
