@@ -253,6 +253,206 @@ def program(x):
     with torch.autocast("cpu"):
         return python(x)
 """,
+    "enabled as text": """
+def program(x):
+    with torch.autocast("cpu", enabled="no"):
+        return torch.mm(x, x)
+""",
+    "enabled as a tensor": """
+def program(x):
+    with torch.autocast("cpu", enabled=x.sum() > 0):
+        return torch.mm(x, x)
+""",
+    "a dtype as text that an argument holds": """
+def program(x, dtype: str):
+    with nc.autocast("cpu", dtype):
+        return torch.mm(x, x)
+""",
+    "a device in the place of its type": """
+def program(x):
+    with torch.autocast(torch.device("cpu")):
+        return torch.mm(x, x)
+""",
+    "arguments that a list holds": """
+def program(x, arguments: list[str]):
+    with torch.autocast(*arguments):
+        return torch.mm(x, x)
+""",
+    "a class of regions": """
+def program(x):
+    with torch.autocast:
+        return torch.mm(x, x)
+""",
+    "no context manager": """
+def program(x):
+    with x:
+        return torch.mm(x, x)
+""",
+    "autocast switched on by hand": """
+def program(x):
+    torch.set_autocast_enabled("cpu", True)
+    return torch.mm(x, x)
+""",
+    "a function inside": """
+def program(x):
+    @torch.autocast("cpu")
+    def inner(y):
+        return torch.mm(y, y)
+
+    return inner(x)
+""",
+    "a decorator that takes any arguments": """
+def low(function):
+    def inner(*args):
+        with torch.autocast("cpu"):
+            return function(*args)
+
+    return inner
+
+
+@low
+def program(x):
+    return torch.mm(x, x)
+""",
+    "a method of a class that torch compiled before": """
+@torch.jit.script
+class Part:
+    def __init__(self, n: int):
+        self.n = n
+
+    @torch.autocast("cpu")
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+
+def program(x):
+    return Part(1).product(x)
+""",
+    "an interface of a class with a region": """
+@torch.jit.interface
+class Interface:
+    def product_of(self, x: torch.Tensor) -> torch.Tensor:
+        pass
+
+
+@torch.jit.script
+class Part:
+    def __init__(self, n: int):
+        self.n = n
+
+    def product_of(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            return torch.mm(x, x)
+
+
+def call(part: Interface, x: torch.Tensor) -> torch.Tensor:
+    return part.product_of(x)
+
+
+def program(x):
+    return call(Part(1), x)
+""",
+    "a script whose method is decorated": """
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.mm(x, x)
+
+
+program = torch.jit.script(Model())
+program.forward = torch.autocast("cpu")(program.forward)
+""",
+    "a forward without self": """
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x
+
+
+@torch.autocast("cpu")
+def forward(x):
+    return torch.mm(x, x)
+
+
+program = Model()
+program.forward = forward
+""",
+    "a method of another object": """
+class Model(torch.nn.Module):
+    def part(self, x):
+        return torch.mm(x, x)
+
+    def forward(self, x):
+        return self.part(x)
+
+
+program = Model()
+program.part = torch.autocast("cpu")(Model().part)
+""",
+    "a method in Python that an object decorates": """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.autocast("cpu")(self.part)
+
+    @torch.jit.ignore
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, x)
+
+    def forward(self, x):
+        return self.part(x)
+
+
+program = Model()
+""",
+    "a partial function in the place of a method": """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = functools.partial(torch.autocast("cpu")(self.part), 2)
+
+    def part(self, n: int, x):
+        return torch.mm(x, x) * n
+
+    def forward(self, x):
+        return self.part(x)
+
+
+program = Model()
+""",
+    "a call that opens a region": """
+class Model(torch.nn.Module):
+    @nc.autocast("cpu")
+    def __call__(self, x):
+        return super().__call__(x)
+
+    def forward(self, x):
+        return torch.mm(x, x)
+
+
+program = Model()
+""",
+    "a pin on an argument that may be None": """
+from typing import Optional
+
+
+@nc.pin("fp32")
+def program(x: torch.Tensor, mask: Optional[torch.Tensor] = None):
+    return torch.mm(x, x)
+""",
+    "an autograd function in a region": """
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def program(x):
+    with torch.autocast("cpu"):
+        return Double.apply(x)
+""",
     "another context manager that something leaves": """
 def program(x, n: int):
     with torch.autocast("cpu"), torch.profiler.record_function("part"):

@@ -59,7 +59,7 @@ def test_regions_that_a_script_would_ignore():
     """Entered by hand, or compiled by torch.jit.script: not fp32 without a word."""
     x = torch.randn(3, 3)
     assert nc.script(with_statement)(x).dtype is torch.bfloat16
-    with pytest.raises(nc.errors.ScriptError, match=r"test_misuse.py:\d+(?s:.*)Write it as one: with torch"):
+    with pytest.raises(nc.errors.ScriptError, match=r"test_misuse.py:\d+(?s:.*)Use a with statement: with torch"):
         nc.script(by_hand)
     with pytest.raises(torch.jit.Error, match=r"narrowcast.autocast does nothing here.*narrowcast.script"):
         torch.jit.script(with_statement)(x)
@@ -74,7 +74,8 @@ def answer(text, path):
     try:
         nc.script(module.program)
     except Exception as error:
-        said = str(error).strip().replace(f"{path.parent}/", "").replace(f"{Path(__file__).parent}/", "")
+        said = "\n\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
+        said = said.replace(f"{path.parent}/", "").replace(f"{Path(__file__).parent}/", "")
         said = re.sub(r"(test_misuse.py):\d+", r"\1", re.sub(" at 0x[0-9a-f]+", "", said))
         return f"{type(error).__name__}: {said}"
     return "no error"

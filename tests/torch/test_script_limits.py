@@ -286,7 +286,7 @@ class FromAttribute(nn.Module):
 
 def test_a_region_in_a_list_says_what_to_write():
     """With the place where it is known."""
-    message = r"list or dict.*column 14.*with self.regions\[i\].*one with statement for each, chosen by an if"
+    message = r"list or dict.*column 14.*with self.regions\[i\].*one with statement for each region, chosen by an if"
     with pytest.raises(ScriptError, match=f"(?s){message}"):
         nc.script(FromList(), dtype="bf16")
 

@@ -75,6 +75,39 @@ def converted(x: Tensor, y: Tensor):
         return torch.mm(x, y) + torch.mm(x.float(), y), torch.mm(y.to(torch.float32), x)
 
 
+def results_that_equal(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        z, one = torch.dropout(x, 0.5, False), torch.flatten(y, 0, 0)
+        for _i in range(2):
+            z = torch.mm(z, one).float()
+        a, b, c = x * 1, x + 0, x.t().t()  # no leaves, and no weights
+        return z + torch.mm(a, y) + torch.mm(b, y) + torch.mm(c, y), torch.mm(x, y)
+
+
+class Holding:
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+
+
+def held_by_an_object(x: Tensor, y: Tensor):
+    h = Holding(x)
+    with torch.autocast("cpu"):
+        z = torch.mm(h.weight, h.weight)
+        h.weight = y
+        return z + torch.mm(h.weight, y), torch.mm(x, h.weight)
+
+
+class Setting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.zeros(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor):
+        self.weight = x
+        with torch.autocast("cpu"):
+            return torch.mm(self.weight, self.weight), torch.mm(self.weight, y) + torch.mm(x, y)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -109,7 +142,20 @@ def one_weight_cache():
     remove_visiting("cpu")
 
 
-CASES = [out_of_a_list, appended, a_list_as_argument, out_of_a_dict, chosen, carried, converted, forked, Model]
+CASES = [
+    out_of_a_list,
+    appended,
+    a_list_as_argument,
+    out_of_a_dict,
+    chosen,
+    carried,
+    converted,
+    forked,
+    results_that_equal,
+    held_by_an_object,
+    Setting,
+    Model,
+]
 
 
 @pytest.mark.usefixtures("one_weight_cache")

@@ -286,7 +286,7 @@ class Front(nn.Module):
     "target, says, line",
     [
         (calls_python, "torch.jit.ignore", "return in_python(x)"),
-        (unknown_device, "device type is not known", "region = torch.autocast(device"),
+        (unknown_device, "only the running script knows its device type", "region = torch.autocast(device"),
         (Front(), "interface", "return self.part.forward(x)"),
     ],
     ids=["python", "device", "interface"],

@@ -1,7 +1,8 @@
 """Regions in scripts whose facts only the running script knows, or that the source does not show at once."""
 
 import contextlib
-from typing import Optional
+import copy
+from typing import Optional, Tuple  # noqa: UP035
 
 import pytest
 import torch
@@ -332,3 +333,19 @@ def by_a_word(x: Tensor):
 def test_arguments_of_regions_that_are_less_common(x):
     """inner= without a policy, and a format that counts for nothing."""
     assert same(by_a_word, x) == [FP32]
+
+
+def hook(self, given: Tuple[Tensor], result: Tensor) -> Tensor:  # noqa: UP006
+    return torch.mm(given[0], result)
+
+
+def test_hooks_follow_the_regions_of_a_call(x):
+    """The outermost module's, in the region around the script and around its call, and in a copy."""
+    model = nn.Linear(8, 8)
+    model.register_forward_hook(hook)
+    assert same(model, x, dtype="fp16") == [FP16]
+    scripted = nc.script(model)
+    for ran in (scripted, copy.deepcopy(scripted)):
+        assert not hasattr(ran, "hook") and ran(x).dtype is FP32
+        with nc.autocast("cpu"):
+            assert ran(x).dtype is BF16

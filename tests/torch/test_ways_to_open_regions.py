@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 HEADER = """
 import contextlib, functools
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor, amp, nn
@@ -205,6 +205,42 @@ def choose(x: Tensor, m: Optional[Tensor]):
 def program(x: Tensor, w: Tensor):
     return choose(x, w), choose(x, None), choose(x, w[0])
 """,
+    "class that is no module": """
+class Part:
+    def __init__(self, n: int):
+        self.n = n
+
+    def part(self, x: Tensor, w: Tensor):
+        with {e}:
+            if self.n == 1:
+                return product(x, w)
+        return torch.mm(w, x)
+
+
+def program(x: Tensor, w: Tensor):
+    return Part(1).part(x, w), Part(2).part(x, w)
+""",
+    "overload": """
+@torch.jit._overload
+def helper(x: Tensor, w: Tensor) -> Tensor:
+    pass
+
+
+@torch.jit._overload
+def helper(x: Tensor, w: int) -> int:
+    pass
+
+
+def helper(x, w):
+    with {e}:
+        if isinstance(w, int):
+            return w
+        return product(x, w)
+
+
+def program(x: Tensor, w: Tensor):
+    return helper(x, w), product(x, w), helper(x, 1)
+""",
     "closure": """
 def make():
     from torch import autocast as local
@@ -338,6 +374,97 @@ class Model(nn.Module):
 program = Model()
 program.forward = ({e})(program.forward)
 """,
+    "method of an object": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = ({e})(self.part)
+
+    def part(self, x: Tensor, w: Tensor):
+        return product(x, w)
+
+    def forward(self, x: Tensor, w: Tensor):
+        return self.part(x, w), product(x, w)
+
+
+program = Model()
+""",
+    "hooks": """
+@{e}
+def before(self, given: Tuple[Tensor, Tensor]) -> Tuple[Tensor, Tensor]:
+    return product(given[0], given[1]).float(), given[1]
+
+
+@{e}
+def after(self, given: Tuple[Tensor, Tensor], result: Tensor) -> Tuple[Tensor, Tensor]:
+    return result, product(given[0], given[1])
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor, w: Tensor):
+        return product(x, w)
+
+
+program = Model()
+program.register_forward_pre_hook(before)
+program.register_forward_hook(after)
+""",
+    "interface": """
+@torch.jit.interface
+class Interface(nn.Module):
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        pass
+
+
+class Part(nn.Module):
+    @{e}
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return product(x, w)
+
+
+class Model(nn.Module):
+    part: Interface
+
+    def __init__(self):
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: Tensor, w: Tensor):
+        return self.part(x, w), product(x, w)
+
+
+torch.jit.script(Model())
+program = Model()
+""",
+    "class that is no module": """
+class Part:
+    def __init__(self, n: int):
+        self.n = n
+
+    @{e}
+    def part(self, x: Tensor, w: Tensor):
+        return product(x, w)
+
+
+def program(x: Tensor, w: Tensor):
+    return Part(1).part(x, w), product(x, w)
+""",
+    "class that torch compiled before": """
+class Part:
+    def __init__(self, n: int):
+        self.n = n
+
+    @{e}
+    def part(self, x: Tensor, w: Tensor):
+        return product(x, w)
+
+
+torch.jit.script(Part)
+
+
+def program(x: Tensor, w: Tensor):
+    return Part(1).part(x, w), product(x, w)
+""",
     "called": """
 decorated = ({e})(product)
 
@@ -459,7 +586,7 @@ def inputs():
 def run(function):
     """Outputs and gradients."""
     leaves = inputs()
-    found = torch.utils._pytree.tree_leaves(function(*leaves))
+    found = [t for t in torch.utils._pytree.tree_leaves(function(*leaves)) if isinstance(t, torch.Tensor)]
     if any(t.requires_grad for t in found):
         sum(t.double().sin().sum() for t in found).backward()
     return [t.detach() for t in found], [leaf.grad for leaf in leaves]
@@ -509,7 +636,7 @@ def test_decorators(way, place, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["torch", "ours", "global", "attribute", "partial", "ours, policy"])
-@pytest.mark.parametrize("place", ["top", "helper", "forward", "called", "factory"])
+@pytest.mark.parametrize("place", ["top", "forward", "called", "factory", "method of an object", "hooks"])
 def test_what_decorates_holds(way, place, tmp_path):
     """These are scripts, and no errors."""
     assert check(DECORATED_PLACES[place].format(e=DECORATORS[way]), tmp_path) is not None
@@ -520,6 +647,14 @@ def test_what_cannot_be_carried_is_refused(way, tmp_path):
     """Where the function is, and where it is called."""
     for place in ("top", "helper", "method", "static method"):
         assert check(DECORATED_PLACES[place].format(e=DECORATORS[way]), tmp_path) is None
+
+
+def test_what_torch_compiles_itself_is_as_it_was(tmp_path):
+    """A function that a script of ours called is compiled anew."""
+    text = WITH_PLACES["branch"].format(e=EXPRESSIONS["torch, by position"]).replace("program", "helper")
+    program, _ = load(f"{text}\n\ndef program(x: Tensor, w: Tensor):\n    return helper(x, w)\n", tmp_path)
+    expected = run(nc.script(program))[0]
+    assert all(map(torch.equal, run(torch.jit.script(program))[0], expected))
 
 
 def test_in_another_process(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import io
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AskedRegion, asked_region
-from narrowcast.errors import ScriptError, ScriptWarning
+from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.profiles.abilities import for_target
@@ -23,9 +24,9 @@ from narrowcast.profiles.device import random_state_kept
 from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
-from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling
+from narrowcast.scripts.compiling import around, check_module, compile_function, compile_module, compiling
 from narrowcast.scripts.decorated import places_of, undecorated
-from narrowcast.scripts.places import shown_at
+from narrowcast.scripts.places import shown_at, shown_in
 from narrowcast.scripts.scopes import Scopes
 from narrowcast.scripts.scripted import ExplicitModule, explicit_function, explicit_module
 from narrowcast.scripts.tracing import traced_function, traced_module, tracing
@@ -63,9 +64,9 @@ def script(
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
     if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
-        raise _no_code("script", target, "Give a function that is written with def and returns what it computes.")
+        raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
-    with compiling(autocast, _device_types(target)), _assertions_explained(target):
+    with compiling(autocast, _device_types(target)), _explained(target):
         if isinstance(target, torch.nn.Module):
             return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
@@ -112,24 +113,44 @@ def convert(
                 asked=f"convert({type(script).__name__})", found="it is no script",
                 advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
             )  # fmt: skip
+        check_module(script, autocast)
         return _noting(explicit_module(_copied(script), scopes), made_on)
 
 
+_MISTYPED = re.compile(r"autocast self, .*\nExpected a value of type '(.+)' for argument '(\w+)' .* type '(.+)'")
+_WANTED = {"dtype": "a torch.dtype", "device_type": "text"}
+
+
 @contextlib.contextmanager
-def _assertions_explained(target: Any) -> Iterator[None]:
-    """ScriptError for what ends in an assertion of TorchScript's compiler, which says neither where nor why."""
+def _explained(target: Any) -> Iterator[None]:
+    """ScriptError for what TorchScript's compiler says of our regions, and where it fails without a place or a cause;
+    a note for what it refuses itself.
+    """
+    asked = f"script({getattr(target, '__qualname__', type(target).__name__)})"
+    place = getattr(target, "forward", target)
     try:
         yield
-    except RuntimeError as error:
-        if "INTERNAL ASSERT FAILED" not in str(error):
-            raise
-        raise ScriptError(
-            asked=f"script({getattr(target, '__qualname__', type(target).__name__)})",
-            found=f"TorchScript's compiler fails: {str(error).strip().partition(chr(10))[0]}",
-            where=places_of(getattr(target, "forward", target)),
-            advice="It does so at a with statement that is no region and stands behind an early return: move it into a "
-            "function of its own.",
-        ) from error
+    except NarrowcastError:
+        raise
+    except Exception as error:
+        text = str(error)
+        mistyped = _MISTYPED.search(text)
+        if mistyped is not None:
+            wanted = _WANTED.get(mistyped[2], "True or False; bool(x) of a tensor or a number x")
+            found = f"its {mistyped[2]} is of type {mistyped[3]}"
+            raise ScriptError("a region in a script", found, shown_in(text), f"Give {wanted}.") from None
+        if "INTERNAL ASSERT FAILED" in text:
+            raise ScriptError(
+                asked, f"TorchScript's compiler fails: {text.strip().partition(chr(10))[0]}", places_of(place),
+                "It does so at a with statement that is no region and stands behind an early return: move it into a "
+                "function of its own.",
+            ) from error  # fmt: skip
+        where = "".join(f" ({origin})" for origin in places_of(place))
+        error.add_note(
+            f"narrowcast: {asked}{where}: this is an error of TorchScript itself. Write it in other words, or take "
+            "narrowcast.trace or narrowcast.compile, which run the Python code as it is."
+        )
+        raise
 
 
 def _device_types(target: Any) -> tuple[str, ...]:
@@ -146,11 +167,11 @@ def _is_compiled(function: Any) -> bool:
 
 
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
-    kind = "a class" if inspect.isclass(target) else f"of type {type(target).__name__}"
+    kind = "a class" if inspect.isclass(target) else f"an object of type {type(target).__name__}"
     if inspect.isfunction(target):
-        kind = "a lambda" if undecorated(target).__name__ == "<lambda>" else "a generator, or it is asynchronous"
+        kind = "a lambda" if undecorated(target).__name__ == "<lambda>" else "a generator or a coroutine"
     return ScriptError(
-        asked=f"{asked}({target.__qualname__ if inspect.isfunction(target) else repr(target)})"[:80],
+        asked=f"{asked}({getattr(target, '__qualname__', None) or type(target).__name__})",
         found=f"it is {kind}",
         where=places_of(undecorated(target), target),
         advice=advice,

@@ -166,8 +166,9 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
             asked=f"autocast with dtype={fast}",
             found="8-bit formats need scales that autocasting does not keep"
             if small
-            else "not a format to compute in at lower precision",
-            advice='Give torch.bfloat16 or torch.float16; a rule may give one op another: action = "to(e4m3fn)".',
+            else "it is not a format of 16 bits, nor fp32",
+            advice="Give torch.bfloat16 or torch.float16."
+            + (' A rule may give one op another format: action = "to(e4m3fn)".' if small else ""),
         )
     return fast
 

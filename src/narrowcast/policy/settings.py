@@ -27,11 +27,13 @@ def check_settings(
         ("inner", inner, INNER),
     ):
         if value is not None and value not in known:
-            raise PolicyError(f"{key} {value!r}", "no such choice", advice=f"Write one of: {known}.")
+            raise PolicyError(f"{key} {value!r}", "no such choice", advice=f"Write one of: {', '.join(known)}.")
     for key, formats in (("low", (low,)), ("training", training)):
         for format in formats:
             if format is not None and format not in LOW:
-                raise PolicyError(f"{key} {format!r}", "no low format of regions", advice=f"Write one of: {LOW}.")
+                raise PolicyError(
+                    f"{key} {format!r}", "no low format of regions", advice=f"Write one of: {', '.join(LOW)}."
+                )
 
 
 def check_device_type(device_type: str) -> None:
@@ -63,6 +65,6 @@ def check_builtin_name(name: str) -> None:
         raise PolicyError(
             asked=f"policy {name!r}",
             found="no such built-in policy",
-            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml). "
-            "A policy may extend nothing, too, and then nothing else.",
+            advice="Write native, native:DEVICE, safe, ipex, or the path of a policy file (ending in .toml)."
+            + (' To extend nothing, write extends = "nothing" and nothing else.' if name == "nothing" else ""),
         )

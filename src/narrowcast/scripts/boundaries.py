@@ -20,7 +20,7 @@ from narrowcast.module_calls import ModuleCall
 from narrowcast.policy import Kind, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.scripts.callers import is_forward, mark_whole
-from narrowcast.scripts.places import shown_at
+from narrowcast.scripts.places import shown_from
 from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes, close_passage
 from narrowcast.torch_bridge import DTYPES, FORMATS
 from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
@@ -234,15 +234,15 @@ class ModuleBounds(Bounds):
         for name in facts.get("containers", ()):
             if any(call.plan(name).formats != (None,) for call in calls.values()):
                 raise ScriptError(
-                    asked=f"argument {name!r} of {site.module_path or 'a call'} in another format",
-                    found="it is a container, or may be None, and a script takes it apart only when it runs",
-                    where=shown_at(mark), advice=f'Keep it (keep=("{name}",), or a rule: action = "follow").',
+                    asked=f"argument {name!r} of {site.module_path or 'a pinned function'} in another format",
+                    found="it may be None, or it holds tensors, and a script casts only what is always a tensor",
+                    where=shown_from(mark), advice=f'Leave it as it is: keep=("{name}",), or action = "follow".',
                 )  # fmt: skip
         if facts["call"] == "container" and any(plan.results for plan in plans.values()):
             raise ScriptError(
                 asked=f"the results of {site.module_path or 'the module'} in another format",
                 found="they are in a container that a script takes apart only when it runs",
-                where=shown_at(mark), advice="Return a tensor or a tuple of tensors.",
+                where=shown_from(mark), advice="Return a tensor or a tuple of tensors.",
             )  # fmt: skip
         return Frame(around), self._inside(scopes, calls, plans, scanner)
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowcast.policy import NOWHERE, Site
+from narrowcast.scripts.classes import check_class
 from narrowcast.scripts.places import site_of
 from narrowcast.sites.python_stack import is_user_file
-from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
+from narrowcast.torch_surface.jit import compiled_methods, find_type
 
 _MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it where one is left
 _PREFIX = "narrowcast "
@@ -32,6 +33,7 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
     for call in (*graph.findAllNodes("prim::CallMethod"), *graph.findAllNodes("prim::CallFunction")):
         facts: dict[str, Any] = {}
         if call.kind() == "prim::CallMethod":
+            check_class(call)
             facts = _facts_of_method(call)
         file, line = site_of(call)
         if _is_users(file):
@@ -80,11 +82,11 @@ def unmark(graph: Any) -> None:
 
 
 def graphs_of(module: Any) -> list[Any]:
-    """The graphs of a script module's methods and of its submodules', each once: modules may share their classes."""
+    """The graphs of the methods and hooks of a script module and its parts, each once: modules may share classes."""
     methods: dict[tuple[str, str], Any] = {}
     for part in module.modules():
-        for name in method_names(part):
-            methods.setdefault((find_type(part), name), compiled_method(part, name))
+        for name, method in compiled_methods(part).items():
+            methods.setdefault((find_type(part), name), method)
     return [method.graph for method in methods.values()]
 
 

@@ -13,8 +13,9 @@ import torch
 from narrowcast.errors import RegionError
 from narrowcast.policy import Policy
 from narrowcast.scripts.boundaries import bound_whole, close_passages
-from narrowcast.scripts.callers import mark_calls, mark_function, unmark
+from narrowcast.scripts.callers import function_name, mark_calls, mark_function, unmark
 from narrowcast.scripts.cast_already import prepare_marks
+from narrowcast.scripts.classes import note_classes
 from narrowcast.scripts.decorated import bare, check_methods, check_pins, undecorated
 from narrowcast.scripts.leaving import TORCH, make_edges
 from narrowcast.scripts.policies import hold_policy
@@ -24,10 +25,9 @@ from narrowcast.scripts.scopes import Scope
 from narrowcast.scripts.source import OURS, Regions, Signature, rewriting
 from narrowcast.torch_bridge import to_dtype
 from narrowcast.torch_surface.jit import (
-    compiled_method,
+    compiled_functions,
     compiler_replaced,
     deprecations_unsaid,
-    method_names,
     script_function,
     script_module,
 )
@@ -60,7 +60,6 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
             bared[function] = bare(function, is_region)
         made = compile(bared[function], *args, **options)
         if isinstance(made, torch.jit.ScriptFunction) and made not in marked:
-            make_edges(made.graph)  # before TorchScript keeps a form of it in which marks are gone
             mark_calls(made.graph)
             mark_function(made.graph, undecorated(function))
             if hasattr(function, "__narrowcast_pinned__"):
@@ -74,6 +73,7 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
     register_region(region_class)
     prepare_marks()  # before torch's regions are written as ours
     is_region = functools.partial(_is_region, region_class)
+    note_classes(is_region)
     known = tuple(dict.fromkeys(("cpu", "cuda", *device_types)))
     regions = Regions(
         is_region,
@@ -84,9 +84,11 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
     )
     with deprecations_unsaid(), rewriting(regions):
         try:
-            with compiler_replaced(with_regions, lambda compile: functools.partial(compile_called, compile)):
+            compiles = functools.partial(functools.partial, compile_called)
+            with compiler_replaced(with_regions, compiles, lambda function: bool(function_name(function))):
                 yield
         finally:
+            note_classes()
             for made in marked:
                 unmark(made.graph)
                 close_passages(made.graph)
@@ -128,17 +130,29 @@ def _signature_of(region_class: type, value: Any) -> Signature | None:
 def compile_function(function: Callable[..., Any], region_class: type) -> Any:
     """A new script function, which nobody shares."""
     check_pins(function)
-    return script_function(bare(function, functools.partial(_is_region, region_class)))
+    with _edges():
+        return script_function(bare(function, functools.partial(_is_region, region_class)))
 
 
 def compile_module(module: torch.nn.Module, region_class: type) -> Any:
     """A new script module, whose types no other module shares."""
+    check_module(module, region_class)
+    with _edges():
+        return script_module(module)
+
+
+@contextmanager
+def _edges() -> Iterator[None]:
+    """What is compiled inside has the edges of its regions, before TorchScript keeps a form in which marks are gone."""
+    before = len(compiled_functions())
+    yield
+    for function in compiled_functions()[before:]:
+        make_edges(function.graph)
+
+
+def check_module(module: torch.nn.Module, region_class: type) -> None:
+    """ScriptError for a module, or a part of it, with regions that no script has."""
     check_methods(module, functools.partial(_is_region, region_class))
-    made = script_module(module)
-    for part in made.modules():
-        for name in method_names(part):
-            make_edges(compiled_method(part, name).graph)
-    return made
 
 
 def around(device_type: str, dtype: torch.dtype, enabled: bool, cached: bool, policy: Policy) -> dict[str, Scope]:

@@ -17,7 +17,6 @@ from narrowcast.scripts.callers import path_of
 from narrowcast.scripts.calls import is_optional_tensor
 from narrowcast.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.scripts.composites import open_composites, tell_closed
-from narrowcast.scripts.leaving import make_edges
 from narrowcast.scripts.lifetimes import keep_until_last_use
 from narrowcast.scripts.numbering import number_calls
 from narrowcast.scripts.places import shown_at
@@ -35,10 +34,9 @@ from narrowcast.torch_surface.state import autocast_off
 
 
 def inline_calls(graph: Any) -> None:
-    """Put the functions and methods that a graph calls into it, in place, and mark its regions' edges as nodes."""
+    """Put the functions and methods that a graph calls into it, in place."""
     with autocast_off():
         inline(graph)
-    make_edges(graph)
     _read_attributes_once(graph)
 
 
@@ -260,7 +258,7 @@ def _answer(graph: Any, section: Section) -> None:
 
 _UNSEEN = {
     "prim::PythonOp": (
-        "a call into Python (torch.jit.ignore), which no region of a script reaches",
+        "a call into Python (of an object, or under torch.jit.ignore), which no region of a script reaches",
         "Call it outside of the region.",
     ),
     "prim::CallMethod": (

@@ -5,6 +5,7 @@ are read off the decorators' closures, wherever they come from: the source may n
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
 from narrowcast.sites.python_stack import find_site, is_user_file
+from narrowcast.torch_surface.jit import ScriptMethod, is_ignored, method_names, own_methods
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -33,9 +35,7 @@ def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any
         found += getattr(layer, _BARE, ())
         if not hasattr(layer, "__wrapped__"):
             if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
-                raise _refused(
-                    function, layer, f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
-                )
+                raise _no_function(function, layer)
             return found
         region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
         if _is_decorator(layer) and region is not None:
@@ -79,14 +79,16 @@ def check_pins(function: Any) -> None:
 
 
 def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
-    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. And for a `__call__` that
-    opens a region: it is not in a script.
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. For a `__call__` that
+    opens a region: it is not in a script. And for what stands in the place of a method, and that no script takes.
     """
     for part in module.modules():
-        call = type(part).__call__
-        if call is not torch.nn.Module.__call__ and not isinstance(part, torch.jit.ScriptModule):
-            if _may_open(call, is_region):
-                raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
+        _check_own(part, is_region)
+        for name in ("__call__", "_call_impl"):
+            call = getattr(type(part), name)
+            if call is not getattr(torch.nn.Module, name) and not isinstance(part, torch.jit.ScriptModule):
+                if _may_open(call, is_region):
+                    raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
         for kind in type(part).__mro__:
             for name, found in vars(kind).items():
                 if callable(found) and hasattr(found, "__narrowcast_pinned__"):
@@ -97,6 +99,39 @@ def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> 
                         where=(Origin(code.co_filename, code.co_firstlineno),),
                         advice="Pin the module, or a function that the method calls.",
                     )
+
+
+def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+    """The attributes of an object that stand in the place of methods."""
+    is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
+    names = set(method_names(part) if is_script else dir(type(part)))
+    for value in vars(part).values():
+        if inspect.isfunction(value) and isinstance(undecorated(value), torch.nn.Module):
+            raise _no_function(type(part).forward, undecorated(value))
+    for name in names & vars(part).keys():
+        value, method = vars(part)[name], methods.get(name)
+        if is_script:
+            if isinstance(value, ScriptMethod) or not _may_open(value, is_region):
+                continue
+            found = f"{name} was decorated when it was a script already, which runs without the region"
+        elif not inspect.isroutine(value):
+            if not callable(value) or not inspect.isroutine(getattr(type(part), name)):
+                continue
+            found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
+        elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
+            found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
+        elif is_ignored(value) and _may_open(value, is_region):
+            found = f"its attribute {name} is decorated, and a script calls the method of its class in Python"
+        elif name == "forward" and method is None:
+            found = "its attribute forward is a function without self, and a script compiles it as a method"
+        else:
+            continue
+        raise ScriptError(
+            asked=f"a script of {part.original_name if is_script else type(part).__qualname__}",
+            found=found,
+            where=places_of(undecorated(value), value),
+            advice="Write a method of the class, with the region inside: with torch.autocast(...): ...",
+        )
 
 
 def namespace(function: Any) -> dict[str, Any]:
@@ -150,13 +185,11 @@ def _named(value: Any) -> str:
 
 def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
     """A decorator of somebody else: what it does is not in a script."""
-    if not isinstance(layer, types.FunctionType):
-        raise _refused(function, layer, f"the decorator is {_named(layer)}, and TorchScript compiles functions alone")
+    code = getattr(layer, "__code__", None)
     if _may_open(layer, is_region):
-        found = "a decorator opens a region in code of its own, and TorchScript compiles what is below decorators"
+        found = "a decorator opens a region in code of its own, and TorchScript compiles only what is below decorators"
         raise _refused(function, layer, found)
-    code = layer.__code__
-    if is_user_file(code.co_filename) or _is_decorator(layer):
+    if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
         warnings.warn(
             f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
             f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
@@ -186,7 +219,8 @@ def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
         elif isinstance(value, list | tuple | set):
             waiting += value
         else:
-            waiting += [*_captured(value).values(), getattr(value, "__self__", None), getattr(value, "__func__", None)]
+            waiting += [getattr(value, name, None) for name in ("__self__", "__func__", "func")]
+            waiting += _captured(value).values()
             waiting += [*getattr(value, "__dict__", {}).values(), *vars(type(value)).values()]
     return False
 
@@ -200,20 +234,28 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
+def _no_function(function: Any, layer: Any) -> ScriptError:
+    found = f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
+    advice = "Decorate its forward, or open the region where it is called: with torch.autocast(...): ..."
+    return _refused(function, layer, found, advice)
+
+
 def places_of(*values: Any) -> tuple[Origin, ...]:
     """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
-    calls = [value if hasattr(value, "__code__") else vars(type(value)).get("__call__") for value in values]
+    known = [vars(value if isinstance(value, type) else type(value)) for value in values]
+    pairs = zip(values, known, strict=True)
+    calls = [v if hasattr(v, "__code__") else names.get("__call__") or names.get("forward") for v, names in pairs]
     codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
     found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
     site = find_site()
     return found or ((Origin(site.file, site.line),) if site.file else ())
 
 
-def _refused(function: Any, layer: Any, found: str) -> ScriptError:
+def _refused(function: Any, layer: Any, found: str, advice: str = "") -> ScriptError:
     inner = undecorated(function)
     return ScriptError(
-        asked=f"a script of {getattr(inner, '__qualname__', None) or 'what is decorated'}",
+        asked=f"a script of {getattr(inner, '__qualname__', None) or 'a decorated ' + type(inner).__name__}",
         found=found,
         where=places_of(inner, layer),
-        advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
+        advice=advice or "Open the region where the function is called, or in its body: with torch.autocast(...): ...",
     )

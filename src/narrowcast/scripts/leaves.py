@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from narrowcast.scripts.callers import path_of
 from narrowcast.scripts.calls import facts_of, holds_tensors
 
-_ITSELF = ("aten::to", "aten::type_as", "aten::contiguous")  # they give what they are given, where it is so already
+_NAMES = """to type_as contiguous flatten real conj resolve_conj resolve_neg atleast_1d atleast_2d atleast_3d
+dropout feature_dropout alpha_dropout feature_alpha_dropout"""
+_ITSELF = {f"aten::{name}" for name in _NAMES.split()}  # they give what they are given, where it is so already
 _ADDING = ("aten::append", "aten::insert", "aten::_set_item")
 
 
 class Leaves:
     """Remembers what it has found out about the values of one graph, before that is changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Any) -> None:
+        self.changed = {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
         self.known: dict[int, bool] = {}
 
     def is_given(self, value: Any) -> bool:
@@ -21,14 +25,19 @@ class Leaves:
         node = value.node()
         if node.kind() == "prim::unchecked_cast":
             return self.is_given(node.input())
-        return bool(node.kind() == "prim::GetAttr" or (node.kind() == "prim::Param" and _owner(node) is None))
+        if node.kind() == "prim::GetAttr":
+            path = path_of(node)  # off the module, and then it is read once
+            return path is not None and not self.changed & set(path)
+        return bool(node.kind() == "prim::Param" and _owner(node) is None)
 
     def may_be(self, value: Any) -> bool:
         """Whether a value may be one that was given, or hold one. What an op computes is none."""
         if value.unique() not in self.known:
             self.known[value.unique()] = False  # a loop that gives itself what it takes adds nothing
             self.known[value.unique()] = holds_tensors(value) and (
-                self.is_given(value) or any(self.may_be(source) for source in self._sources(value))
+                self.is_given(value)
+                or value.node().kind() == "prim::GetAttr"
+                or any(self.may_be(source) for source in self._sources(value))
             )
         return self.known[value.unique()]
 

@@ -13,7 +13,18 @@ _FRAME = re.compile(r"(.+)\((\d+)\): ")
 
 def shown_at(node: Any) -> tuple[Origin, ...]:
     """Where a node comes from: file, line, column, the line itself and a caret below it. Empty if that is not known."""
-    lines = node.sourceRange().splitlines()
+    return shown_in(node.sourceRange())
+
+
+def shown_from(node: Any) -> tuple[Origin, ...]:
+    """Where a node comes from, or the first node behind it of which that is known."""
+    behind = (other for other in node.owningBlock().nodes() if other.isAfter(node))
+    return next(filter(None, map(shown_at, (node, *behind))), ())
+
+
+def shown_in(text: str) -> tuple[Origin, ...]:
+    """The same, of what TorchScript says of a place."""
+    lines = text.splitlines()
     head = next((line for line in lines if line.strip().startswith('File "')), None)
     if head is None:
         return _shown_in_trace(lines)

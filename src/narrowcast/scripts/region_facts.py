@@ -8,7 +8,7 @@ import torch
 
 from narrowcast.errors import RegionError, ScriptError
 from narrowcast.policy import DEVICE_TYPES
-from narrowcast.scripts.places import shown_at
+from narrowcast.scripts.places import shown_at, shown_from
 
 Value = Any  # torch._C.Value
 Node = Any  # torch._C.Node
@@ -50,16 +50,17 @@ DEFAULT_LOW = "aten::get_autocast_dtype"
 _NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
 _DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
 _A_REGION = "a region in a script"
-_WRITTEN = 'Write it where it is used: with torch.autocast("cpu", torch.bfloat16): ...'
+_WRITTEN = 'Write it where it is used, with torch.autocast("cpu", torch.bfloat16): ...'
 _UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
     "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
     "aten::__getitem__": (
-        "which region the list or dict gives is known only when it runs",
-        f"{_WRITTEN}, one with statement for each, chosen by an if.",
+        "only the running script knows which region of the list or dict it is",
+        f"{_WRITTEN}, one with statement for each region, chosen by an if.",
     ),
     "": (
-        "its device type is not known before it runs",
-        "Write it where it is used: with torch.autocast(x.device.type): ... That is compiled for each device type.",
+        "only the running script knows its device type",
+        "Write it where it is used, with torch.autocast(x.device.type): ..., in a function that narrowcast.script "
+        "compiles: it does so for each device type.",
     ),
 }
 
@@ -117,10 +118,8 @@ def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node
         found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
         maker = instance.node()
         asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
-        inside = (
-            shown_at(n) for n in (maker, node, *node.owningBlock().nodes()) if n in (maker, node) or n.isAfter(node)
-        )
-        raise ScriptError(asked, found, next(filter(None, inside), ()), advice)
+        place = shown_at(maker)  # TorchScript has none for what a with statement finds by its name alone
+        raise ScriptError(asked if place else f"{asked}, around this line", found, place or shown_from(node), advice)
     if device not in DEVICE_TYPES:
         raise ScriptError(
             asked=f"a region on device type {device!r}", found="no autocast lists are known for it",

@@ -289,7 +289,7 @@ class Scanner:
         if named is None:
             raise ScriptError(
                 asked="a region in a script", found="its policy depends on a condition",
-                where=shown_at(instance.node()), advice="Open each region in a branch of its own.",
+                where=shown_at(instance.node()), advice="Write one with statement for each policy, chosen by an if.",
             )  # fmt: skip
         holds_on = not named and around is not None and self._holds_inside(around)
         policy = around.policy if holds_on and around is not None else named

@@ -12,6 +12,7 @@ from the outermost module that is called. One that was given a region is a progr
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -46,8 +47,10 @@ from narrowcast.torch_bridge import DTYPES, FORMATS
 from narrowcast.torch_surface.dynamo import never_trace
 from narrowcast.torch_surface.jit import (
     compiled_method,
+    compiled_methods,
     find_type,
     function_from_graph,
+    hooks_of,
     method_names,
     module_type,
     optimizes,
@@ -253,7 +256,7 @@ class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defi
     def __getattr__(self, attr: str) -> Any:
         """A method that runs in whatever region it is called, or anything else that a script module has."""
         methods = self.__dict__.get("_narrowcast_methods", {})
-        if attr in methods:
+        if attr in methods and attr in method_names(self):  # and is no hook
             return BoundMethod(methods[attr], compiled_method(self, attr))
         return super().__getattr__(attr)
 
@@ -279,7 +282,16 @@ class BoundMethod:
         return getattr(self._plain, name)
 
 
-never_trace(ExplicitFunction.__call__, BoundMethod.__call__)  # Dynamo calls scripts, and does not look into them
+class BoundHook(BoundMethod):
+    """A hook of an ExplicitModule."""
+
+    def __call__(self, module: Any, *args: Any) -> Any:
+        """Call it, as a method is called."""
+        return self._method.run(functools.partial(self._plain, module), args, {})
+
+
+# Dynamo calls scripts, and does not look into them
+never_trace(ExplicitFunction.__call__, BoundMethod.__call__, BoundHook.__call__)
 
 
 def explicit_function(
@@ -300,29 +312,37 @@ def explicit_function(
 
 def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None = None) -> ExplicitModule:
     """The script module, all methods of its own with explicit casts from here on. written: what it was made of."""
-    names = method_names(module)
-    modules = Modules.of(module, written)
-    for graph in graphs_of(module):
+    modules, graphs = Modules.of(module, written), graphs_of(module)
+    for graph in graphs:
         mark_calls(graph, modules.bound)
-    graphs = {name: compiled_method(module, name).graph for name in names}
-    called = {node.s("name") for graph in graphs.values() for node in graph.findAllNodes("prim::CallMethod")}
-    kind = find_type(module)
-    if "forward" in graphs:
-        bound_whole(graphs["forward"], modules.arguments[kind], modules.pins.get(kind), is_method=True)
-    for graph in graphs.values():  # before any is changed: they call each other
-        inline_calls(graph)
+    calls = [node for graph in graphs for node in graph.findAllNodes("prim::CallMethod")]
+    called = {node.s("name") for node in calls}
+    chosen = any(node.inputsAt(0).type().kind() == "InterfaceType" for node in calls)
+    parts = {find_type(part): part for part in (module.modules() if chosen else [module])}
+    found: dict[tuple[str, str], Any] = {}
+    for kind, part in parts.items():
+        for name, plain in compiled_methods(part).items():
+            if name == "forward":
+                bound_whole(plain.graph, modules.arguments[kind], modules.pins.get(kind), is_method=True)
+            found[kind, name] = plain
+    for plain in found.values():  # before any is changed: they call each other
+        inline_calls(plain.graph)
     methods = {}
-    for name, graph in graphs.items():
-        schema, caller = compiled_method(module, name).schema, caller_of(module, name)
-        methods[name] = Method(name, schema, graph.copy(), around, module, caller, called=name in called)
-    for name, graph in graphs.items():
-        methods[name].convert_own(graph)
-    for graph in graphs_of(module):
+    for (kind, name), plain in found.items():
+        regions, owner = (around, module) if kind == find_type(module) else ({}, None)
+        caller = caller_of(parts[kind], name)
+        methods[kind, name] = Method(
+            name, plain.schema, plain.graph.copy(), regions, owner, caller, called=name in called
+        )
+    for key, plain in found.items():
+        methods[key].convert_own(plain.graph)
+    for graph in graphs:
         unmark(graph)
         close_passages(graph)
-    for name in names:
+    own = {name: method for (_, name), method in methods.items() if method.module is module}
+    for name in own:
         module.__dict__.pop(name, None)
-    return with_methods(module, methods)
+    return with_methods(module, own)
 
 
 def with_method(function: Any, method: Method) -> ExplicitFunction:
@@ -336,6 +356,8 @@ def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
     """A script module, whose graphs are explicit, as one that knows."""
     module.__class__ = ExplicitModule
     module.__dict__["_narrowcast_methods"] = methods
+    for hooks, compiled in hooks_of(module):
+        hooks.update((n, BoundHook(methods[hook.name], hook)) for n, hook in enumerate(compiled))
     return module  # type: ignore[no-any-return]
 
 

@@ -28,18 +28,19 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import NarrowcastError, Origin, ScriptError
+from narrowcast.errors import NarrowcastError
 from narrowcast.formats import fp32 as _fp32
 from narrowcast.policy import DEVICE_TYPES, as_policy
-from narrowcast.scripts.decorated import is_of_contextlib, namespace, regions_around, undecorated
+from narrowcast.scripts.decorated import is_of_contextlib, regions_around, undecorated
 from narrowcast.scripts.leaving import TORCH, Flattener, at, exits_early, kept, without_docstring
+from narrowcast.scripts.meanings import UNKNOWN, Meanings
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 
 _is_scripting: Any = vars(torch.jit)["is_scripting"]
 _SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
-_UNKNOWN = object()
+_WITH = "Use a with statement: with torch.autocast(...): ..."
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
 Signature = tuple[tuple[str, ...], dict[str, str]]
@@ -82,17 +83,10 @@ class _Rewriter:
     def __init__(self, function: Any, parsed: Any, regions: Regions) -> None:
         self.function = function
         self.definition = parsed.ast.body[0]
-        self.parsed = parsed
+        self.file, self.first_line = parsed.filename, parsed.file_lineno
         self.regions = regions
-        self.names = {**namespace(function), TORCH: torch}
-        stored = {n.id for n in ast.walk(self.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        self.local = {a.arg for a in ast.walk(self.definition) if isinstance(a, ast.arg)} | stored
-        self.owner = ""  # the name of the object whose method this is: what it holds is known
-        owner, arguments = getattr(function, "__self__", None), self.definition.args.args
-        if owner is not None and arguments and arguments[0].arg not in stored:
-            self.owner = arguments[0].arg
-            self.local.discard(self.owner)
-            self.names[self.owner] = owner
+        self.meanings = Meanings(function, parsed)
+        self.value, self.error = self.meanings.value, self.meanings.error
 
     def run(self) -> None:
         definition = self.definition
@@ -101,7 +95,7 @@ class _Rewriter:
         places = decorators if len(decorators) == len(around) else [definition.body[0]] * len(around)
         made = [self._as_call(region, place) for region, place in zip(around, places, strict=True)]
         assigned = [n for n in ast.walk(definition) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
-        assigned = [n for n in assigned if self.regions.signature_of(self._value(n.value.func)) is not None]  # type: ignore[attr-defined]
+        assigned = [n for n in assigned if self.regions.signature_of(self.value(n.value.func)) is not None]  # type: ignore[attr-defined]
         self.made = {t.id for n in assigned for t in n.targets if isinstance(t, ast.Name)}
         definition.body = self._per_device(definition.body)
         within = [n for s in definition.body for n in ast.walk(s) if isinstance(n, ast.With)]
@@ -121,71 +115,44 @@ class _Rewriter:
             )
         ast.fix_missing_locations(definition)
 
-    # -- what expressions mean in Python
-
-    def _value(self, expression: ast.expr | None) -> Any:
-        """What an expression of names that are known means in Python; _UNKNOWN if that is known only when it runs."""
-        if expression is None or isinstance(expression, ast.Starred):
-            return _UNKNOWN
-        names = {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
-        calls = any(isinstance(n, ast.Call) for n in ast.walk(expression))
-        if names & self.local or (calls and self.owner in names):
-            return _UNKNOWN
-        try:
-            return self._evaluated(expression)
-        except Exception:
-            return _UNKNOWN
-
-    def _constant(self, expression: ast.expr | None) -> Any:
-        """The same, without what the object of a method holds: that may be another when the script runs."""
-        names = set() if expression is None else {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
-        return _UNKNOWN if self.owner in names else self._value(expression)
-
-    def _evaluated(self, expression: ast.expr) -> Any:
-        return eval(compile(ast.Expression(expression), "<region>", "eval"), dict(self.names))
-
-    def _error(self, asked: str, found: str, place: ast.expr | ast.stmt, advice: str) -> ScriptError:
-        lines = self.parsed.source.splitlines()
-        text, first = lines[place.lineno - 1], place.col_offset + len(lines[0]) - len(lines[0].lstrip())
-        note = f"column {first + 1}\n    {text}\n    {' ' * first}^"
-        where = Origin(self.parsed.filename, self.parsed.file_lineno + place.lineno - 1, note)
-        return ScriptError(asked, found, (where,), advice)
-
     # -- region expressions
 
     def _existing(self, expression: ast.expr) -> ast.expr | None:
         """A region that an expression means in Python, as the call that makes it; None for what makes its own."""
         if isinstance(expression, ast.Call):
-            function = self._value(expression.func)
+            function = self.value(expression.func)
             if is_of_contextlib(function):
-                raise self._error(
+                raise self.error(
                     f"a with statement in a script, {ast.unparse(expression)}",
                     "TorchScript cannot compile this context manager", expression,
-                    "Write what it does in its place; a region as with torch.autocast(...): ...",
+                    "Open the region itself, with torch.autocast(...): ..., and write out what else it does.",
                 )  # fmt: skip
             whole = any(isinstance(a, ast.Starred) for a in expression.args) or None in map(_named, expression.keywords)
             made_here = hasattr(function, "__code__") or (self.regions.signature_of(function) is not None and not whole)
-            if function is _UNKNOWN or made_here or not (whole or self._gives_regions(function)):
+            if function is UNKNOWN or made_here or not (whole or self._gives_regions(function)):
                 return None
-        value = self._value(expression)
-        if isinstance(expression, ast.Call) and value is _UNKNOWN:
-            raise self._error(_asked(expression), "not all of its arguments are known", expression, _SPELT)
+        value = self.value(expression)
+        if isinstance(expression, ast.Call) and value is UNKNOWN:
+            raise self.error(_asked(expression), "not all of its arguments are known", expression, _SPELT)
         if isinstance(value, type) and self.regions.is_region(value):
             name = ast.unparse(expression)
-            raise self._error(f"a region in a script, {name}", "it is a class", expression, f"Call it: {name}(...).")
-        return self._as_call(value, expression) if value is not _UNKNOWN and self.regions.is_region(value) else None
+            raise self.error(f"a region in a script, {name}", "it is a class", expression, f"Call it: {name}(...).")
+        return self._as_call(value, expression) if value is not UNKNOWN and self.regions.is_region(value) else None
 
     def _check_called(self, call: ast.Call) -> None:
         """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another. And
         for a region that is entered by hand.
         """
-        value = self._value(call.func)
+        value = self.value(call.func)
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("__enter__", "__exit__"):
             owner = call.func.value
-            if getattr(owner, "id", "") in self.made or self.regions.is_region(self._value(owner)):
-                found = "a script can tell where a region ends from a with statement alone"
-                raise self._error(_asked(call), found, call, "Write it as one: with torch.autocast(...): ...")
-        if value is not _UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
+            if getattr(owner, "id", "") in self.made or self.regions.is_region(self.value(owner)):
+                found = "only a with statement tells a script where a region ends"
+                raise self.error(_asked(call), found, call, _WITH)
+        if getattr(value, "__name__", "").startswith("set_autocast_"):
+            found = "only a with statement switches autocast in a script"
+            raise self.error(f"a script of {ast.unparse(call)}", found, call, _WITH)
+        if value is not UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
             if not isinstance(value, types.MethodType | type | ScriptFunction | ScriptMethod):
                 regions_around(value, self.regions.is_region)
 
@@ -198,28 +165,28 @@ class _Rewriter:
         try:
             facts = self.regions.describe(region)
         except NarrowcastError as error:
-            raise self._error(error.asked, error.found, place, error.advice) from None
+            raise self.error(error.asked, error.found, place, error.advice) from None
         arguments = ", ".join(f"{k}={v!r}" for k, v in facts.items())
         return at(ast.parse(f"{OURS}({arguments})", mode="eval").body, place)  # type: ignore[no-any-return]
 
     def _make_ours(self, call: ast.Call) -> None:
         """A call of a region class, torch's or ours, in place: as one of ours."""
-        kind = self._value(call.func)
+        kind = self.value(call.func)
         signature = self.regions.signature_of(kind)
         if signature is None:
             return
         names, defaults = signature
         if len(call.args) > len(names):
             found = f"it takes at most {len(names)} arguments by position"
-            raise self._error(_asked(call), found, call, f"They are {', '.join(names)}.")
+            raise self.error(_asked(call), found, call, f"Its arguments are {', '.join(names)}.")
         if None in map(_named, call.keywords):
-            raise self._error(_asked(call), "not all of its arguments are known", call, _SPELT)
+            raise self.error(_asked(call), "not all of its arguments are known", call, _SPELT)
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
         self._check_arguments(kind, given, call)
         written = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()} | given
-        constants = {name: self._constant(given.get(name)) for name in ("dtype", "enabled", "cache_enabled")}
+        constants = {name: self.meanings.constant(given.get(name)) for name in ("dtype", "enabled", "cache_enabled")}
         for name, value in constants.items():
-            if name == "dtype" and value is not _UNKNOWN and value is not None:
+            if name == "dtype" and value is not UNKNOWN and value is not None:
                 is_off = constants["enabled"] is False and FORMATS.get(value, _fp32).bits < 16
                 written[name] = at(ast.Constant(None if is_off else self.regions.as_number(value)), call)
             elif isinstance(value, bool):
@@ -231,25 +198,32 @@ class _Rewriter:
 
     def _check_arguments(self, kind: Any, given: dict[str, ast.expr], call: ast.Call) -> None:
         """ScriptError for what the class itself refuses, as far as its arguments are known."""
-        values = {name: self._value(e) for name, e in given.items() if name not in ("policy", "inner")}
-        known = {name: value for name, value in values.items() if value is not _UNKNOWN}
+        values = {name: self.value(e) for name, e in given.items() if name not in ("policy", "inner")}
+        known = {name: value for name, value in values.items() if value is not UNKNOWN}
         if "device_type" in given:
             known.setdefault("device_type", "cpu")
         advice = f"Its arguments are {', '.join(inspect.signature(kind).parameters)}."
         try:
             inspect.signature(kind).bind(**given)
-            advice = f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type."
+            advice = f"Give one of {', '.join(DEVICE_TYPES)}; for a tensor x, that is x.device.type."
+            if "device_type" in given and known["device_type"] not in DEVICE_TYPES:
+                raise TypeError(f"autocast knows no device type {known['device_type']!r}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a device that is not here
                 kind(**known)
+            advice = "Give True or False; bool(x) of a tensor or a number x."
+            if not isinstance(known.get("enabled", True), bool):
+                raise TypeError(f"enabled is of type {type(known['enabled']).__name__}, and regions take a bool")
             advice = "Give torch.bfloat16 or torch.float16."
             if not isinstance(known.get("dtype"), torch.dtype | None) and issubclass(kind, torch.autocast):
-                raise TypeError(f"dtype is a {type(known['dtype']).__name__}, and torch's regions take a torch.dtype")
+                raise TypeError(
+                    f"dtype is of type {type(known['dtype']).__name__}, and torch's regions take a torch.dtype"
+                )
             if known.get("enabled") is not False:
                 self.regions.as_number(known.get("dtype") or torch.bfloat16)
         except Exception as error:
             found = error.found if isinstance(error, NarrowcastError) else str(error).partition("\n")[0]
-            raise self._error(_asked(call), found, call, getattr(error, "advice", "") or advice) from None
+            raise self.error(_asked(call), found, call, getattr(error, "advice", "") or advice) from None
 
     def _with_digest(self, call: ast.Call) -> None:
         """A call of ours, in place: a policy is any Python expression, in a script it is text. Its cache is its own."""
@@ -263,17 +237,18 @@ class _Rewriter:
         if not told or ("policy" in told and ast.unparse(told["policy"]) == "''"):  # torch's own
             return
         try:
-            value = as_policy(self._evaluated(told["policy"]) if "policy" in told else None)
+            value = as_policy(self.meanings.evaluated(told["policy"]) if "policy" in told else None)
             if "inner" in told:
-                value = value.with_inner(self._evaluated(told["inner"]))
+                value = value.with_inner(self.meanings.evaluated(told["inner"]))
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             advice = "Name a policy that exists when the function is scripted."
             if isinstance(error, NarrowcastError):
-                found, advice = f"{error.asked}: {error.found}", error.advice
-            elif isinstance(error, NameError) and error.name in self.local:
+                found, advice = error.found, error.advice
+            elif isinstance(error, NameError) and error.name in self.meanings.local:
                 found = "it is known only when the script runs"
-            raise self._error("a region's policy in a script", found, call, advice) from None
+            asked = " and ".join(f"{name}={ast.unparse(value)}" for name, value in told.items())
+            raise self.error(f"a region in a script with {asked}", found, call, advice) from None
         if "inner" in told or not isinstance(told["policy"], ast.Constant):
             call.keywords = [k for k in call.keywords if k.arg not in told]
             call.keywords.append(at(ast.keyword("policy", ast.Constant(hold_policy(value))), call))
@@ -301,7 +276,7 @@ class _Rewriter:
         if isinstance(test, ast.BoolOp):
             ends = isinstance(test.op, ast.Or)
             return ends if any(self._scripting(value) is ends for value in test.values) else None
-        return True if isinstance(test, ast.Call) and self._value(test.func) is _is_scripting else None
+        return True if isinstance(test, ast.Call) and self.value(test.func) is _is_scripting else None
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
         """A with statement, or one for each device type that the running script may choose; none for nullcontext."""
@@ -309,17 +284,17 @@ class _Rewriter:
         if not statement.items:
             return statement.body
         for n, item in enumerate(statement.items):
-            if isinstance(item.context_expr, ast.IfExp) and self._value(item.context_expr) is _UNKNOWN:
+            if isinstance(item.context_expr, ast.IfExp) and self.value(item.context_expr) is UNKNOWN:
                 return self._branched(statement, n, item.context_expr)
             device = self._device_of(item.context_expr)
             if device is None or isinstance(device.value, ast.Constant):
                 continue
-            value = self._constant(device.value)
-            if value is not _UNKNOWN:
+            value = self.meanings.constant(device.value)
+            if value is not UNKNOWN:
                 device.value = at(ast.Constant(value), device.value) if isinstance(value, str) else device.value
                 continue
             name, keep = kept("device", device.value, statement)
-            place = f"{self.parsed.filename}:{self.parsed.file_lineno + statement.lineno - 1}"
+            place = f"{self.file}:{self.first_line + statement.lineno - 1}"
             devices = ", ".join(self.regions.device_types)
             told = f"narrowcast: {place}: this region was scripted for {devices} alone; script it where it is to run"
             branches: list[ast.stmt] = ast.parse(f"raise RuntimeError({told!r})").body
@@ -342,14 +317,14 @@ class _Rewriter:
 
     def _is_null(self, item: ast.withitem) -> bool:
         made = item.context_expr
-        is_made = isinstance(made, ast.Call) and self._value(made.func) is nullcontext
-        return item.optional_vars is None and (is_made or isinstance(self._value(made), nullcontext))
+        is_made = isinstance(made, ast.Call) and self.value(made.func) is nullcontext
+        return item.optional_vars is None and (is_made or isinstance(self.value(made), nullcontext))
 
     def _device_of(self, expression: ast.expr) -> ast.keyword | None:
         """The device type in a call of a region class, as an argument with a name; None for other expressions."""
         if not isinstance(expression, ast.Call):
             return None
-        signature = self.regions.signature_of(self._value(expression.func))
+        signature = self.regions.signature_of(self.value(expression.func))
         if signature is None or "device_type" not in signature[0]:
             return None
         if 0 < len(expression.args) <= len(signature[0]) and not isinstance(expression.args[0], ast.Starred):
@@ -363,20 +338,20 @@ class _Rewriter:
     # -- with statements that something leaves
 
     def _is_no_grad(self, expression: ast.expr) -> bool:
-        return isinstance(expression, ast.Call) and self._value(expression.func) is torch.no_grad
+        return isinstance(expression, ast.Call) and self.value(expression.func) is torch.no_grad
 
     def _is_other(self, expression: ast.expr) -> bool:
         """Whether it is known to be no region."""
-        value = self._value(expression.func) if isinstance(expression, ast.Call) else None
+        value = self.value(expression.func) if isinstance(expression, ast.Call) else None
         is_class = isinstance(value, type) and value is not torch.no_grad
         return is_class and self.regions.signature_of(value) is None
 
     def _refuse_leaving(self, expression: ast.expr) -> None:
         """What TorchScript's compiler ends at with an internal assertion."""
-        raise self._error(
+        raise self.error(
             f"a with statement in a script, {ast.unparse(expression)}",
             "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
-            "Put the return behind the with statement.",
+            "Return behind the with statement.",
         )  # fmt: skip
 
 

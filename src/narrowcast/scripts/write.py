@@ -60,7 +60,7 @@ class _Writer:
 
     def run(self, section: Section) -> None:
         self._look(section)
-        leaves = Leaves()
+        leaves = Leaves(self.graph)
         for _, step in self.program.body.walk():
             number = step.operands[0].value if step.op in (CAST, WEIGHT) and self._scope(step).cached else -1
             value = self.read.get(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import _jit_internal
-from torch.jit import _recursive, _script, frontend
+from torch.jit import _recursive, _script, _state, frontend
 
 from narrowcast.torch_surface.patches import Wrap, held
 
@@ -27,6 +28,8 @@ optimizes = torch._C._get_graph_executor_optimize
 """Whether scripts are optimized when they run."""
 function_from_graph = torch._C._create_function_from_graph
 """A script function of this name with this graph."""
+is_ignored = _jit_internal.is_ignored_fn
+"""Whether scripts call a function in Python, or not at all."""
 wrap_module = _recursive.wrap_cpp_module
 """The Python object of a compiled module."""
 
@@ -76,8 +79,17 @@ def inline(graph: Any) -> None:
 
 
 def simplify(graph: Any) -> None:
-    """What constants decide is decided, and lists that are taken apart at once are not made."""
-    torch._C._jit_pass_peephole(graph)
+    """What constants and types decide is decided, and lists that are taken apart at once are not made. Torch's peephole
+    pass would do more: it takes `x * 1` for x, and then a result for a weight.
+    """
+    torch._C._jit_pass_peephole_list_idioms(graph)  # type: ignore[attr-defined]
+    for node in (*graph.findAllNodes("aten::__is__"), *graph.findAllNodes("aten::__isnot__")):
+        kinds = {value.type().kind() for value in node.inputs()}
+        if "NoneType" in kinds and kinds <= {"NoneType", "TensorType"}:
+            graph.setInsertPoint(node)
+            is_none, asks = len(kinds) == 1, node.kind() == "aten::__is__"
+            node.output().replaceAllUsesWith(graph.insertConstant(is_none == asks))
+    graph.setInsertPoint(graph.block())
     torch._C._jit_pass_constant_propagation_immutable_types(graph)  # type: ignore[attr-defined]
 
 
@@ -104,6 +116,18 @@ def compiled_method(module: Any, name: str) -> Any:
     return module._c._get_method(name)
 
 
+def hooks_of(module: Any) -> list[tuple[dict[int, Any], list[Any]]]:
+    """Where a script module keeps its hooks before and after `forward`, and these as they were compiled."""
+    before, after = module._c._get_forward_pre_hooks(), module._c._get_forward_hooks()
+    return [(module._forward_pre_hooks, before), (module._forward_hooks, after)]
+
+
+def compiled_methods(module: Any) -> dict[str, Any]:
+    """What a script module has compiled, by name: methods and hooks."""
+    hooks = {hook.name: hook for _, compiled in hooks_of(module) for hook in compiled}
+    return {name: compiled_method(module, name) for name in method_names(module)} | hooks
+
+
 def compiled(module: Any) -> Any:
     """The compiled module behind a script module: `getattr`, `hasattr` and `setattr` of its attributes."""
     return module._c
@@ -124,10 +148,29 @@ compiler_lock = threading.RLock()
 
 
 @contextmanager
-def compiler_replaced(get_closure: Wrap, script: Wrap) -> Iterator[None]:
-    """Around what the compiler asks of a function: the names that it sees, and its own script when it is called."""
+def compiler_replaced(get_closure: Wrap, script: Wrap, is_own: Callable[[Any], bool]) -> Iterator[None]:
+    """Around what the compiler asks of a function: the names that it sees, and its own script when it is called.
+
+    What it makes of modules, and of functions that `is_own` names, is not kept: outside it is compiled without us.
+    """
+    own: dict[Any, Any] = {}
+
+    def get(kept: Any) -> Any:
+        return lambda function: own.get(function) if is_own(function) else kept(function)
+
+    def keep(kept: Any) -> Any:
+        return lambda function, made: own.update({function: made}) if is_own(function) else kept(function, made)
+
+    def unshared(get_type: Any) -> Any:
+        return lambda module, share_types=True: get_type(module, False)
+
     why = "functions that are decorated with regions are compiled as scripts"
-    with held(_jit_internal, why, get_closure=get_closure), held(torch.jit, why, script=script):
+    with (
+        held(_jit_internal, why, get_closure=get_closure),
+        held(torch.jit, why, script=script),
+        held(_script, why, _try_get_jit_cached_function=get, _set_jit_function_cache=keep),
+        held(_recursive, why, get_module_concrete_type=unshared),
+    ):
         yield
 
 
@@ -167,9 +210,28 @@ def script_function(function: Callable[..., Any]) -> Any:
 
 
 def script_module(module: torch.nn.Module) -> Any:
-    """A new script module, whose types no other module shares."""
+    """A new script module, whose types no other module shares. Methods that objects have of their own are those of
+    their classes otherwise, if these have some.
+    """
+
+    def stubs_of(part: torch.nn.Module) -> Any:
+        stubs = _recursive.infer_methods_to_compile(part)
+        known = {stub.def_.name().name for stub in stubs}
+        own = [n for n, method in own_methods(part).items() if not is_ignored(method)]
+        new = [name for name in own if name not in known and hasattr(type(part), name)]
+        return stubs + [_recursive.make_stub_from_method(part, name) for name in new]
+
     prepared = _script.call_prepare_scriptable_func(module)
-    return _recursive.create_script_module(prepared, _recursive.infer_methods_to_compile, share_types=False)
+    return _recursive.create_script_module(prepared, stubs_of, share_types=False)
+
+
+def own_methods(module: torch.nn.Module) -> dict[str, Any]:
+    """The methods that an object has as attributes, by name: its class's, decorated, and others."""
+
+    def method(value: Any) -> Any:
+        return inspect.unwrap(value, stop=inspect.ismethod) if inspect.isroutine(value) else None
+
+    return {name: value for name, value in vars(module).items() if inspect.ismethod(method(value))}
 
 
 def add_script_class(python_class: type, source: type, name: str) -> None:
@@ -177,6 +239,23 @@ def add_script_class(python_class: type, source: type, name: str) -> None:
     callback = _jit_internal.createResolutionCallbackForClassMethods(source)
     compiled = _recursive._compile_and_register_class(source, callback, name)
     torch.jit._state._add_script_class(python_class, compiled)
+
+
+def script_classes(interface: Any = None) -> dict[str, type]:
+    """The classes that TorchScript has compiled, by qualified name; only those that an interface may stand for."""
+    known = _state._script_classes.items()
+    return {str(t.qualified_name()): kind for kind, t in known if interface is None or t.isSubtypeOf(interface)}
+
+
+def class_method(name: str) -> Any:
+    """A method of such a class, by qualified name."""
+    return _state._python_cu.find_function(name)
+
+
+def compiled_functions() -> list[Any]:
+    """All functions and methods, of classes and modules, that TorchScript has compiled here, in that order."""
+    compiled: Any = _state._python_cu
+    return list(compiled.get_functions())
 
 
 def compiled_module(traced: Any) -> Any:
