@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from narrowcast.formats import FORMATS
-from narrowcast.ledger.identity import CallId
+from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.ops import op_kind
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
@@ -62,10 +62,15 @@ class Bundle:
         return self.id.module_path
 
 
+def read_name(call: CallRecord) -> str:
+    """The name of the argument that a call computes on; empty for one that reads no tensor."""
+    names = [name for name, _ in call.inputs]
+    return next((name for name in _READ if name in names), names[0] if names else "")
+
+
 def read_by(call: CallRecord) -> int | None:
     """The number of the tensor that a call computes on."""
-    inputs = dict(call.inputs)
-    return next((inputs[name] for name in _READ if name in inputs), next(iter(inputs.values()), None))
+    return dict(call.inputs).get(read_name(call))
 
 
 @dataclass(slots=True)
@@ -97,6 +102,15 @@ class Side:
             return False
         dimensions = len(self.runs[placed.rank].tensors[number].shape)
         return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
+
+    def is_read(self, number: int) -> bool:
+        """Whether a call of the first rank's forward reads a tensor."""
+        return number in self._read_forward
+
+    @cached_property
+    def _read_forward(self) -> frozenset[int]:
+        calls = [call for call in self.runs[0].calls if call.id.direction == FORWARD]
+        return frozenset(number for call in calls for _, number in call.inputs)
 
     @cached_property
     def by_path(self) -> dict[str, list[Bundle]]:
