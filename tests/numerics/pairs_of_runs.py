@@ -329,18 +329,22 @@ def _recurrent() -> tuple[Run, Run]:
         return nc.capture(a, (x,)), nc.capture(b, (x,))
 
 
-def _sequence_first() -> tuple[Run, Run]:
-    """Time before batch: turns cannot be put one after the other along the last dimension but one."""
-    parts = _seeded(lambda: {"embed": nn.Embedding(VOCABULARY, WIDTH), "head": nn.Linear(WIDTH, VOCABULARY)})
-    model = Function(lambda m, ids: m.head(m.embed(ids.T).cumsum(0) * 0 + m.embed(ids.T)), **parts)
-    ids = ids_of(3)
-    with torch.no_grad():
-        with nc.capture() as a:
-            model(ids)
-        with nc.capture() as b:
-            for part in (ids[:, :PROMPT], *(ids[:, n : n + 1] for n in range(PROMPT, LENGTH))):
-                model(part)
-    return a, b
+def _time_first(often: int) -> Pair:
+    """Time before batch, and a module that is called more than once in each step."""
+
+    def made() -> tuple[Run, Run]:
+        parts = _seeded(lambda: {"embed": nn.Embedding(VOCABULARY, WIDTH), "head": nn.Linear(WIDTH, VOCABULARY)})
+        model = Function(lambda m, ids: m.head(sum(m.embed(ids.T.roll(n, 1)) for n in range(often))), **parts)
+        ids = ids_of(3)
+        with torch.no_grad():
+            with nc.capture() as a:
+                model(ids)
+            with nc.capture() as b:
+                for part in (ids[:, :PROMPT], *(ids[:, n : n + 1] for n in range(PROMPT, LENGTH))):
+                    model(part)
+        return a, b
+
+    return made
 
 
 SOUND: dict[str, Pair] = {
@@ -352,7 +356,8 @@ SOUND: dict[str, Pair] = {
     "blocks, cache, batch 3, bf16": _cached(2, 3, "bf16"),
     "blocks, rope, cache, fp16": _cached(2, 2, "fp16", rope=True),
     "blocks, rope, written out, cache, bf16": _cached(2, 2, "bf16", rope=True, written_out=True),
-    "time first, in parts": _sequence_first,
+    "time first, in parts": _time_first(1),
+    "a module called twice, in parts": _time_first(2),
     "two attentions": _attentions,
     "two norms, backward": _norms,
     "a norm by hand in bf16": _layer_norms,

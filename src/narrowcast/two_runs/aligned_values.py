@@ -12,14 +12,18 @@ from narrowcast.ops.facts import CONV, GEMM
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
 from narrowcast.two_runs.alignment import TOLD_APART, Aligned, ranges_apart
-from narrowcast.two_runs.conditions import growth
+from narrowcast.two_runs.conditions import growth, passes_on
 from narrowcast.two_runs.kept_tensors import KeptTensors
-from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_best_order, stacked
+from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_best_turns, stacked
 from narrowcast.two_runs.sides import Bundle, Placed, Side, read_by
 
 BAND = 8.0
 """A call's results may differ by this many units of rounding of both sides' formats: its inputs are rounded to them,
 sums are taken in another order, and its results are rounded.
+"""
+GAIN, GAIN_OF_PASSING = 16.0, 4.0
+"""How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
+what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
 """
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
@@ -76,6 +80,11 @@ class Values:
         formats = [side.runs[0].tensors[n].format for side, n in numbers]
         known = [name for name in formats if name in FORMATS]
         return _band([_coarsest(known)] * 2) if known else LEAST_BAND
+
+    @staticmethod
+    def gain(*bundles: Bundle) -> float:
+        """By how much differences may grow in calls."""
+        return GAIN_OF_PASSING if all(passes_on(bundle.id.op) for bundle in bundles) else GAIN
 
     def growth_of(self, side: int, bundle: Bundle) -> float:
         """How many times larger errors come out of one call."""
@@ -198,7 +207,7 @@ class Values:
         one, other = ([p for p in whole if p is not None] for whole in (whole_a, whole_b))
         if len(one) < len(a) or len(other) < len(b):
             return Distance()
-        return in_best_order(one, other, self._whole)
+        return in_best_turns(one, other, self._whole)
 
     def _ranks(self, a: list[Piece], b: list[Piece]) -> Distance:
         if len(a) == len(b):

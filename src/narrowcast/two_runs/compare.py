@@ -23,16 +23,12 @@ from narrowcast.report.run_differences import (
     TokenDifference,
     Unaligned,
 )
-from narrowcast.two_runs.aligned_values import BAND, Compared, Values
+from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
 from narrowcast.two_runs.kept_tensors import KeptTensors
 from narrowcast.two_runs.makers import Makers, Upstream
 from narrowcast.two_runs.sides import Bundle, Side, read_name
 
-GAIN = 16.0
-"""How many times larger a relative difference may come out of a sound call than it went in: what exceeds that, beside
-the call's own rounding, it made itself.
-"""
 _BAND_OF_LOW = 1e-3
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
@@ -133,7 +129,7 @@ class _Judging:
             return DIFFERS, reads_other
         if is_given and gave.relative > came:
             return DIFFERS, "it was given something else"
-        if gave.relative <= band + GAIN * gave.growth * came:
+        if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
             return INHERITED, ""
         if self._largest and any(m.is_chosen(x) for m, x in zip(self._makers, (pair.a[0], pair.b[0]), strict=True)):
             return INHERITED, "it chooses by values that differ"
@@ -167,7 +163,7 @@ class _Judging:
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
         bands = sum(self.values.band_of(n, x) for n, x in alone)
         growth = max((self.values.growth_of(n, x) for n, x in alone), default=1.0)
-        return growth * (self.values.band_of_inputs(pair) + bands + GAIN * came)
+        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
     def ends(self) -> None:
         """Outputs of both runs that are not made by calls that are pairs: what else comes to them."""

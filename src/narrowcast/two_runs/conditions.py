@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from narrowcast.ops import op_kind
 from narrowcast.ops.bounds import PRODUCT, SCATTER, bound_kind, terms_of
-from narrowcast.ops.facts import ATTENTION, CONV, GEMM, NORM, REDUCTION, SOFTMAX
+from narrowcast.ops.facts import ATTENTION, CONV, COPY, GEMM, MOVEMENT, NORM, REDUCTION, SOFTMAX, VIEW
 from narrowcast.two_runs.pieces import Piece
 
 _SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp", "cumsum"])
@@ -19,10 +19,17 @@ _MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
 _EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
 _PERIODIC = frozenset(["sin", "cos", "tan"])
 _LOGARITHMS = frozenset(["log", "log2", "log10", "log1p"])
+_SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
 _OF_BACKWARD = 8.0
 """Gradients through norms and softmax are what is left of a projection; how much, cannot be told from sizes alone."""
 _OF_CONVOLUTION = (("grad_output", "weight"), ("grad_output", "input"), ("grad_output",))
 """What each result of a convolution's backward is a sum of products of."""
+
+
+def passes_on(op: str) -> bool:
+    """Whether relative errors come out of an op as they went in: it scales, selects or moves."""
+    kind = op_kind(op)
+    return kind.family in (MOVEMENT, VIEW, COPY) or kind.name in _SCALES
 
 
 def growth(op: str, position: int, came: Mapping[str, Piece], gave: Piece, out: float, is_backward: bool) -> float:

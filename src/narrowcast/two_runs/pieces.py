@@ -22,6 +22,8 @@ smallest and largest value; not at all.
 """
 
 
+_UNLIKE = 0.5
+"""Rows that have nothing to do with each other are 1.4 apart."""
 _LOWEST_OF_8 = -0.99 * bf16.max
 NINE_DIGITS = 1e-8
 """A run in a file has its statistics with nine digits; one in memory has all of them."""
@@ -118,8 +120,11 @@ def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
 
 def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
     """The distance of two sides in other numbers of turns, in that order of rows that brings them closest: how rows
-    that were flattened lie in a batch, shapes do not say.
+    that were flattened lie in a batch, shapes do not say. Nothing where one side has rows that the other has not, and
+    it is not the end of each sequence that lacks.
     """
+    if sum(p.count for p in a) != sum(p.count for p in b) and len({p.sequences for p in (*a, *b)}) > 1:
+        return Distance()
     shared = math.gcd(*(piece.count for piece in (*a, *b)))
     found: list[tuple[int, Distance]] = []
     for outer in _divisors(shared):
@@ -129,6 +134,20 @@ def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = 
     known = [(count, each) for count, each in found if each.is_known]
     most = max((count for count, _ in known), default=0)
     return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=Distance())
+
+
+def in_best_turns(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+    """The same of sides that both have several turns: all of them one after the other; or, where a module is called
+    more than once in each step, each of its calls by itself. Where no order brings them together nothing is known.
+    """
+    found = [in_best_order(a, b, whole)]
+    fewer = min(len(a), len(b))
+    if fewer > 1 and not (len(a) % fewer or len(b) % fewer):
+        each = [in_best_order(a[n::fewer], b[n::fewer], whole) for n in range(fewer)]
+        if all(one.is_known for one in each):
+            found.append(max(each, key=lambda one: one.relative))
+    best = min((one for one in found if one.is_known), key=lambda one: one.relative, default=Distance())
+    return best if fewer == 1 or best.relative < _UNLIKE else Distance()
 
 
 def _divisors(number: int) -> list[int]:
