@@ -17,7 +17,7 @@ from narrowcast.two_runs.kept_tensors import KeptTensors
 from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_best_turns, stacked
 from narrowcast.two_runs.sides import Bundle, Placed, Side, read_by
 
-BAND = 8.0
+BAND = 4.0
 """A call's results may differ by this many units of rounding of both sides' formats: its inputs are rounded to them,
 sums are taken in another order, and its results are rounded.
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ops.facts import SOFTMAX
 from narrowcast.report.mapping import RunMapping, generalised
 from narrowcast.report.run import Run
 from narrowcast.report.run_differences import (
@@ -169,8 +170,11 @@ class _Judging:
         """Outputs of both runs that are not made by calls that are pairs: what else comes to them."""
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
-        pairs = list(zip(*left, strict=True)) if len(left[0]) == len(left[1]) else [(e[-1], f[-1]) for e, f in [left] if e and f]
-        for a, b in pairs:
+        if len(left[0]) != len(left[1]):
+            left = [found[-1:] for found in left]
+        for a, b in zip(*left, strict=False):
+            if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
+                continue  # one program goes on, to probabilities or a loss
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
             numbers = [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]

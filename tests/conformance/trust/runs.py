@@ -70,7 +70,7 @@ def of_transformers() -> dict[str, Pair]:
 
         return made
 
-    return {
+    found = {
         "GPT-2, cache": decoded(gpt2, {}), "GPT-2, cache, bf16": decoded(gpt2, {}, "bf16"),
         "Llama, cache": decoded(of_llama, {}), "Llama, cache, bf16": decoded(of_llama, {}, "bf16"),
         "T5, cache": decoded(t5, texts), "T5, cache, bf16": decoded(t5, texts, "bf16"),
@@ -81,6 +81,82 @@ def of_transformers() -> dict[str, Pair]:
         "Llama in bf16": formats(of_llama, input_ids=ids),
         "Whisper in bf16": formats(whisper, **sounds, decoder_input_ids=ids),
     }  # fmt: skip
+    for name, model, given in _more(t, ids):
+        kwargs = {k: v for k, v in given.items()}
+        for dtype in ("bf16", "fp16"):
+            found[f"{name} in {dtype}"] = _twice(model, kwargs, dtype, False)
+            found[f"{name} in {dtype}, backward"] = _twice(model, kwargs, dtype, True)
+        if "input_ids" in given and "labels" not in given and getattr(model.config, "is_decoder", True):
+            with_cache = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+            if with_cache and "Mamba" not in type(model).__name__:
+                found[f"{name}, cache"] = decoded(model, {})
+                found[f"{name}, cache, fp16"] = decoded(model, {}, "fp16")
+    return found
+
+
+def _twice(model, given, dtype, backward) -> Pair:
+    def made():
+        with torch.set_grad_enabled(backward):
+            return tuple(nc.capture(model, (), given, dtype=d, backward=backward) for d in (None, dtype))
+
+    return made
+
+
+def _more(t, ids):
+    """Small models of many families, with their arguments."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    text = sizes | {"vocab_size": 97, "max_position_embeddings": 40}
+    kv = text | {"num_key_value_heads": 2}
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[1, 11:] = 0
+    words = {"input_ids": ids, "attention_mask": mask}
+    image = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    vision = sizes | {"image_size": 32, "patch_size": 8}
+    kinds = [
+        ("BERT", t.BertForMaskedLM, t.BertConfig(**text), words),
+        ("RoBERTa", t.RobertaModel, t.RobertaConfig(**text), words),
+        ("DeBERTa", t.DebertaV2Model, t.DebertaV2Config(
+            relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, **text), words),
+        ("ALBERT", t.AlbertModel, t.AlbertConfig(embedding_size=16, **text), words),
+        ("ELECTRA", t.ElectraForPreTraining, t.ElectraConfig(embedding_size=16, **text), words),
+        ("DistilBERT", t.DistilBertModel, t.DistilBertConfig(
+            dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=97), words),
+        ("MPNet", t.MPNetModel, t.MPNetConfig(**text), words),
+        ("BART", t.BartForConditionalGeneration, t.BartConfig(
+            d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=97), words | {"use_cache": False}),
+        ("OPT", t.OPTForCausalLM, t.OPTConfig(ffn_dim=64, word_embed_proj_dim=32, **text), {"input_ids": ids}),
+        ("GPT-NeoX", t.GPTNeoXForCausalLM, t.GPTNeoXConfig(**text), {"input_ids": ids}),
+        ("Bloom", t.BloomForCausalLM, t.BloomConfig(
+            hidden_size=32, n_layer=2, n_head=4, vocab_size=97), {"input_ids": ids}),
+        ("Falcon", t.FalconForCausalLM, t.FalconConfig(**text), {"input_ids": ids}),
+        ("Gemma 2", t.Gemma2ForCausalLM, t.Gemma2Config(head_dim=8, **kv), {"input_ids": ids}),
+        ("Qwen 2", t.Qwen2ForCausalLM, t.Qwen2Config(**kv), {"input_ids": ids}),
+        ("Phi", t.PhiForCausalLM, t.PhiConfig(**text), {"input_ids": ids}),
+        ("Mistral", t.MistralForCausalLM, t.MistralConfig(sliding_window=8, **kv), {"input_ids": ids}),
+        ("Mixtral", t.MixtralForCausalLM, t.MixtralConfig(num_local_experts=4, **kv), {"input_ids": ids}),
+        ("OLMo", t.OlmoForCausalLM, t.OlmoConfig(**kv), {"input_ids": ids}),
+        ("Mamba", t.MambaForCausalLM, t.MambaConfig(
+            hidden_size=32, num_hidden_layers=2, vocab_size=97, state_size=8), {"input_ids": ids, "use_cache": False}),
+        ("ViT", t.ViTModel, t.ViTConfig(**vision), image),
+        ("DeiT", t.DeiTForImageClassification, t.DeiTConfig(**vision), image),
+        ("Swin", t.SwinModel, t.SwinConfig(
+            image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4), image),
+        ("ConvNeXt", t.ConvNextModel, t.ConvNextConfig(
+            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], patch_size=2), image),
+        ("ResNet", t.ResNetForImageClassification, t.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]), image),
+        ("MobileNetV2", t.MobileNetV2Model, t.MobileNetV2Config(depth_multiplier=0.25), image),
+        ("Segformer", t.SegformerModel, t.SegformerConfig(
+            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2]), image),
+        ("Wav2Vec2", t.Wav2Vec2Model, t.Wav2Vec2Config(
+            conv_dim=[16, 16], conv_stride=[5, 2], conv_kernel=[10, 3], num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=2, **sizes), {"input_values": torch.randn(2, 800)}),
+        ("CLIP text", t.CLIPTextModel, t.CLIPTextConfig(**text), words),
+    ]  # fmt: skip
+    for name, kind, config, given in kinds:
+        yield name, kind(config).eval(), given
 
 
 def scored(only: str, show: bool) -> Iterator[tuple[str, bool]]:
