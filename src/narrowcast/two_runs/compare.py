@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import RunError
-from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.ops.facts import SOFTMAX
 from narrowcast.report.mapping import RunMapping, generalised
 from narrowcast.report.run import Run
@@ -105,6 +105,8 @@ class _Judging:
             [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
         )
         before = self._largest if math.isnan(came) else came
+        if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
+            before = max(before, self._largest)
         is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
             band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
@@ -152,10 +154,10 @@ class _Judging:
             for bundle in (*a.alone, *b.alone):
                 self.apart.setdefault(bundle, apart)
             return ""
-        if not a.known and not b.known:
+        if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
             return "its inputs differ already, and no call of the runs made them"
         made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
-        return "" if made[0] & made[1] else "its inputs are what other calls gave"
+        return "" if made[0] & made[1] or not all(made) else "its inputs are what other calls gave"
 
     def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
         """How far apart tensors may be that these calls made."""

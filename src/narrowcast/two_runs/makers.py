@@ -8,7 +8,6 @@ from functools import cached_property
 
 from narrowcast.formats import FORMATS
 from narrowcast.ledger.identity import FORWARD
-from narrowcast.report.run_records import CallRecord
 from narrowcast.two_runs.sides import Bundle, Side
 
 
@@ -26,24 +25,14 @@ class Makers:
     """Of one side; of several ranks the first, since all make the same calls."""
 
     def __init__(self, side: Side) -> None:
-        self._run = side.runs[0]
-        self._bundles = side.bundles
-        self._calls: dict[int, tuple[CallRecord, Bundle | None]] = {}
-        known = {id(placed.call): b for b in side.bundles for turn in b.turns for placed in turn if placed.rank == 0}
-        for call in self._run.calls:
-            for _, number in call.outputs:
-                self._calls.setdefault(number, (call, known.get(id(call))))
+        self._side, self._tensors, self._bundles = side, side.runs[0].tensors, side.bundles
+        placed = ((one.call, b) for b in side.bundles for turn in b.turns for one in turn if one.rank == 0)
+        self._of = {id(call): bundle for call, bundle in placed}
 
     def of(self, number: int) -> Bundle | None:
-        """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
-        seen: set[int] = set()
-        while number >= 0 and number not in seen:
-            seen.add(number)
-            call, bundle = self._calls.get(number, (None, None))
-            if bundle is not None:
-                return bundle
-            number = call.inputs[0][1] if call is not None and call.inputs else self._run.tensors[number].lies_in
-        return None
+        """What made a tensor."""
+        call = self._side.maker(0, number)
+        return None if call is None else self._of[id(call)]
 
     def upstream(self, numbers: Iterable[int], paired: Collection[Bundle]) -> Upstream:
         """What made these, back to calls that have a partner."""
@@ -89,4 +78,4 @@ class Makers:
         return False
 
     def _is_floating(self, number: int) -> bool:
-        return self._run.tensors[number].format in FORMATS
+        return self._tensors[number].format in FORMATS

@@ -84,7 +84,11 @@ class Side:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
         self._pieces: dict[tuple[int, int], Piece] = {}
-        self._made = [{n for call in run.calls for _, n in call.outputs} for run in runs]
+        self._makers: list[dict[int, CallRecord]] = [{} for _ in runs]
+        for makers, run in zip(self._makers, runs, strict=True):
+            for call in run.calls:
+                for _, number in call.outputs:
+                    makers.setdefault(number, call)
         self.bundles = self._bundled()
         self.casts = sum(call.is_cast for run in runs for call in run.calls)
 
@@ -95,10 +99,21 @@ class Side:
             self._pieces[key] = piece_of(self.runs[rank].tensors[number])
         return self._pieces[key]
 
+    def maker(self, rank: int, number: int) -> CallRecord | None:
+        """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
+        seen: set[int] = set()
+        while number >= 0 and number not in seen:
+            seen.add(number)
+            call = self._makers[rank].get(number)
+            if call is not None and not call.is_cast:
+                return call
+            number = call.inputs[0][1] if call and call.inputs else self.runs[rank].tensors[number].lies_in
+        return None
+
     def is_given(self, placed: Placed, name: str) -> bool:
         """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one."""
         number = dict(placed.call.inputs).get(name, -1)
-        if number < 0 or number in self._made[placed.rank]:
+        if number < 0 or self.maker(placed.rank, number) is not None:
             return False
         dimensions = len(self.runs[placed.rank].tensors[number].shape)
         return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
