@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
-from narrowcast.ops.facts import SOFTMAX
+from narrowcast.ops.facts import NORM, SOFTMAX
 from narrowcast.report.mapping import RunMapping, generalised
 from narrowcast.report.run import Run
 from narrowcast.report.run_differences import (
@@ -26,6 +26,7 @@ from narrowcast.report.run_differences import (
 )
 from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
+from narrowcast.two_runs.conditions import jump
 from narrowcast.two_runs.kept_tensors import KeptTensors
 from narrowcast.two_runs.makers import Makers, Upstream
 from narrowcast.two_runs.sides import Bundle, Side, read_name
@@ -98,7 +99,8 @@ class _Judging:
         """The row of a pair."""
         gave, given, band = self.values.results(pair), self.values.given(pair), self.values.band(pair)
         inputs = self.values.inputs(pair)
-        known = [one.relative for one in inputs.values() if one.is_known]
+        is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
+        known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
         came = max(known) if known else math.nan
         reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
         (format_a, format_b), (place_a, place_b) = (
@@ -113,7 +115,8 @@ class _Judging:
         band *= gave.growth
         verdict, why = self._verdict(pair, gave, band, before, bool(given), next(filter(None, reads_other), ""))
         self._found[pair] = gave.relative if gave.is_known else math.nan
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before)
+        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came)
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before, jumped)
         return RunRow(
             _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
             band, gave.by, gave.is_part, given, why,

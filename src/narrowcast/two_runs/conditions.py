@@ -20,6 +20,12 @@ _EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
 _PERIODIC = frozenset(["sin", "cos", "tan"])
 _LOGARITHMS = frozenset(["log", "log2", "log10", "log1p"])
 _SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
+_JUMPS = frozenset([
+    "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
+    "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
+])  # fmt: skip
+_STEEPEST = 100.0
+"""No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
 _OF_BACKWARD = 8.0
 """Gradients through norms and softmax are what is left of a projection; how much, cannot be told from sizes alone."""
 _OF_CONVOLUTION = (("grad_output", "weight"), ("grad_output", "input"), ("grad_output",))
@@ -30,6 +36,13 @@ def passes_on(op: str) -> bool:
     """Whether relative errors come out of an op as they went in: it scales, selects or moves."""
     kind = op_kind(op)
     return kind.family in (MOVEMENT, VIEW, COPY) or kind.name in _SCALES
+
+
+def jump(op: str, came: float) -> float:
+    """How far off the result is of an op that chooses by a sign or a place, where what it chooses by is off: so large is
+    the share of elements that lie on the other side, each as wrong as it is large.
+    """
+    return math.sqrt(came) if op_kind(op).name in _JUMPS and came < 1 else 0.0
 
 
 def growth(op: str, position: int, came: Mapping[str, Piece], gave: Piece, out: float, is_backward: bool) -> float:
@@ -92,10 +105,10 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     kind = op_kind(op)
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
-        return max(piece.largest for piece in came.values())
+        return min(_STEEPEST, max(abs(p.high) if p.is_mask else p.largest for p in came.values()))
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
     if kind.family == NORM:
         spread = read.rms**2 - read.mean**2
-        return read.rms / math.sqrt(spread) if spread > 1e-4 * read.rms**2 else 100.0
+        return read.rms / math.sqrt(spread) if spread > read.rms**2 / _STEEPEST**2 else _STEEPEST
     return 1.0

@@ -180,12 +180,13 @@ class Distance:
     """How far apart two pieces are, relatively (L2; of ranges, to the largest magnitude): NaN where that is not known.
 
     by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
-    other has not.
+    other has not. row: the largest relative distance of a row, where rows are known.
     """
 
     relative: float = math.nan
     by: str = NOTHING
     is_part: bool = False
+    row: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -208,10 +209,10 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     is_part = a.elements != b.elements
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
-    by_rows, count = sketch_distance(*_same_names(a, b))
+    by_rows, row, count = sketch_distance(*_same_names(a, b))
     in_all = math.nan if is_part else _of_statistics(a, b)
     if count:
-        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part)
+        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
 
 

@@ -82,10 +82,9 @@ def of_transformers() -> dict[str, Pair]:
         "Whisper in bf16": formats(whisper, **sounds, decoder_input_ids=ids),
     }  # fmt: skip
     for name, model, given in _more(t, ids):
-        kwargs = {k: v for k, v in given.items()}
         for dtype in ("bf16", "fp16"):
-            found[f"{name} in {dtype}"] = _twice(model, kwargs, dtype, False)
-            found[f"{name} in {dtype}, backward"] = _twice(model, kwargs, dtype, True)
+            found[f"{name} in {dtype}"] = _twice(model, given, dtype, False)
+            found[f"{name} in {dtype}, backward"] = _twice(model, given, dtype, True)
         if "input_ids" in given and "labels" not in given and getattr(model.config, "is_decoder", True):
             with_cache = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
             if with_cache and "Mamba" not in type(model).__name__:
@@ -149,7 +148,8 @@ def _more(t, ids):
             embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]), image),
         ("MobileNetV2", t.MobileNetV2Model, t.MobileNetV2Config(depth_multiplier=0.25), image),
         ("Segformer", t.SegformerModel, t.SegformerConfig(
-            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2]), image),
+            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2],
+            sr_ratios=[1, 1, 1, 1]), image),
         ("Wav2Vec2", t.Wav2Vec2Model, t.Wav2Vec2Config(
             conv_dim=[16, 16], conv_stride=[5, 2], conv_kernel=[10, 3], num_conv_pos_embeddings=8,
             num_conv_pos_embedding_groups=2, **sizes), {"input_values": torch.randn(2, 800)}),
