@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from narrowcast.formats import FORMATS, Format, tf32
 from narrowcast.ledger.identity import BACKWARD
+from narrowcast.ops.bounds import rounding
 from narrowcast.ops.facts import CONV, GEMM
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
@@ -152,10 +153,19 @@ class Values:
     def band(self, pair: Aligned) -> float:
         """What rounding explains of the results' difference, where nothing cancels."""
         formats: list[str] = []
+        lost = 0.0
         for side, bundles in self._both(pair):
             coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
             formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
-        return _band(formats)
+            lost += BAND * rounding(FORMATS[formats[-1]], False)[1] / self._smallest(side, bundles[0])
+        return _band(formats) + lost
+
+    @staticmethod
+    def _smallest(side: Side, bundle: Bundle) -> float:
+        """The smallest size of what a call reads and of what it gives first: what lies below a format's end is lost."""
+        first = bundle.turns[0][0]
+        numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
+        return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> Distance:
         """Of parameters, several of one side as rows of one of the other."""
