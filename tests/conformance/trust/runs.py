@@ -1,10 +1,12 @@
 """Pairs of runs: of sound ones nothing is to be said, faults are to be named where they are.
 
-python tests/conformance/trust/runs.py [--only WORD] [--show]
+python tests/conformance/trust/runs.py [--only WORD] [--show] [--seed 7]
 """
 
 import argparse
+import random
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,25 +161,68 @@ def _more(t, ids):
         yield name, kind(config).eval(), given
 
 
-def scored(only: str, show: bool) -> Iterator[tuple[str, bool]]:
+def planted(seed: int) -> Iterator[tuple[str, Pair, str]]:
+    """Small models, each with a fault in a module that is drawn: what it gives, its weight, or its epsilon."""
+    import transformers as t
+
+    draw = random.Random(seed)
+    ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(1))
+    for name, model, given in _more(t, ids):
+        kinds = {"weights": lambda m: getattr(m, "weight", None) is not None, "epsilon": lambda m: hasattr(m, "eps"),
+                 "scaled": lambda m: True, "shifted": lambda m: True, "rolled": lambda m: True}  # fmt: skip
+        for dtype in (None, "bf16"):
+            fault = draw.choice(list(kinds))
+            leaves = [(path, m) for path, m in model.named_modules() if not list(m.children()) and kinds[fault](m)]
+            leaves = [(path, m) for path, m in leaves if not isinstance(m, torch.nn.Dropout | torch.nn.Identity)]
+            if leaves:
+                path, module = draw.choice(leaves)
+                yield f"{name}, {fault}, {path}, {dtype}", _with_fault(model, given, module, fault, dtype), path
+
+
+def _with_fault(model, given, module, fault, dtype) -> Pair:
+    changes = {
+        "scaled": lambda y: y * 1.2, "shifted": lambda y: y + 0.3 * y.std(), "rolled": lambda y: y.roll(1, 1),
+    }  # fmt: skip
+
+    @torch.no_grad()
+    def made():
+        a = nc.capture(model, (), given, dtype=dtype)
+        if fault in changes:
+            of = lambda y: changes[fault](y) if isinstance(y, torch.Tensor) and y.is_floating_point() else y
+            hook = module.register_forward_hook(lambda m, args, y: tuple(map(of, y)) if isinstance(y, tuple) else of(y))
+        elif fault == "epsilon":
+            before, module.eps = module.eps, 0.1
+        else:
+            before = module.weight.detach().clone()
+            module.weight.data[0] += 3 * module.weight.std() + 0.5
+        b = nc.capture(model, (), given, dtype=dtype)
+        if fault in changes:
+            hook.remove()
+        elif fault == "epsilon":
+            module.eps = before
+        else:
+            module.weight.data.copy_(before)
+        return a, b
+
+    return made
+
+
+def scored(only: str, show: bool, seed: int) -> Iterator[tuple[str, bool]]:
     """Of each pair its kind, and whether what is said of it is right."""
-    for name, pair in (SOUND | of_transformers()).items():
-        if only in name:
-            found = nc.compare_runs(*pair())
-            right = found.verdict != "values differ"
-            print(f"{'' if right else 'FALSE ALARM '}sound: {name}: {found.verdict}", flush=True)
-            if show or not right:
-                print(found)
-            yield "sound", right
-    for name, (pair, where) in FAULTS.items():
-        if only in name:
+    sound = ((name, pair, "") for name, pair in (SOUND | of_transformers()).items())
+    faults = ((name, pair, where) for name, (pair, where) in FAULTS.items())
+    for kind, pairs in (("sound", sound), ("fault", faults), ("planted", planted(seed))):
+        for name, pair, where in pairs:
+            if only not in f"{kind}: {name}":
+                continue
             found = nc.compare_runs(*pair())
             named = [str(row.b[0]) for row in found.producers[:1]] + [str(one.id) for one in found.alone[:5]]
-            right = found.verdict == "values differ" and any(where in name for name in named)
-            print(f"{'' if right else 'MISSED '}fault: {name}: {found.verdict}", flush=True)
+            is_named = found.verdict == "values differ" and any(where in name for name in named)
+            right = is_named if where else found.verdict != "values differ"
+            print(f"{'' if right else 'WRONG '}{kind}: {name}: {found.verdict}", flush=True)
             if show or not right:
                 print(found)
-            yield "fault", right
+            yield kind, right
 
 
 def main() -> int:
@@ -185,11 +230,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
     asked = parser.parse_args()
-    found = list(scored(asked.only, asked.show))
-    for kind in ("sound", "fault"):
+    found = list(scored(asked.only, asked.show, asked.seed))
+    for kind in dict.fromkeys(kind for kind, _ in found):
         rights = [right for which, right in found if which == kind]
-        print(f"{kind}: {sum(rights)} of {len(rights)} right")
+        print(f"{kind}: {sum(rights)} of {len(rights)} right, seed {asked.seed}")
     return 0 if all(right for _, right in found) else 1
 
 
