@@ -222,9 +222,14 @@ def _same_names(a: Piece, b: Piece) -> tuple[Mapping[tuple[int, int], Row], Mapp
         return {}, {}
     if a.tokens == b.tokens or a.sequences == b.sequences:
         return a.rows, b.rows
-    if a.sequences * a.tokens == b.sequences * b.tokens and 1 in (a.sequences, b.sequences):
+    if a.count == b.count and (1 in (a.sequences, b.sequences) or (_leading(a) or 0) == _leading(b)):
         return _flat(a), _flat(b)
     return {}, {}
+
+
+def _leading(piece: Piece) -> list[int] | None:
+    """The sizes of all dimensions but the last, those of one left out."""
+    return None if piece.facts is None else [size for size in piece.facts.shape[:-1] if size != 1]
 
 
 def _flat(piece: Piece) -> Mapping[tuple[int, int], Row]:
