@@ -207,3 +207,19 @@ class Applied(nn.Module):
 
     def forward(self, x):
         return self._function(x)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_backend_whose_code_is_off_is_named(dtype, factor):
+    """No call of the model is at fault then: looked on, it runs them one by one."""
+
+    def backend(graph, inputs):
+        return lambda *args: tuple(y * factor for y in graph(*args))
+
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), backend=backend)
+    with torch.no_grad():
+        found = nc.compare(model, (X,), dtype=dtype, isolate=0)
+    assert found.verdict == (FAULT if factor != 1 else EXACT if dtype is None else ROUND_OFF), found
+    assert not found.faults and found.compiled == pytest.approx(factor - 1, abs=3e-3)
+    assert ("the compiler: " in str(found)) == (factor != 1)

@@ -151,7 +151,8 @@ class Differences(Shown):
     model; band: how far its output moves by one unit in the last place of each call's formats. unmatched: calls that
     only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
     not_finite: where an output is not finite and the reference's is, the first call that is to blame;
-    reference_not_finite: the first NaN of the reference itself, if its output has any.
+    reference_not_finite: the first NaN of the reference itself, if its output has any. compiled: how far what a
+    compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0.
     """
 
     subject: str
@@ -171,6 +172,7 @@ class Differences(Shown):
     by: str = "op"
     not_finite: NotFinite | None = None
     reference_not_finite: str = ""
+    compiled: float = 0.0
 
     @property
     def worst(self) -> list[CallError]:
@@ -291,11 +293,13 @@ def _verdict(found: Differences) -> list[str]:
     error += f" (largest {number_text(largest)})" if largest else ""
     band = f"; round-off may make {number_text(found.band)}" if found.band else ""
     said = {0: "no fault"}.get(faults, f"{faults} faults")
-    return [
+    lines = [
         f"{found.verdict.upper()}: {error}{band}",
         f"{len(found.rows)} calls, {differing} differ, {said}"
         + (f", {len(found.unmatched)} without a partner" if found.unmatched else ""),
     ]
+    by = f"the compiler: its code is {number_text(found.compiled)} from what these calls give one by one"
+    return [*lines, by] if found.compiled else lines
 
 
 def _begins(found: Differences) -> list[str]:
@@ -338,6 +342,9 @@ def _gradient(row: GradientError, width: int = 0) -> str:
 
 def _advice(found: Differences) -> tuple[list[str], list[str]]:
     """The rule that keeps the worst call in fp32, and before it why."""
+    if found.compiled:
+        said = "What to do: compile with backend='aot_eager'. If that is right, the backend's code is not: report it."
+        return ["", *wrapped(said)], []
     low = [row for row in found.worst if row.is_low]
     if not low:
         return [], []
