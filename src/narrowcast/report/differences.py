@@ -292,7 +292,7 @@ def _verdict(found: Differences) -> list[str]:
     error = f"output error {number_text(max(outputs))}" if outputs else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
     band = f"; round-off may make {number_text(found.band)}" if found.band else ""
-    said = {0: "no fault"}.get(faults, f"{faults} faults")
+    said = {0: "no fault", 1: "1 fault"}.get(faults, f"{faults} faults")
     lines = [
         f"{found.verdict.upper()}: {error}{band}",
         f"{len(found.rows)} calls, {differing} differ, {said}"
@@ -348,13 +348,23 @@ def _advice(found: Differences) -> tuple[list[str], list[str]]:
     low = [row for row in found.worst if row.is_low]
     if not low:
         return [], []
-    row = low[0]
+    row, before = low[0], _before_fault(found)
+    row = before or row
     of = row.forward or row.id
     module = [f'module = "{of.module_path}"'] if of.module_path else []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in AT_FAULT else _spread(found, row) or why
+    why = "it rounds what the call at fault reads" if before else why
     said = ["", *wrapped(f"To keep the worst in fp32 ({why}):")]
     return said, ["[[rule]]", f'op = "{of.op}"', *module, 'action = "full"']
+
+
+def _before_fault(found: Differences) -> CallError | None:
+    """The last low call before the first one at fault, if that is not low itself: no rule about it helps."""
+    first = next((n for n, row in enumerate(found.rows) if row.verdict in AT_FAULT), None)
+    if first is None or found.rows[first].is_low:
+        return None
+    return next((row for row in reversed(found.rows[:first]) if row.is_low), None)
 
 
 def _spread(found: Differences, worst: CallError) -> str:
