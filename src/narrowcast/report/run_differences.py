@@ -334,9 +334,7 @@ def _left(found: RunDifferences) -> list[str]:
 def _advice(found: RunDifferences) -> str:
     first = found.first_value
     if found.alone:
-        return (
-            "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
-        )
+        return "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
     if first is not None and first.given:
         return f"What to do: give both runs the same {first.given[0][0]} there."
     if first is not None:

@@ -363,7 +363,10 @@ class _Comparing:
         )
         worst = max((o.relative_error for o in found.outputs), default=0.0)
         found.verdict = verdict_of(
-            is_beyond or bool(found.compiled) or FAULT in verdicts, is_not_finite, KERNEL in verdicts, bool(worst or found.differing)
+            is_beyond or bool(found.compiled) or FAULT in verdicts,
+            is_not_finite,
+            KERNEL in verdicts,
+            bool(worst or found.differing),
         )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
         if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:

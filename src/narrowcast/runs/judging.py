@@ -12,6 +12,7 @@ import torch
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME
 from narrowcast.formats import Format, fp32
 from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ops.bounds import NAMED
 from narrowcast.report.differences import CallError, GradientError
 from narrowcast.report.lines import number_text
 from narrowcast.report.verdicts import (
@@ -25,7 +26,6 @@ from narrowcast.report.verdicts import (
     ROUND_OFF,
     UNKNOWN,
 )
-from narrowcast.ops.bounds import NAMED
 from narrowcast.runs.alone import Alone, Samples
 from narrowcast.runs.bands import Bands
 from narrowcast.runs.kernel_bounds import Judged
