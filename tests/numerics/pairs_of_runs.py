@@ -257,7 +257,10 @@ def _layer_norms() -> tuple[Run, Run]:
         y = (x - mean) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + m.norm.eps)
         return m.last(y * m.norm.weight + m.norm.bias)
 
-    parts = _seeded(lambda: {"first": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH), "last": nn.Linear(WIDTH, 8)})
+    def made() -> dict[str, nn.Module]:
+        return {"first": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH), "last": nn.Linear(WIDTH, 8)}
+
+    parts = _seeded(made)
     a, b = Function(lambda m, x: m.last(m.norm(m.first(x))), **parts), Function(by_hand, **parts)
     x = torch.randn(2, 9, WIDTH)
     return nc.capture(a, (x,), dtype="bf16"), nc.capture(b, (x,), dtype="bf16")

@@ -100,7 +100,7 @@ class TestPieces:
     @pytest.mark.parametrize("is_time_first", [False, True])
     def test_turns_of_a_batch_are_one_sequence_each_however_rows_were_flattened(self, is_time_first):
         """Products read [B * T, C]: no shape says which rows are of one sequence."""
-        row = {(s, t): v for (s, t), v in zip([(s, t) for s in range(2) for t in range(8)], numbers(16, 32), strict=True)}
+        row = {divmod(n, 8): values for n, values in enumerate(numbers(16, 32))}
 
         def flat(tokens, by=0.0):
             places = sorted(((s, t) for s in range(2) for t in tokens), key=lambda p: p[::-1] if is_time_first else p)

@@ -23,7 +23,7 @@ from narrowcast.ops.bounds import (
 )
 from narrowcast.runs.finiteness import is_floating
 from narrowcast.runs.kernel_inputs import Inputs, Samples
-from narrowcast.runs.kernel_slacks import SLACK, with_flushed_inputs
+from narrowcast.runs.kernel_slacks import SLACK, slack_of_low_means, with_flushed_inputs
 from narrowcast.runs.rerun import can_run_again
 from narrowcast.runs.rounding import round_to
 from narrowcast.runs.seen_call import SeenCall
@@ -74,10 +74,10 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if exact is None or [t.shape for t in exact] != [t.shape for t in results]:
         return None
     count = judged_results(call.facts.id, len(results))
-    if rounds_means(call.facts.id, [FORMATS[t.dtype] for t in results[1:]]):
-        return None
+    slack = SLACK[kind](inputs, exact[:count], results[:count])
+    if slack is not None and rounds_means(call.facts.id, [FORMATS[t.dtype] for t in results[1:]]):
+        slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * slack_of_low_means(inputs, exact)
     results, exact = results[:count], exact[:count]
-    slack = SLACK[kind](inputs, exact, results)
     flushed = [_flushes(kind, t.device, t.dtype) for t in results]
     if slack is not None and any(flushed) and kind == PRODUCT:
         slack = with_flushed_inputs(inputs, slack, FORMATS[results[0].dtype])

@@ -12,15 +12,17 @@ from narrowcast.formats import Format, fp32
 from narrowcast.ops.bounds import (
     PRODUCT,
     SCATTER,
+    STEPS,
     SUM,
     WEIGHTS,
+    WEIGHTS_BACKWARD,
     WIDE,
     WIDE_FACTOR,
     accumulated,
     cancels,
     gamma,
     rounded_between,
-    rounded_logarithm,
+    absolute_error,
     steps_in_between,
     terms_of,
     unit,
@@ -35,6 +37,10 @@ _MASKED_OUT = 200.0
 """What a mask adds of this size or more leaves a weight of zero, however it is rounded."""
 _SPLITS = 32
 """Into so many parts an inner dimension is split at most."""
+_BLOCK = 32
+"""So many rows of scores are taken together at least; what each block adds to a gradient is rounded."""
+_LOST = 1.0
+"""Scores that are off by more leave nothing of the weights that their differences make."""
 _MOVED = 4 * fp32.epsilon
 """So far inputs are moved to see what cancels."""
 
@@ -72,7 +78,30 @@ def _slack_of_scattered(inputs: Inputs, exact: Samples, results: Samples) -> Sam
     if size is None or counts is None:
         return None
     terms = int(max((float(t.abs().max()) for t in counts if t.numel()), default=1.0)) + 1
-    return [s * gamma(terms, unit(FORMATS[t.dtype])) for s, t in zip(size, results, strict=True)]
+    if "nll_loss" in inputs.facts.id:  # a mean counts as one term
+        terms = max(terms, inputs.given("target").numel() + 1)
+    return [s.abs() * gamma(terms, unit(FORMATS[t.dtype])) for s, t in zip(size, results, strict=False)]
+
+
+def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    """Each factor's product is rounded; nothing bounds what leaves the format on its way."""
+    format = FORMATS[results[0].dtype]
+    if "backward" not in inputs.facts.id:
+        small, large = (inputs.run(change=change) for change in (_at_most_one, _at_least_one))
+        if small is None or large is None or not results[0].numel():
+            return None
+        if float(small[0].abs().min()) < format.smallest_normal or float(large[0].abs().max()) > format.max:
+            return None
+    steps = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
+    return [exact[0].abs() * gamma(steps, unit(format)) + format.smallest]
+
+
+def _at_most_one(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == 0, 1.0, x.abs().clamp(max=1.0))
+
+
+def _at_least_one(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().clamp(min=1.0)
 
 
 def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
@@ -83,13 +112,15 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
     if any(found is None for found in others):
         return None
     low = unit(FORMATS[results[0].dtype])
-    logarithm = rounded_logarithm(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
+    more = absolute_error(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
     between = rounded_between(inputs.facts.id, low)
     slack = []
     for n, y64 in enumerate(exact):
         off = [_distance(found[n], y64) for found in others if found is not None]
         largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
-        slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + logarithm))
+        slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + more))
+    if "layer_norm_backward" in inputs.facts.id:
+        _add_sums_of_rows(inputs, results, slack)
     if is_pointwise(inputs.facts.op):
         rounded = inputs.with_rounded_numbers(results[0].dtype)
         numbers = rounded.run() if rounded is not None else None
@@ -98,6 +129,30 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
         if inputs.kwargs.get("alpha", 1) != 1 and isinstance(inputs.args[0], torch.Tensor):  # that product is rounded
             slack[0] += low * _distance(inputs.args[0], exact[0])
     return slack
+
+
+def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
+    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have."""
+    names = ("grad_out", "input", "mean", "rstd")
+    grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)
+    leading = tuple(range(x.dim() - len(inputs.args[2])))
+    size = (grad.abs() * (1 + ((x - mean) * rstd).abs())).sum(leading)
+    rows = mean.numel()
+    for n, result in enumerate(results):
+        if leading and result.shape == size.shape:
+            slack[n] = slack[n] + gamma(rows, unit(FORMATS[result.dtype])) * size
+
+
+def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
+    """What a batch norm is off that holds means, deviations, or what it makes of them, in the format of its result."""
+    y64, mean, scale = exact[:3]
+    if not mean.numel():
+        mean = inputs.given("running_mean").detach().double()
+        scale = (inputs.given("running_var").detach().double() + inputs.args[-1]).rsqrt()
+    weight, bias = (inputs.given(name) for name in ("weight", "bias"))
+    scale = scale if weight is None else scale * weight.detach().double()
+    size = 4 * (mean * scale).abs() + (0.0 if bias is None else 2 * bias.detach().double().abs())
+    return size.view(-1, *[1] * (y64.dim() - 2)) + 3 * y64.abs()
 
 
 def _distance(x: torch.Tensor, y64: torch.Tensor) -> torch.Tensor:
@@ -131,9 +186,31 @@ def _slack_of_weights(inputs: Inputs, exact: Samples, results: Samples) -> Sampl
     return [size[0] * factor]
 
 
+def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    """Attention's backward: its weights, and what their gradients are, are rounded before they are multiplied."""
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    grad, query, key, value, out, logsumexp = (inputs.given(name).detach().double() for name in names)
+    mask, scale = inputs.kwargs.get("attn_mask"), inputs.kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
+    scores = scale * query @ key.transpose(-1, -2)
+    if isinstance(mask, torch.Tensor):
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.double()
+    if inputs.args[7]:  # is_causal
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    weights = (scores - logsumexp[..., None]).exp().nan_to_num(0.0)
+    low, length = unit(FORMATS[results[0].dtype]), max(query.shape[-2], key.shape[-2])
+    lengths = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * abs(scale)
+    off = (lengths + float(logsumexp[logsumexp.isfinite()].abs().max())) * accumulated(query.shape[-1] + 4)
+    if off > _LOST:
+        return None
+    factor = weights_error(off, gamma(4 + length // _BLOCK, low) + 2 * accumulated(length))
+    inner = weights * (grad.abs() @ value.abs().transpose(-1, -2) + (grad * out).abs().sum(-1, keepdim=True))
+    by_query, by_key = abs(scale) * inner @ key.abs(), abs(scale) * inner.transpose(-1, -2) @ query.abs()
+    return [factor * size for size in (by_query, by_key, weights.transpose(-1, -2) @ grad.abs())]
+
+
 SLACK: dict[str, Callable[[Inputs, Samples, Samples], Samples | None]] = {
     SUM: _slack_of_sums, PRODUCT: _slack_of_products, SCATTER: _slack_of_scattered, WIDE: _slack_in_fp32,
-    WEIGHTS: _slack_of_weights,
+    WEIGHTS: _slack_of_weights, STEPS: _slack_of_steps, WEIGHTS_BACKWARD: _slack_of_weights_backward,
 }  # fmt: skip
 
 

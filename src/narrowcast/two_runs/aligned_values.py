@@ -77,7 +77,7 @@ class Values:
     def band_of_inputs(self, pair: Aligned) -> float:
         """What rounding explains of what both read: casts are no pairs."""
         numbers = [(side, n) for side, bundles in self._both(pair)
-                   for n in [*dict(bundles[0].call.inputs).values(), *dict(bundles[0].call.outputs).values()]]  # fmt: skip
+                   for _, n in (*bundles[0].call.inputs, *bundles[0].call.outputs)]  # fmt: skip
         formats = [side.runs[0].tensors[n].format for side, n in numbers]
         known = [name for name in formats if name in FORMATS]
         return _band([_coarsest(known)] * 2) if known else LEAST_BAND

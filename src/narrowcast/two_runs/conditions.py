@@ -39,8 +39,8 @@ def passes_on(op: str) -> bool:
 
 
 def jump(op: str, came: float) -> float:
-    """How far off the result is of an op that chooses by a sign or a place, where what it chooses by is off: so large is
-    the share of elements that lie on the other side, each as wrong as it is large.
+    """How far off the result is of an op that chooses by a sign or a place, where what it chooses by is off: that share
+    of elements lies on the other side, each as wrong as it is large.
     """
     return math.sqrt(came) if op_kind(op).name in _JUMPS and came < 1 else 0.0
 
