@@ -62,9 +62,7 @@ def side_by_side(parts: list[Row]) -> Row:
     return (*sums, math.hypot(*(part[SUMS] for part in parts)))
 
 
-def sketch_distance(
-    a: Mapping[tuple[int, int], Row], b: Mapping[tuple[int, int], Row]
-) -> tuple[float, float, int]:
+def sketch_distance(a: Mapping[tuple[int, int], Row], b: Mapping[tuple[int, int], Row]) -> tuple[float, float, int]:
     """The relative distance (L2) of the rows that both have, as estimated; the largest of one row; and how many these
     are. NaN of none.
     """

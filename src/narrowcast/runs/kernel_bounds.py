@@ -149,7 +149,8 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
         return 0.0
     away_from_tie = ((y64 - rounded).abs() - units / 2).abs()
     is_tie = (away_from_tie == 0) & (slack <= 4 * unit(fp32) * y64.abs())
-    settled = (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie)
+    is_normal = y64.abs() >= format.smallest_normal  # what is smaller may flush to zero
+    settled = is_normal & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie)
     e, y64 = e[settled], y64[settled]
     firsts = _firsts_of(y64)
     e, y64 = e[firsts], y64[firsts]

@@ -197,15 +197,18 @@ def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples)
     if inputs.args[7]:  # is_causal
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     weights = (scores - logsumexp[..., None]).exp().nan_to_num(0.0)
-    low, length = unit(FORMATS[results[0].dtype]), max(query.shape[-2], key.shape[-2])
+    format, length = FORMATS[results[0].dtype], max(query.shape[-2], key.shape[-2])
+    least = max(format.smallest, fp32.smallest_normal)  # what weights and their gradients are off near zero
     lengths = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * abs(scale)
     off = (lengths + float(logsumexp[logsumexp.isfinite()].abs().max())) * accumulated(query.shape[-1] + 4)
     if off > _LOST:
         return None
-    factor = weights_error(off, gamma(4 + length // _BLOCK, low) + 2 * accumulated(length))
-    inner = weights * (grad.abs() @ value.abs().transpose(-1, -2) + (grad * out).abs().sum(-1, keepdim=True))
-    by_query, by_key = abs(scale) * inner @ key.abs(), abs(scale) * inner.transpose(-1, -2) @ query.abs()
-    return [factor * size for size in (by_query, by_key, weights.transpose(-1, -2) @ grad.abs())]
+    factor = weights_error(off, gamma(4 + length // _BLOCK, unit(format)) + 2 * accumulated(length))
+    inner = grad.abs() @ value.abs().transpose(-1, -2) + (grad * out).abs().sum(-1, keepdim=True)
+    off_weights = factor * weights + least
+    inner = abs(scale) * (off_weights * inner + least)
+    sizes = inner @ key.abs(), inner.transpose(-1, -2) @ query.abs(), off_weights.transpose(-1, -2) @ grad.abs()
+    return [size + (1 + length // _BLOCK) * least for size in sizes]
 
 
 SLACK: dict[str, Callable[[Inputs, Samples, Samples], Samples | None]] = {
