@@ -138,7 +138,7 @@ PLANTED = {
                      lambda x, w: x.abs().prod(-1)),
     "logsumexp": (lambda x, dim, keepdim=False: x.exp().sum(dim, keepdim).log(), lambda x, w: (x + 3).logsumexp(-1)),
     "erf": (lambda x: torch.special.erfcx(-x) * (-x * x).exp() - 1, lambda x, w: torch.erf(x)),
-    "nll_loss_forward": (_nll, lambda x, w: F.nll_loss(x, torch.zeros(12, dtype=torch.int64))),
+    "nll_loss_forward": (_nll, lambda x, w: F.nll_loss(x.abs(), torch.zeros(12, dtype=torch.int64))),
     "native_batch_norm": (_batch_norm, lambda x, w: F.batch_norm(x[None].mT, None, None, w, w, training=True)),
     "native_layer_norm_backward": (_norm_backward, lambda x, w: _back(lambda x, w: F.layer_norm(x, (8,), w, w), x, w)),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
@@ -163,6 +163,7 @@ def test_a_kernel_whose_results_are_too_large_is_named(op, factor):
         found = tuple((t * wrong if n == position % len(found) else t).to(low) for n, t in enumerate(found))
         return found if len(found) > 1 else found[0]
 
+    torch.manual_seed(0)
     x, w = torch.randn(12, 8).bfloat16(), torch.rand(8).bfloat16()
     with kernel(op, planted):
         judged = [j for name, j in looked_at(lambda: call(x, w)) if op.partition(".")[0] in name]
