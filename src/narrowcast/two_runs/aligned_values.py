@@ -57,7 +57,7 @@ class Values:
 
     def results(self, pair: Aligned) -> Compared:
         """Of what the calls gave: all results of one op that anything but a backward reads, the first of two."""
-        if self._is_of_its_rank(pair):
+        if self._is_of_its_rank(pair) or is_sum_of_gradients(pair):
             return Compared(math.nan, NOTHING, False)
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
@@ -240,6 +240,11 @@ class Values:
                 ranks.append(piece)
             found.append(ranks)
         return found
+
+
+def is_sum_of_gradients(pair: Aligned) -> bool:
+    """Whether autograd adds up a tensor's gradients: in which order, that depends on the casts."""
+    return pair.a[0].id.direction == BACKWARD and pair.a[0].id.op == "aten.add.Tensor"
 
 
 def _output(position: int) -> Pick:

@@ -24,7 +24,7 @@ from narrowcast.report.run_differences import (
     TokenDifference,
     Unaligned,
 )
-from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values
+from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values, is_sum_of_gradients
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
 from narrowcast.two_runs.conditions import jump
 from narrowcast.two_runs.kept_tensors import KeptTensors
@@ -98,7 +98,7 @@ class _Judging:
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
         gave, given, band = self.values.results(pair), self.values.given(pair), self.values.band(pair)
-        inputs = self.values.inputs(pair)
+        inputs = {} if is_sum_of_gradients(pair) else self.values.inputs(pair)
         is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
         known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
         came = max(known) if known else math.nan

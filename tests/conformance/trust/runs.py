@@ -13,7 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "numerics"))
 import torch
-from pairs_of_runs import FAULTS, SOUND, Pair
+from torch.nn import functional
+from pairs_of_runs import FAULTS, SOUND, Encoder, Function, Pair, decoder
+from torch import nn
 
 import narrowcast as nc
 from narrowcast.report.run import Run
@@ -162,6 +164,123 @@ def _more(t, ids):
         yield name, kind(config).eval(), given
 
 
+class Unet(nn.Module):
+    """Down, up, and what is kept between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, 2, 1)
+        self.up, self.last = nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(16, 3, 3, padding=1)
+        self.norms = nn.ModuleList([nn.GroupNorm(4, 8), nn.GroupNorm(4, 16)])
+
+    def forward(self, x):
+        a = functional.silu(self.norms[0](self.first(x)))
+        b = functional.silu(self.norms[1](self.down(a)))
+        return self.last(torch.cat([a, self.up(b)], 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.table, self.cell, self.head = nn.Embedding(50, 16), kind(16, 24, 2, batch_first=True), nn.Linear(24, 50)
+
+    def forward(self, ids):
+        return self.head(self.cell(self.table(ids))[0])
+
+
+class StateSpace(nn.Module):
+    """A scan, step by step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.rate, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        state, found = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            decay = torch.exp(-functional.softplus(self.rate(x[:, t])))
+            state = decay * state + (1 - decay) * self.inside(x[:, t])
+            found.append(state)
+        return self.out(torch.stack(found, 1))
+
+
+class Energy(nn.Module):
+    """Forces are minus the gradient of an energy of distances."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, places):
+        places = places.detach().requires_grad_()
+        with torch.enable_grad():
+            apart = (places[:, None] - places[None]).square().sum(-1).add(0.1).sqrt()
+            energy = self.net(apart[..., None]).triu(1).sum()
+            (force,) = torch.autograd.grad(energy, places, create_graph=True)
+        return energy, -force
+
+
+def _by_hand(x, norm, linear):
+    """Instance norm, a loss of pairs, a log-determinant: sums that cancel."""
+    y = functional.instance_norm(x)
+    flat = functional.normalize(linear(y.flatten(1)), dim=-1)
+    scores = flat @ flat.T / 0.1
+    return functional.cross_entropy(scores, torch.arange(len(x))) + torch.linalg.slogdet(scores.float() + 20 * norm)[1]
+
+
+def of_torch() -> dict[str, Pair]:
+    """Families beside transformers, in low formats; and what Inductor makes of some."""
+    torch.manual_seed(0)
+    ids, image, frames = torch.randint(0, 50, (3, 12)), torch.randn(2, 3, 16, 16), torch.randn(3, 12, 16)
+    encoder = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    loss_of_paths = lambda m, x: functional.ctc_loss(
+        m.head(x).float().log_softmax(-1).transpose(0, 1), ids[:, :4] % 9 + 1, torch.tensor([12] * 3),
+        torch.tensor([4] * 3))  # fmt: skip
+    programs = {
+        "U-Net": (Unet(), (image,)),
+        "LSTM": (Recurrent(nn.LSTM), (ids,)),
+        "GRU": (Recurrent(nn.GRU), (ids,)),
+        "a state space": (StateSpace(), (frames,)),
+        "energy and forces": (Energy(), (torch.randn(7, 3),)),
+        "CTC": (Function(loss_of_paths, head=nn.Linear(16, 10)), (frames,)),
+        "pairs": (Function(lambda m, x: _by_hand(x, torch.eye(2), m.linear), linear=nn.Linear(768, 8)), (image,)),
+        "an encoder, pre-norm": (nn.TransformerEncoderLayer(
+            16, 4, 32, batch_first=True, norm_first=True, dropout=0.0), (frames,)),
+        "an encoder, post-norm": (encoder, (frames,)),
+        "attention of torch": (Function(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(16, 4)), (frames,)),
+        "audio": (nn.Sequential(
+            nn.Conv1d(1, 8, 7, 2), nn.ELU(), nn.Conv1d(8, 16, 5, 2), nn.BatchNorm1d(16), nn.GELU(),
+            nn.ConvTranspose1d(16, 4, 4, 2)), (torch.randn(2, 1, 100),)),
+        "a decoder": (decoder(rope=True), (ids,)),
+        "an encoder of ours": (Encoder(), (torch.randn(2, 12, 32),)),
+    }  # fmt: skip
+    found: dict[str, Pair] = {}
+    for name, (model, args) in programs.items():
+        for dtype in ("bf16", "fp16")[: 1 if name == "LSTM" else 2]:  # no fp16 on the cpu
+            for backward in (False, True):
+                found[f"{name} in {dtype}{', backward' * backward}"] = _of_args(model, args, (None, dtype), backward)
+            found[f"{name}, bf16 and {dtype}"] = _of_args(model, args, ("bf16", dtype), False)
+    for name in ("U-Net", "a decoder", "an encoder, post-norm"):
+        for dtype in (None, "bf16"):
+            found[f"{name} in {dtype}, Inductor"] = _inductor(*programs[name], dtype)
+    return found
+
+
+def _of_args(model, args, dtypes, backward) -> Pair:
+    return lambda: tuple(nc.capture(model, args, dtype=d, backward=backward) for d in dtypes)
+
+
+def _inductor(model, args, dtype) -> Pair:
+    def made():
+        compiled = torch.compile(model) if dtype is None else nc.compile(model, dtype=dtype)
+        with torch.no_grad():
+            pair = nc.capture(model, args, dtype=dtype), nc.capture(compiled, args)
+        torch._dynamo.reset()
+        return pair
+
+    return made
+
+
 def planted(seed: int) -> Iterator[tuple[str, Pair, str]]:
     """Small models, each with a fault in a module that is drawn: what it gives, its weight, or its epsilon."""
     import transformers as t
@@ -219,7 +338,7 @@ def _shows(a: Run, b: Run) -> bool:
 
 def scored(only: str, show: bool, seed: int) -> Iterator[tuple[str, bool]]:
     """Of each pair its kind, and whether what is said of it is right."""
-    sound = ((name, pair, "") for name, pair in (SOUND | of_transformers()).items())
+    sound = ((name, pair, "") for name, pair in (SOUND | of_torch() | of_transformers()).items())
     faults = ((name, pair, where) for name, (pair, where) in FAULTS.items())
     for kind, pairs in (("sound", sound), ("fault", faults), ("planted", planted(seed))):
         for name, pair, where in pairs:
