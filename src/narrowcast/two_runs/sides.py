@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from narrowcast.formats import FORMATS
-from narrowcast.ledger.identity import FORWARD, CallId
+from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.ops import op_kind
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
@@ -101,19 +101,27 @@ class Side:
 
     def maker(self, rank: int, number: int) -> CallRecord | None:
         """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
+        calls = (self._makers[rank].get(n) for n in self._before(rank, number))
+        return next((call for call in calls if call is not None and not call.is_cast), None)
+
+    def _before(self, rank: int, number: int) -> Iterator[int]:
+        """A tensor, what it was cast from, and what was before in the memory where it lies."""
         seen: set[int] = set()
         while number >= 0 and number not in seen:
             seen.add(number)
+            yield number
             call = self._makers[rank].get(number)
-            if call is not None and not call.is_cast:
-                return call
-            number = call.inputs[0][1] if call and call.inputs else self.runs[rank].tensors[number].lies_in
-        return None
+            is_cast = call is not None and call.is_cast and call.inputs
+            number = call.inputs[0][1] if call and is_cast else self.runs[rank].tensors[number].lies_in
 
     def is_given(self, placed: Placed, name: str) -> bool:
-        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one."""
+        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads
+        alone is neither: autograd makes it where nobody looks.
+        """
         number = dict(placed.call.inputs).get(name, -1)
         if number < 0 or self.maker(placed.rank, number) is not None:
+            return False
+        if placed.call.id.direction == BACKWARD and not any(map(self.is_read, self._before(placed.rank, number))):
             return False
         dimensions = len(self.runs[placed.rank].tensors[number].shape)
         return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
