@@ -31,8 +31,8 @@ PRODUCT, SUM, SCATTER, WEIGHTS, WIDE, STEPS, WEIGHTS_BACKWARD = (
     "product", "sum", "scatter", "weights", "wide", "steps", "weights backward",
 )  # fmt: skip
 """What bounds a kernel: sums of products, or of terms, in fp32; sums in the result's own format; attention's weights;
-the same op in fp32, of pointwise ops and whatever else has one rounding at its end; products that are rounded after each
-factor; attention's weights and what is multiplied with them on the way back.
+the same op in fp32, of pointwise ops and whatever else has one rounding at its end; products that are rounded after
+each factor; attention's weights and what is multiplied with them on the way back.
 """
 NAMED = 2.0
 """A kernel is named from so many times its bound on."""

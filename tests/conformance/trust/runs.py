@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "numerics"))
 import torch
-from torch.nn import functional
 from pairs_of_runs import FAULTS, SOUND, Encoder, Function, Pair, decoder
 from torch import nn
+from torch.nn import functional
 
 import narrowcast as nc
 from narrowcast.report.run import Run
