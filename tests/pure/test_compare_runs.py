@@ -304,10 +304,15 @@ class TestCompareRuns:
             compare_runs([], a_chain())
 
     def test_are_saved_and_read_back(self, tmp_path):
-        found = compare_runs(a_chain(), a_chain(change=1, length=4))
+        a, b = a_chain(), a_chain(change=1, length=4)
+        for run, value in ((a, -1.0), (b, -1.5)):
+            run.keep_tokens([3], [value])
+        found = compare_runs(a, b)
+        assert found.alone and found.tokens.band < math.inf
         found.save(tmp_path / "d.json")
         again = load_saved(tmp_path / "d.json")
         assert isinstance(again, RunDifferences) and again.rows[:2] == found.rows[:2]
+        assert (again.alone, again.tokens) == (found.alone, found.tokens)
         assert str(again) == str(found) and run_differences_text(again, True) == run_differences_text(found, True)
         data = json.loads(found.to_json())
         del data["rows"][0]["a"]

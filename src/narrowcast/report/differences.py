@@ -343,8 +343,10 @@ def _gradient(row: GradientError, width: int = 0) -> str:
 def _advice(found: Differences) -> tuple[list[str], list[str]]:
     """The rule that keeps the worst call in fp32, and before it why."""
     if found.compiled:
-        said = "What to do: compile with backend='aot_eager'. If that is right, the backend's code is not: report it."
-        return ["", *wrapped(said)], []
+        compiler = (
+            "What to do: compile with backend='aot_eager'. If that is right, the backend's code is not: report it."
+        )
+        return ["", *wrapped(compiler)], []
     low = [row for row in found.worst if row.is_low]
     if not low:
         return [], []

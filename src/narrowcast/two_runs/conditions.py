@@ -69,7 +69,7 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
         return max(added, math.sqrt(_terms(op, came, gave)) * math.prod(factors[:2]))
     if kind.family == REDUCTION or kind.name in _MEANS or bound_kind(op) == SCATTER:
         terms = max(1.0, max(piece.elements for piece in came.values()) / max(1, gave.elements))
-        return largest * (terms**-0.5 if kind.name in _MEANS else terms**0.5)
+        return largest / math.sqrt(terms) if kind.name in _MEANS else largest * math.sqrt(terms)
     if kind.name in _SUMS:
         return largest
     if kind.name in _LOGARITHMS:
