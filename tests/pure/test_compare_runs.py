@@ -304,7 +304,7 @@ class TestCompareRuns:
             compare_runs([], a_chain())
 
     def test_are_saved_and_read_back(self, tmp_path):
-        a, b = a_chain(), a_chain(change=1, length=4)
+        a, b = a_chain(), a_chain(length=4)
         for run, value in ((a, -1.0), (b, -1.5)):
             run.keep_tokens([3], [value])
         found = compare_runs(a, b)
