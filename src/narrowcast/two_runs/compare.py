@@ -129,7 +129,7 @@ class _Judging:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
         if gave.relative == 0:
             return EQUAL, ""
-        if gave.relative <= band:
+        if gave.relative <= band and (came or not is_given):
             return ROUND_OFF, ""
         if reads_other:
             return DIFFERS, reads_other
