@@ -113,7 +113,10 @@ class _Judging:
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
             band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
         band *= gave.growth
-        verdict, why = self._verdict(pair, gave, band, before, bool(given), next(filter(None, reads_other), ""))
+        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
+        is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
+        reason = next(filter(None, reads_other), "")
+        verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
         self._found[pair] = gave.relative if gave.is_known else math.nan
         jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came)
         self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before, jumped)
@@ -123,13 +126,20 @@ class _Judging:
         )  # fmt: skip
 
     def _verdict(
-        self, pair: Aligned, gave: Compared, band: float, came: float, is_given: bool, reads_other: str
+        self,
+        pair: Aligned,
+        gave: Compared,
+        band: float,
+        came: float,
+        is_given: bool,
+        is_proved: bool,
+        reads_other: str,
     ) -> tuple[str, str]:
         if not gave.is_known:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
         if gave.relative == 0:
             return EQUAL, ""
-        if gave.relative <= band and (came or not is_given):
+        if gave.relative <= band and not is_proved:
             return ROUND_OFF, ""
         if reads_other:
             return DIFFERS, reads_other
