@@ -193,6 +193,22 @@ class _Drawn:
         def added() -> None:
             x.index_add(0, rows, y), x.scatter_add(0, places, y), x.index_put((rows,), y, accumulate=True)
 
+        def reduced() -> None:
+            x.logsumexp(-1), (x - x.max()).logsumexp(0), x.prod(-1), (1 + y[:7] / 64).prod(0), x[:, :1].logsumexp(-1)
+            torch.erf(x), torch.erf(x * 1e-3), _back(torch.sigmoid, y), _back(torch.sigmoid, 4 * x)
+
+        def lost() -> None:
+            values, wanted = y.float().log_softmax(-1).to(self._dtype), torch.randint(0, 65, (200,))
+            F.nll_loss(values, wanted), F.nll_loss(values, wanted, reduction="sum"), F.nll_loss(values[:3], wanted[:3])
+            F.nll_loss(values, wanted, weight=torch.rand(65).to(self._dtype))
+
+        def bilinear() -> None:
+            w = self._w(4, 65, 65)
+            F.bilinear(x[:9], y[:9], w), F.bilinear(x[:9, :8], y[:9], w[:, :8], self._w(4))
+
+        yield "reduced", reduced
+        yield "losses", lost
+        yield "bilinear", bilinear
         yield "moves", moved
         yield "scattered sums", added
         yield "embedding", lambda: _back(lambda w: F.embedding(rows, w), self._x(40, 65))

@@ -15,7 +15,7 @@ from narrowcast.report.verdicts import KERNEL, NOT_FINITE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernels_to_judge import cases, kernel, looked_at
+from kernels_to_judge import _back, cases, kernel, looked_at
 
 
 def test_no_sound_kernel_is_named():
@@ -107,3 +107,64 @@ def test_values_that_flush_to_zero_are_no_fault_where_a_mode_says_so():
     finally:
         torch.set_flush_denormal(False)
     assert not found.is_beyond
+
+
+def _attention_backward(grad, q, k, v, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
+    weights = (q @ k.mT / q.shape[-1] ** 0.5 - logsumexp[..., None]).exp()
+    scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+def _norm_backward(grad, x, shape, mean, rstd, weight, bias, mask):
+    y = (x - mean) * rstd
+    inner = grad * weight
+    inner = (inner - inner.mean(-1, keepdim=True) - y * (inner * y).mean(-1, keepdim=True)) * rstd
+    return inner, (grad * y).sum(0), grad.sum(0)
+
+
+def _batch_norm(x, weight, bias, mean, var, training, momentum, eps):
+    mean, var = x.mean((0, 2)), x.var((0, 2), correction=0)
+    y = (x - mean[:, None]) * (var[:, None] + eps).rsqrt()
+    return y * weight[:, None] + bias[:, None], mean, (var + eps).rsqrt()
+
+
+def _nll(x, target, weight, reduction, ignore_index):
+    return -x.gather(-1, target[:, None]).mean(), torch.tensor(float(len(x)), dtype=x.dtype)
+
+
+PLANTED = {
+    "sigmoid_backward": (lambda g, y: g * y * (1 - y), lambda x, w: _back(torch.sigmoid, x)),
+    "prod.dim_int": (lambda x, dim, keepdim=False, dtype=None: x.log2().sum(dim, keepdim).exp2(),
+                     lambda x, w: x.abs().prod(-1)),
+    "logsumexp": (lambda x, dim, keepdim=False: x.exp().sum(dim, keepdim).log(), lambda x, w: (x + 3).logsumexp(-1)),
+    "erf": (lambda x: torch.special.erfcx(-x) * (-x * x).exp() - 1, lambda x, w: torch.erf(x)),
+    "nll_loss_forward": (_nll, lambda x, w: F.nll_loss(x.abs(), torch.zeros(12, dtype=torch.int64))),
+    "native_batch_norm": (_batch_norm, lambda x, w: F.batch_norm(x[None].mT, None, None, w, w, training=True)),
+    "native_layer_norm_backward": (_norm_backward, lambda x, w: _back(lambda x, w: F.layer_norm(x, (8,), w, w), x, w)),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        _attention_backward, lambda x, w: _back(F.scaled_dot_product_attention, *[x[None, None]] * 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", PLANTED)
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_kernel_whose_results_are_too_large_is_named(op, factor):
+    """Of ops that are bounded by what they do inside: the last of their results, which a backward of a norm adds up."""
+    exact, call = PLANTED[op]
+
+    def planted(*args, **kwargs):
+        low = next(a.dtype for a in args if isinstance(a, torch.Tensor))
+        found = exact(
+            *(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args), **kwargs
+        )
+        found = found if isinstance(found, tuple) else (found,)
+        wrong = factor if low is torch.bfloat16 else 1.0
+        position = -1 if "backward" in op else 0
+        found = tuple((t * wrong if n == position % len(found) else t).to(low) for n, t in enumerate(found))
+        return found if len(found) > 1 else found[0]
+
+    torch.manual_seed(0)
+    x, w = torch.randn(12, 8).bfloat16(), torch.rand(8).bfloat16()
+    with kernel(op, planted):
+        judged = [j for name, j in looked_at(lambda: call(x, w)) if op.partition(".")[0] in name]
+    assert len(judged) == 1 and judged[0] is not None and judged[0].is_beyond == (factor != 1), judged

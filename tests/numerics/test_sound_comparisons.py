@@ -207,3 +207,50 @@ class Applied(nn.Module):
 
     def forward(self, x):
         return self._function(x)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_backend_whose_code_is_off_is_named(dtype, factor):
+    """No call of the model is at fault then: looked on, it runs them one by one."""
+
+    def backend(graph, inputs):
+        return lambda *args: tuple(y * factor for y in graph(*args))
+
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), backend=backend)
+    with torch.no_grad():
+        found = nc.compare(model, (X,), dtype=dtype, isolate=0)
+    assert found.verdict == (FAULT if factor != 1 else EXACT if dtype is None else ROUND_OFF), found
+    assert not found.faults and found.compiled == pytest.approx(factor - 1, abs=3e-3)
+    assert ("the compiler: " in str(found)) == (factor != 1)
+
+
+class Angled(nn.Module):
+    """A cosine near 1 that goes into a root: bf16 rounds it to where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = F.normalize(self.first(x).float(), dim=-1)
+        return self.last((0.99995 - F.linear(0.9999 * y, y).diagonal().float()[:, None]).rsqrt() + x)
+
+
+def test_the_rule_is_about_what_a_call_at_fault_was_given_where_it_is_not_low_itself():
+    """Not about a call that is a little further off, nor one that passes the NaN on."""
+    found = nc.compare(Angled(), (X,), dtype="bf16")
+    assert found.verdict == NOT_FINITE and [row.id.op for row in found.faults] == ["aten.rsqrt.default"], found
+    assert 'op = "aten.linear.default"\naction' in str(found) and "it rounds what" in str(found)
+
+
+def test_round_off_that_makes_a_nan_is_no_band():
+    """Moved by one unit the cosine is above 1; what was given is finite, and nothing is said of it."""
+
+    class Arc(Angled):
+        def forward(self, x):
+            y = F.normalize(x, dim=-1)
+            return torch.acos(F.linear(0.9999 * y, y).diagonal().float())[:, None] * x
+
+    found = nc.compare(Arc(), (X,), dtype="bf16", isolate=0)
+    assert found.verdict in (ROUND_OFF, "not judged") and not found.faults, found

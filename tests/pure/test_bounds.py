@@ -53,7 +53,7 @@ def test_weights_of_attention_are_off_as_their_scores_are():
     ("aten.mm.default", bounds.PRODUCT), ("aten.convolution_backward.default", bounds.PRODUCT),
     ("aten.sum.dim_IntList", bounds.SUM), ("aten.index_add.default", bounds.SCATTER),
     ("aten.scaled_dot_product_attention.default", bounds.WEIGHTS), ("aten.native_layer_norm.default", bounds.WIDE),
-    ("aten.add_.Tensor", bounds.WIDE), ("aten.lstm.input", ""), ("aten.sigmoid_backward.default", ""),
+    ("aten.add_.Tensor", bounds.WIDE), ("aten.lstm.input", ""), ("aten.sigmoid_backward.default", bounds.STEPS),
     ("mine.mm.default", ""),
 ])  # fmt: skip
 def test_what_bounds_an_op(op, kind):
@@ -64,18 +64,22 @@ def test_what_bounds_an_op(op, kind):
 def test_what_torch_says_is_pointwise_is_bounded_unless_it_is_known_to_round_in_between():
     """Of both kinds one."""
     assert bounds.bound_kind("aten.xlogy.Tensor", is_pointwise=True) == bounds.WIDE
-    assert bounds.bound_kind("aten.sigmoid_backward.default", is_pointwise=True) == ""
+    assert bounds.bound_kind("aten.erfc.default", is_pointwise=True) == ""
 
 
 def test_nothing_is_bounded_in_two_ways_or_both_bounded_and_not():
     """The lists of the table."""
-    lists = [named(f"bound.{name}") for name in ("products", "sums", "scatter", "wide", "none")]
+    lists = [
+        named(f"bound.{name}")
+        for name in ("products", "sums", "scatter", "steps", "attention_backward", "wide", "none")
+    ]
     assert not any(a & b for a, b in itertools.combinations(lists, 2))
 
 
 @pytest.mark.parametrize(("op", "given", "made", "terms"), [
     ("aten.mm.default", [(3, 128), (128, 5)], [(3, 5)], 128),
     ("aten.mean.dim", [(8, 300)], [(8,)], 300),
+    ("aten._trilinear.default", [(9, 16), (9, 8), (4, 16, 8)], [(9, 4)], 16 * 8),
     ("aten.cumsum.default", [(8, 300)], [(8, 300)], 300),
     ("aten.convolution.default", [(2, 16, 8, 8), (4, 16, 3, 3)], [(2, 4, 6, 6)], 16 * 9),
     ("aten.convolution_backward.default", [(2, 4, 6, 6), (2, 16, 8, 8), (4, 16, 3, 3)], [(4, 16, 3, 3)], 16 * 9),
@@ -84,6 +88,21 @@ def test_nothing_is_bounded_in_two_ways_or_both_bounded_and_not():
 def test_no_sum_is_longer(op, given, made, terms):
     """At least as many terms as there are, and not many more."""
     assert terms <= bounds.terms_of(op, given, made) <= terms + 1
+
+
+def test_a_product_is_rounded_once_for_each_factor():
+    """And once more for each that the op makes of one: (1 - y), and what the result is multiplied with."""
+    assert bounds.terms_of("aten.prod.dim_int", [(8, 30)], [(8,)]) == 30 + 3
+    assert bounds.terms_of("aten.sigmoid_backward.default", [(8,), (8,)], [(8,)]) == 1 + 3
+
+
+@pytest.mark.parametrize(("op", "units"), [
+    ("log_softmax", math.log(300)), ("logsumexp", 2 * math.log(300) + 4), ("erf", 2.0**-20 * 256), ("softmax", 0.0),
+])  # fmt: skip
+def test_what_is_off_whatever_the_result(op, units):
+    """In units of the format; a polynomial's does not depend on that."""
+    u = bounds.unit(bf16)
+    assert bounds.absolute_error(f"aten.{op}.default", [(4, 300)], u) == pytest.approx(units * u)
 
 
 @pytest.mark.parametrize("facts", list(itertools.product((False, True), repeat=4)))

@@ -24,9 +24,10 @@ from narrowcast.two_runs.pieces import (
     STATISTICS,
     beside,
     distance,
-    in_turn,
-    over_ranks,
+    in_best_order,
+    in_best_turns,
     piece_of,
+    stacked,
 )
 from narrowcast.two_runs.sequences import aligned_sequences, in_order_on_both
 
@@ -92,16 +93,38 @@ class TestPieces:
         values = numbers(24, 32)
         whole = piece_of(facts(values, (1, 24, 32)))
         turns = [piece_of(facts(values[:16], (1, 16, 32)))] + [piece_of(facts([v], (1, 1, 32))) for v in values[16:]]
-        assert distance(whole, in_turn(turns)).relative < 1e-6
+        assert in_best_order([whole], turns).relative < 1e-6
         turns[-1] = piece_of(facts(moved(values[-1:], 0.5), (1, 1, 32)))
-        assert distance(whole, in_turn(turns)).relative > 0.05
+        assert in_best_order([whole], turns).relative > 0.05
+
+    @pytest.mark.parametrize("is_time_first", [False, True])
+    def test_turns_of_a_batch_are_one_sequence_each_however_rows_were_flattened(self, is_time_first):
+        """Products read [B * T, C]: no shape says which rows are of one sequence."""
+        row = {divmod(n, 8): values for n, values in enumerate(numbers(16, 32))}
+
+        def flat(tokens, by=0.0):
+            places = sorted(((s, t) for s in range(2) for t in tokens), key=lambda p: p[::-1] if is_time_first else p)
+            return piece_of(facts(moved([row[p] for p in places], by), (2 * len(tokens), 32)))
+
+        parts = [range(5), *(range(t, t + 1) for t in range(5, 8))]
+        assert in_best_order([flat(range(8))], [flat(part) for part in parts]).relative < 1e-6
+        wrong = [flat(part, 0.2 * (n == 2)) for n, part in enumerate(parts)]
+        assert 0.02 < in_best_order([flat(range(8))], wrong).relative < 0.3
+
+    def test_calls_of_one_step_are_told_apart_and_what_has_no_order_is_not_compared(self):
+        values, others = numbers(8, 32), numbers(8, 32, 1)
+        wholes = [piece_of(facts(each, (8, 32))) for each in (values, others)]
+        steps = [piece_of(facts(each[n : n + 2], (2, 32))) for n in range(0, 8, 2) for each in (values, others)]
+        assert in_best_turns(wholes, steps).relative < 1e-6
+        assert not in_best_turns(wholes, steps[::-1]).is_known
+        assert not in_best_order([piece_of(facts(values, (2, 4, 32)))], [wholes[0], steps[0]]).is_known
 
     def test_ranks_are_parts_of_a_batch(self):
         values = numbers(40, 32)
         whole = piece_of(facts(values, (4, 10, 32)))
         ranks = [piece_of(facts(values[:20], (2, 10, 32))), piece_of(facts(values[20:], (2, 10, 32)))]
-        assert distance(whole, over_ranks(ranks)).relative < 1e-6
-        assert distance(whole, over_ranks(ranks[::-1])).relative > 0.5
+        assert distance(whole, stacked(ranks)).relative < 1e-6
+        assert distance(whole, stacked(ranks[::-1])).relative > 0.5
         half = distance(whole, ranks[0])
         assert half.is_part and half.relative < 1e-6
 
@@ -236,7 +259,8 @@ class TestCompareRuns:
     def test_runs_of_other_lengths_are_compared_as_far_as_they_go(self):
         found = compare_runs(a_chain(), a_chain(length=4))
         assert len(found.rows) == 4 and [str(one.id)[:8] for one in found.unaligned] == ["layers.4", "layers.5"]
-        assert found.unaligned[0].after.startswith("layers.3") and found.verdict == "alike"
+        assert found.unaligned[0].after.startswith("layers.3")
+        assert found.verdict == "values differ" and not found.producers and found.alone == found.unaligned
 
     def test_runs_that_have_nothing_in_common_are_not_alike(self):
         other = Run(tensors=[facts(numbers(3, 5), (3, 5))])
@@ -280,10 +304,15 @@ class TestCompareRuns:
             compare_runs([], a_chain())
 
     def test_are_saved_and_read_back(self, tmp_path):
-        found = compare_runs(a_chain(), a_chain(change=1, length=4))
+        a, b = a_chain(), a_chain(length=4)
+        for run, value in ((a, -1.0), (b, -1.5)):
+            run.keep_tokens([3], [value])
+        found = compare_runs(a, b)
+        assert found.alone and found.tokens.band < math.inf
         found.save(tmp_path / "d.json")
         again = load_saved(tmp_path / "d.json")
         assert isinstance(again, RunDifferences) and again.rows[:2] == found.rows[:2]
+        assert (again.alone, again.tokens) == (found.alone, found.tokens)
         assert str(again) == str(found) and run_differences_text(again, True) == run_differences_text(found, True)
         data = json.loads(found.to_json())
         del data["rows"][0]["a"]

@@ -7,7 +7,11 @@ With u half a unit of a format, eta its smallest subnormal, y the exact result o
       with luck of signs     probable_gamma(K, u) for gamma, where roundings        Higham and Mary, theorem 2.4
                              are independent of mean zero
     a product of matrices    the same, K the inner size, whatever the order         Higham, eq. 3.13
+    a product of K factors   gamma(K, u) |y|                                        Higham, lemma 3.1
     attention                weights off by exp(2 d) - 1, d the scores' error       from softmax's derivative
+    log of a sum of K        u (2 log K + 4): the mean of what is subtracted is     Blanchard, D. Higham and N. Higham,
+      exponentials           an entropy, log K at most                              IMA J. Numer. Anal. 41 (2021)
+    erf                      2^-20 more: a polynomial is right to 1.5e-7 of 1       Abramowitz and Stegun, 7.1.26
     of everything else       what the op in fp32 is off on the same inputs; of norms, too, what it changes that these
                              move by units of fp32
 
@@ -23,9 +27,12 @@ from collections.abc import Sequence
 from narrowcast.formats import Format, fp32
 from narrowcast.ops.facts import ATTENTION, CONV, GEMM, MOVEMENT, NORM, POINTWISE, REDUCTION, SOFTMAX, named, op_kind
 
-PRODUCT, SUM, SCATTER, WEIGHTS, WIDE = "product", "sum", "scatter", "weights", "wide"
+PRODUCT, SUM, SCATTER, WEIGHTS, WIDE, STEPS, WEIGHTS_BACKWARD = (
+    "product", "sum", "scatter", "weights", "wide", "steps", "weights backward",
+)  # fmt: skip
 """What bounds a kernel: sums of products, or of terms, in fp32; sums in the result's own format; attention's weights;
-the same op in fp32, of pointwise ops and whatever else has one rounding at its end.
+the same op in fp32, of pointwise ops and whatever else has one rounding at its end; products that are rounded after
+each factor; attention's weights and what is multiplied with them on the way back.
 """
 NAMED = 2.0
 """A kernel is named from so many times its bound on."""
@@ -33,6 +40,7 @@ WIDE_FACTOR = 4.0
 """How many times the error of the op in fp32 its low kernel may be off inside, which adds in another order."""
 _SURE_TERMS = 4096
 _LUCK = 9.0
+_POLYNOMIAL = 2.0**-20
 
 
 def unit(format: Format) -> float:
@@ -84,24 +92,32 @@ def cancels(op: str) -> bool:
     return kind.family == NORM or kind.name in named("bound.cancels")
 
 
-def rounded_logarithm(op: str, given: Sequence[Sequence[int]], u: float) -> float:
-    """What log_softmax is off where it rounds the logarithm of a sum of at most so many exponentials, each up to 1."""
-    if op_kind(op).name not in named("bound.rounds_logarithm"):
+def absolute_error(op: str, given: Sequence[Sequence[int]], u: float) -> float:
+    """What is off, whatever the result: of log_softmax, which rounds the logarithm of a sum of at most so many
+    exponentials, each up to 1; of logsumexp, which rounds what it subtracts, too; of a polynomial.
+    """
+    name = op_kind(op).name
+    if name in named("bound.polynomials"):
+        return _POLYNOMIAL
+    if name not in named("bound.rounds_logarithm"):
         return 0.0
-    return u * math.log(max((max(shape, default=1) for shape in given), default=1))
+    logarithm = math.log(max((max(shape, default=1) for shape in given), default=1))
+    return u * (2 * logarithm + 4 if "logsumexp" in name else logarithm)
 
 
 def rounds_means(op: str, others: Sequence[Format]) -> bool:
-    """Whether a norm subtracts a mean that it holds in a low format, as its other results are: nothing bounds it."""
+    """Whether a norm subtracts a mean that it holds in a low format, as its other results are."""
     is_one = op_kind(op).name in named("bound.rounds_means")
     return is_one and any(format.bits < fp32.bits for format in others)
 
 
 def steps_in_between(op: str, given: Sequence[Sequence[int]], transposed: bool) -> int:
     """How often a convolution on the cpu that is transposed, or a backward, may add to a result in the result's format:
-    once for each place of the kernel, and for each sample.
+    once for each place of the kernel, and for each sample. A bilinear form does for each column.
     """
     name = op_kind(op).name
+    if name in ("bilinear", "_trilinear"):
+        return max(given[0]) + 4
     if not (("convolution" in name and ("backward" in name or transposed)) or "transpose" in name):
         return 0
     source, weight = given[1:3] if "backward" in name else given[:2]
@@ -114,8 +130,9 @@ def bound_kind(op: str, is_pointwise: bool = False) -> str:
     name = kind.name
     if name in named("bound.none") or not op.startswith("aten."):
         return ""
-    if name in named("bound.scatter"):
-        return SCATTER
+    for fact, found in (("scatter", SCATTER), ("steps", STEPS), ("attention_backward", WEIGHTS_BACKWARD)):
+        if name in named(f"bound.{fact}"):
+            return found
     if name in named("bound.sums"):
         return SUM
     if kind.family in (GEMM, CONV) or name in named("bound.products"):
@@ -144,6 +161,10 @@ def terms_of(op: str, given: Sequence[Sequence[int]], made: Sequence[Sequence[in
         weight, other = (given[2], given[0]) if "backward" in name else (given[1], made[0])
         spatial = math.prod(other) // max(1, min(other[1:2] or [1]))
         return max(math.prod(weight[1:]), math.prod(weight) // max(1, weight[1]), spatial) + 1
+    if name in ("bilinear", "_trilinear"):
+        return math.prod(given[2][1:]) + 1
+    if bound_kind(op) == STEPS:
+        return math.prod(given[0]) // max(1, math.prod(made[0])) + 3
     if bound_kind(op) == SUM:
         return max(1, math.prod(given[0]) // max(1, min(map(math.prod, made)))) if name != "cumsum" else max(given[0])
     return max((max(shape, default=1) for shape in given), default=1) + 1  # no inner size is larger

@@ -24,6 +24,7 @@ def run_differences_page(data: Data) -> Page:
     sides = SideGraph(data, "a"), SideGraph(data, "b")
     rows = [_pair_row(row, sides) for row in data["rows"]]
     _mark(data["rows"], rows, sides)
+    _mark_alone(data["unaligned"], sides)
     bad = data["verdict"] == "values differ"
     tone = "bad" if bad else "" if data["verdict"] == "not compared" else "good"
     title, verdict = f"{names[0]} against {names[1]}", data.get("summary") or data["verdict"].upper()
@@ -65,6 +66,15 @@ def _mark(data: Iterable[Data], rows: Iterable[PairRow], sides: tuple[SideGraph,
                     side.graph.nodes[n].finding = said + error_text(row["band"])
 
 
+def _mark_alone(data: Iterable[Data], sides: tuple[SideGraph, SideGraph]) -> None:
+    """So is a call without a partner that does."""
+    for one in data:
+        side = sides["ab".index(one["run"])]
+        said = f"only this run makes it: what comes of it is {error_text(one.get('apart', 0.0))} apart"
+        for n in side.numbers([one["id"]]) if one.get("apart") else ():
+            side.graph.nodes[n].finding = said
+
+
 def _facts(data: Data) -> list[tuple[str, str]]:
     facts = [("a", data["a"]), ("b", data["b"])]
     differ = data["environment"]
@@ -82,6 +92,7 @@ def _short(text: str) -> str:
 def _figures(data: Data) -> list[Figure]:
     rows = data["rows"]
     made = [row for row in rows if row["verdict"] == DIFFERS]
+    made += [one for one in data["unaligned"] if one.get("apart")]
     inherit = sum(row["verdict"] == INHERITED for row in rows)
     known = [d for d in map(_difference, rows) if d is not None]
     formats = sum(row["format_a"] != row["format_b"] for row in rows)

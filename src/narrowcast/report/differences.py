@@ -151,7 +151,8 @@ class Differences(Shown):
     model; band: how far its output moves by one unit in the last place of each call's formats. unmatched: calls that
     only one side made. runs: how often the model ran. by: what the first screen lists, `op` or `module`.
     not_finite: where an output is not finite and the reference's is, the first call that is to blame;
-    reference_not_finite: the first NaN of the reference itself, if its output has any.
+    reference_not_finite: the first NaN of the reference itself, if its output has any. compiled: how far what a
+    compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0.
     """
 
     subject: str
@@ -171,6 +172,7 @@ class Differences(Shown):
     by: str = "op"
     not_finite: NotFinite | None = None
     reference_not_finite: str = ""
+    compiled: float = 0.0
 
     @property
     def worst(self) -> list[CallError]:
@@ -290,12 +292,14 @@ def _verdict(found: Differences) -> list[str]:
     error = f"output error {number_text(max(outputs))}" if outputs else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
     band = f"; round-off may make {number_text(found.band)}" if found.band else ""
-    said = {0: "no fault"}.get(faults, f"{faults} faults")
-    return [
+    said = {0: "no fault", 1: "1 fault"}.get(faults, f"{faults} faults")
+    lines = [
         f"{found.verdict.upper()}: {error}{band}",
         f"{len(found.rows)} calls, {differing} differ, {said}"
         + (f", {len(found.unmatched)} without a partner" if found.unmatched else ""),
     ]
+    by = f"the compiler: its code is {number_text(found.compiled)} from what these calls give one by one"
+    return [*lines, by] if found.compiled else lines
 
 
 def _begins(found: Differences) -> list[str]:
@@ -338,16 +342,31 @@ def _gradient(row: GradientError, width: int = 0) -> str:
 
 def _advice(found: Differences) -> tuple[list[str], list[str]]:
     """The rule that keeps the worst call in fp32, and before it why."""
+    if found.compiled:
+        compiler = (
+            "What to do: compile with backend='aot_eager'. If that is right, the backend's code is not: report it."
+        )
+        return ["", *wrapped(compiler)], []
     low = [row for row in found.worst if row.is_low]
     if not low:
         return [], []
-    row = low[0]
+    row, before = low[0], _before_fault(found)
+    row = before or row
     of = row.forward or row.id
     module = [f'module = "{of.module_path}"'] if of.module_path else []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in AT_FAULT else _spread(found, row) or why
+    why = "it rounds what the call at fault reads" if before else why
     said = ["", *wrapped(f"To keep the worst in fp32 ({why}):")]
     return said, ["[[rule]]", f'op = "{of.op}"', *module, 'action = "full"']
+
+
+def _before_fault(found: Differences) -> CallError | None:
+    """The last low call before the first one at fault, if that is not low itself: no rule about it helps."""
+    first = next((n for n, row in enumerate(found.rows) if row.verdict in AT_FAULT), None)
+    if first is None or found.rows[first].is_low:
+        return None
+    return next((row for row in reversed(found.rows[:first]) if row.is_low), None)
 
 
 def _spread(found: Differences, worst: CallError) -> str:

@@ -65,7 +65,7 @@ class RunRow:
 class Unaligned:
     """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known.
 
-    format: in which it computes.
+    format: in which it computes. apart: how far apart is what comes of it, where nothing else explains that; else 0.
     """
 
     run: str
@@ -74,6 +74,7 @@ class Unaligned:
     after: str = ""
     why: str = ""
     format: str = ""
+    apart: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ class TokenDifference:
     """How far apart the log-probabilities of the same tokens are: b minus a, in nats.
 
     count: of tokens compared. rms, p99, largest: of absolute differences. mean: signed. at: where the largest is.
-    first_other: where the first token is another one, from which on nothing is compared; -1 if none is.
+    first_other: where the first token is another one, from which on nothing is compared; -1 if none is. band: what the
+    differences of the calls explain of the rms.
     """
 
     count: int
@@ -91,6 +93,12 @@ class TokenDifference:
     mean: float
     at: int
     first_other: int = -1
+    band: float = math.inf
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether they differ by more than that."""
+        return self.count > 0 and self.rms > self.band
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +158,11 @@ class RunDifferences(Shown):
         return [row for row in self.rows if row.verdict == DIFFERS]
 
     @property
+    def alone(self) -> list[Unaligned]:
+        """The calls without a partner that make a difference, in order."""
+        return [one for one in self.unaligned if one.apart]
+
+    @property
     def first_value(self) -> RunRow | None:
         """The first call that makes a difference beyond its band."""
         return next(iter(self.producers), None)
@@ -162,7 +175,8 @@ class RunDifferences(Shown):
     @property
     def verdict(self) -> str:
         """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be."""
-        if self.producers or any(row.is_beyond for row in self.gradients):
+        is_told = self.tokens is not None and self.tokens.is_beyond
+        if self.producers or self.alone or is_told or any(row.is_beyond for row in self.gradients):
             return VALUES_DIFFER
         if self.formats:
             return FORMATS_DIFFER
@@ -212,7 +226,7 @@ def _with_names(data: dict[str, Any], row: RunRow) -> dict[str, Any]:
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
-LISTED = 2
+LISTED, ALONE = 2, 5
 
 
 def run_differences_text(
@@ -232,6 +246,9 @@ def run_differences_text(
     if found.first_format is not None:
         said = ["", f"first in format ({len(found.formats)} in all)", *_row(found.first_format)[:3]]
         parts.append(Part(said, 2, 2, least=4))
+    if found.alone:
+        said = ["", f"without a partner, and they make a difference ({len(found.alone)} in all)"]
+        parts.append(Part([*said, *map(_alone, found.alone[:ALONE])], 2, 2, least=3))
     if found.first_value is not None:
         said = ["", f"first in value ({len(found.producers)} in all)", *_row(found.first_value)[:5]]
         parts.append(Part(said, 2, 2, least=4))
@@ -248,8 +265,8 @@ def _pairs(found: RunDifferences) -> str:
 def _verdict(found: RunDifferences) -> str:
     inherited = sum(row.verdict == INHERITED for row in found.rows)
     said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
-    if found.producers:
-        made = len(found.producers)
+    made = len(found.producers) + len(found.alone)
+    if made:
         said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
     else:
         largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
@@ -278,6 +295,11 @@ def _row(row: RunRow, width: int = COLUMNS) -> list[str]:
         lines.append(f"    {name}: {cut(' + '.join(map(str, calls)), width - 7 - len(at))}{at}")
     said = "; ".join(f"{name} {a} / {b}" for name, a, b in row.given)
     return lines + [cut_end(f"    {text}", width) for text in (row.why, said) if text]
+
+
+def _alone(one: Unaligned) -> str:
+    at = f"  {one.place.rpartition('/')[2]}: {number_text(one.apart)}"
+    return f"  only in {one.run}: {cut(str(one.id), COLUMNS - 13 - len(at))}{at}"
 
 
 def _unaligned(one: Unaligned) -> str:
@@ -311,10 +333,14 @@ def _left(found: RunDifferences) -> list[str]:
 
 def _advice(found: RunDifferences) -> str:
     first = found.first_value
+    if found.alone:
+        return "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
     if first is not None and first.given:
         return f"What to do: give both runs the same {first.given[0][0]} there."
     if first is not None:
         return "What to do: look at that call's line in both programs; --all lists what inherits from it."
+    if found.tokens is not None and found.tokens.is_beyond:
+        return "What to do: look at what is done with the last calls' results before tokens are drawn: a temperature."
     if any(row.is_beyond for row in found.gradients):
         return "What to do: look at how gradients are made: the loss's scale, what is averaged over ranks or steps."
     if found.first_format is not None:

@@ -62,16 +62,18 @@ def side_by_side(parts: list[Row]) -> Row:
     return (*sums, math.hypot(*(part[SUMS] for part in parts)))
 
 
-def sketch_distance(a: Mapping[tuple[int, int], Row], b: Mapping[tuple[int, int], Row]) -> tuple[float, int]:
-    """The relative distance (L2) of the rows that both have, as estimated, and how many these are. NaN of none."""
-    apart, length, count = 0.0, 0.0, 0
+def sketch_distance(a: Mapping[tuple[int, int], Row], b: Mapping[tuple[int, int], Row]) -> tuple[float, float, int]:
+    """The relative distance (L2) of the rows that both have, as estimated; the largest of one row; and how many these
+    are. NaN of none.
+    """
+    apart, length, largest, count = 0.0, 0.0, 0.0, 0
     for key, row in a.items():
         other = b.get(key)
         if other is None or not all(map(math.isfinite, (*row, *other))):
             continue
-        apart += math.dist(row[:SUMS], other[:SUMS]) ** 2
-        length += max(row[SUMS], other[SUMS]) ** 2
-        count += 1
+        off, size = math.dist(row[:SUMS], other[:SUMS]), max(row[SUMS], other[SUMS])
+        apart, length, count = apart + off * off, length + size * size, count + 1
+        largest = max(largest, off / size if size else 0.0)
     if not count:
-        return math.nan, 0
-    return (math.sqrt(apart / length) if length else 0.0), count
+        return math.nan, math.nan, 0
+    return (math.sqrt(apart / length) if length else 0.0), largest, count

@@ -139,15 +139,18 @@ class Bands:
     runs: int = 0
 
     def add_calls(self, errors: dict[CallId, float]) -> None:
-        """The errors of calls in one more run."""
+        """The errors of calls in one more run; where it is not finite, nothing is beyond round-off."""
         for identity, error in errors.items():
-            self.calls[identity] = max(self.calls.get(identity, 0.0), error)
+            band = math.inf if math.isnan(error) else error
+            self.calls[identity] = max(self.calls.get(identity, 0.0), band)
 
     def add(self, expected: Outcome, moved: Outcome) -> None:
-        """What one more run gave."""
-        self.runs += 1
+        """What one more run gave; nothing, if its outputs are not finite where the reference's are."""
         errors = [e.relative_error for e in output_errors(expected.output, moved.output)]
-        self.output = max([self.output, *(e for e in errors if not math.isnan(e))])
+        if any(map(math.isnan, errors)):
+            return
+        self.runs += 1
+        self.output = max([self.output, *errors])
         for name, gradient in moved.gradients.items():
             if name in expected.gradients and gradient.shape == expected.gradients[name].shape:
                 error = gradient_error(expected.gradients[name], gradient)

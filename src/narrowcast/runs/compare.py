@@ -50,6 +50,7 @@ from narrowcast.runs.judging import (
     is_low_in_both,
     judge_call,
     judge_gradient,
+    off_by_compiler,
     other_arguments,
     root_mean_square,
     without_sums,
@@ -62,7 +63,7 @@ from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
 from narrowcast.runs.watch import watch
 from narrowcast.runs.written import Weights
-from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_bridge import FORMATS, is_random
 from narrowcast.torch_surface.state import autocast_off
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -182,7 +183,7 @@ class _Comparing:
             self._check_reference(expected)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
-        self._run(self._trial, self._region, self._observed(under))
+        seen = self._run(self._trial, self._region, self._observed(under))
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
@@ -194,6 +195,9 @@ class _Comparing:
             is_beyond = self._read_outputs(expected, actual)
         if is_beyond:
             is_beyond = self._look_closer(reference, under, expected, actual)
+        if self._trial.is_compiled and not any(is_random(kept.call.facts.op) for kept in under.calls.values()):
+            with quietly():
+                found.compiled = off_by_compiler(seen, actual, self._bands)
         with quietly():
             self._conclude(is_beyond, expected, repeated)
         self._find_not_finite(expected)
@@ -359,7 +363,10 @@ class _Comparing:
         )
         worst = max((o.relative_error for o in found.outputs), default=0.0)
         found.verdict = verdict_of(
-            is_beyond or FAULT in verdicts, is_not_finite, KERNEL in verdicts, bool(worst or found.differing)
+            is_beyond or bool(found.compiled) or FAULT in verdicts,
+            is_not_finite,
+            KERNEL in verdicts,
+            bool(worst or found.differing),
         )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
         if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:

@@ -12,6 +12,7 @@ import torch
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME
 from narrowcast.formats import Format, fp32
 from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ops.bounds import NAMED
 from narrowcast.report.differences import CallError, GradientError
 from narrowcast.report.lines import number_text
 from narrowcast.report.verdicts import (
@@ -26,9 +27,19 @@ from narrowcast.report.verdicts import (
     UNKNOWN,
 )
 from narrowcast.runs.alone import Alone, Samples
+from narrowcast.runs.bands import Bands
 from narrowcast.runs.kernel_bounds import Judged
-from narrowcast.runs.output_errors import decibels, difference, error_of, flat, gradient_error, is_masked
+from narrowcast.runs.output_errors import (
+    decibels,
+    difference,
+    error_of,
+    flat,
+    gradient_error,
+    is_masked,
+    output_errors,
+)
 from narrowcast.runs.reference import MADE, PASSED, Kept, sample_like
+from narrowcast.runs.trial import Outcome
 from narrowcast.torch_bridge import FORMATS, is_random, short_type
 
 OUTPUT_FACTOR = 4.0
@@ -181,6 +192,16 @@ def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, lar
         return replace(row, verdict=NOT_FINITE)
     is_far = band and error > OUTPUT_FACTOR * band and error > TINY
     return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row
+
+
+def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:
+    """How far what a compiled program gave is from what its calls gave one by one, where that is named: both compute in
+    the same formats, and a compiler may but round less often. 0 where nothing is.
+    """
+    pairs = [(e.relative_error, bands.output) for e in output_errors(seen.output, actual.output)]
+    pairs += [(gradient_error(gradient, actual.gradients[name]), bands.gradients.get(name, 0.0))
+              for name, gradient in seen.gradients.items() if name in actual.gradients]  # fmt: skip
+    return max((error for error, band in pairs if bands.runs and error > max(NAMED * band, TINY)), default=0.0)
 
 
 def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:

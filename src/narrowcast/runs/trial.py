@@ -74,9 +74,13 @@ class Trial:
     @property
     def is_made(self) -> bool:
         """Whether it is what compilers, exporters and scripts give: it has the casts that it was made with."""
-        is_compiled = hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
         made = (torch.fx.GraphModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
-        return is_compiled or isinstance(self.model, made)
+        return self.is_compiled or isinstance(self.model, made)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler makes code of it, which runs only where nobody looks on."""
+        return hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
 
     def original(self) -> Trial:
         """The same with what a compiled model or function was compiled of; itself for another."""

@@ -8,25 +8,26 @@ from dataclasses import dataclass
 
 from narrowcast.formats import FORMATS, Format, tf32
 from narrowcast.ledger.identity import BACKWARD
-from narrowcast.ops import op_kind
-from narrowcast.ops.facts import CONV, GEMM, REDUCTION, SOFTMAX
+from narrowcast.ops.bounds import rounding
+from narrowcast.ops.facts import CONV, GEMM
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
 from narrowcast.two_runs.alignment import TOLD_APART, Aligned, ranges_apart
+from narrowcast.two_runs.conditions import growth, passes_on
 from narrowcast.two_runs.kept_tensors import KeptTensors
-from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_turn, over_ranks
+from narrowcast.two_runs.pieces import NOTHING, Distance, Piece, Whole, beside, distance, in_best_turns, stacked
 from narrowcast.two_runs.sides import Bundle, Placed, Side, read_by
 
-BAND = 8.0
+BAND = 4.0
 """A call's results may differ by this many units of rounding of both sides' formats: its inputs are rounded to them,
 sums are taken in another order, and its results are rounded.
 """
+GAIN, GAIN_OF_PASSING = 16.0, 4.0
+"""How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
+what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
+"""
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
-_SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp"])
-_EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
-_OF_BACKWARD = 8.0
-"""Gradients of weights, biases and norms are sums in which much cancels; by how much cannot be told from sizes."""
 
 Pick = Callable[[Placed], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
@@ -34,12 +35,12 @@ Join = Callable[[Sequence[Piece]], Piece | None]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How far apart results are. gain: how many times relative errors grow, from the sizes of what came and went."""
+    """How far apart results are. growth: how many times larger relative errors come out than they went in."""
 
     relative: float
     by: str
     is_part: bool
-    gain: float = 1.0
+    growth: float = 1.0
 
     @property
     def is_known(self) -> bool:
@@ -55,27 +56,73 @@ class Values:
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
     def results(self, pair: Aligned) -> Compared:
-        """Of what the calls gave: all results of one op, the first of two."""
-        if self._is_of_its_rank(pair):
+        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two."""
+        if self._is_of_its_rank(pair) or is_sum_of_gradients(pair):
             return Compared(math.nan, NOTHING, False)
         first = pair.a[0].call, pair.b[0].call
         is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
         count = min(len(call.outputs) for call in first) if is_same else 1
-        found = _worst(self._between(pair, _output(n), beside) for n in range(count))
-        return Compared(found.relative, found.by, found.is_part, max(self._gain(0, pair.a), self._gain(1, pair.b)))
+        found = []
+        for n in range(count):
+            if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
+                apart = self._between(pair, _output(n), beside)
+                found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(pair, n)))
+        known = [one for one in found if one.is_known]
+        return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
 
-    def inputs(self, pair: Aligned) -> float:
-        """Of what the calls were given besides weights; NaN where that is not known."""
+    def band_of(self, side: int, bundle: Bundle) -> float:
+        """What rounding explains of one call's result."""
+        return _band([_coarsest(_formats_of(self.sides[side].runs[0], bundle.call))])
+
+    def band_of_inputs(self, pair: Aligned) -> float:
+        """What rounding explains of what both read: casts are no pairs."""
+        numbers = [(side, n) for side, bundles in self._both(pair)
+                   for _, n in (*bundles[0].call.inputs, *bundles[0].call.outputs)]  # fmt: skip
+        formats = [side.runs[0].tensors[n].format for side, n in numbers]
+        known = [name for name in formats if name in FORMATS]
+        return _band([_coarsest(known)] * 2) if known else LEAST_BAND
+
+    @staticmethod
+    def gain(*bundles: Bundle) -> float:
+        """By how much differences may grow in calls."""
+        return GAIN_OF_PASSING if all(passes_on(bundle.id.op) for bundle in bundles) else GAIN
+
+    def growth_of(self, side: int, bundle: Bundle) -> float:
+        """How many times larger errors come out of one call."""
+        if not bundle.call.outputs:
+            return 1.0
+        here, rank = self.sides[side], bundle.turns[0][0].rank
+        came = {name: here.piece(rank, number) for name, number in bundle.call.inputs}
+        gave = here.piece(rank, bundle.call.outputs[0][1])
+        return growth(bundle.id.op, 0, came, gave, gave.rms, bundle.id.direction == BACKWARD)
+
+    def _is_read(self, pair: Aligned, position: int) -> bool:
+        """Whether a call of a forward reads the result at that position."""
+        return any(side.is_read(bundle.call.outputs[position][1])
+                   for side, bundles in self._both(pair) for bundle in bundles)  # fmt: skip
+
+    def _growth(self, pair: Aligned, position: int) -> float:
+        """The larger of both sides'."""
+        known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
+                 if position < len(bundle.call.outputs)]  # fmt: skip
+        gave = [side.piece(bundle.turns[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known]
+        out = max((piece.rms for piece in gave), default=0.0)
+        found = [1.0]
+        for (side, bundle), piece in zip(known, gave, strict=True):
+            came = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
+            is_backward = bundle.id.direction == BACKWARD
+            found.append(growth(bundle.id.op, position, came, piece, out, is_backward))
+        return max(found)
+
+    def inputs(self, pair: Aligned) -> dict[str, Distance]:
+        """Of what the calls were given besides weights, by name; without a name of what two ops compute on."""
         a, b = pair.a[0], pair.b[0]
         if len(pair.a) == len(pair.b) == 1 and a.id.op == b.id.op:
             names = [name for name in self._names(pair) if not self._is_given(pair, name)]
-            found = [self._between(pair, _input(name), _first) for name in names]
-        elif a.family == b.family and a.family in TOLD_APART:
-            found = [self._between(pair, _read, _first)]
-        else:
-            return math.nan
-        known = [one.relative for one in found if one.is_known]
-        return max(known) if known else math.nan
+            return {name: self._between(pair, _input(name), _first) for name in names}
+        if a.family == b.family and a.family in TOLD_APART:
+            return {"": self._between(pair, _read, _first)}
+        return {}
 
     def given(self, pair: Aligned) -> tuple[tuple[str, str, str], ...]:
         """Numbers and weights that differ: name, in a, in b."""
@@ -88,7 +135,7 @@ class Values:
             return (*found, *self._other_weight(pair.a, pair.b))
         for name in self._names(pair):
             if self._is_given(pair, name):
-                apart = _worst(self._between(pair, _input(name), join) for join in (in_turn, beside))
+                apart = _worst(self._between(pair, _input(name), join) for join in (stacked, beside))
                 formats = [side.runs[0].tensors[dict(call.inputs)[name]].format
                            for side, call in zip(self.sides, (a, b), strict=True)]  # fmt: skip
                 if apart.is_known and apart.relative > _band(formats):
@@ -104,12 +151,21 @@ class Values:
         return (_apart("weight", one.format, other.format, apart),) if apart > _band([one.format, other.format]) else ()
 
     def band(self, pair: Aligned) -> float:
-        """What rounding explains of the results' difference."""
+        """What rounding explains of the results' difference, where nothing cancels."""
         formats: list[str] = []
+        lost = 0.0
         for side, bundles in self._both(pair):
             coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
             formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
-        return _band(formats) * max(self._cancels(0, pair.a), self._cancels(1, pair.b))
+            lost += BAND * rounding(FORMATS[formats[-1]], False)[1] / self._smallest(side, bundles[0])
+        return _band(formats) + lost
+
+    @staticmethod
+    def _smallest(side: Side, bundle: Bundle) -> float:
+        """The smallest size of what a call reads and of what it gives first: what lies below a format's end is lost."""
+        first = bundle.turns[0][0]
+        numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
+        return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> Distance:
         """Of parameters, several of one side as rows of one of the other."""
@@ -119,7 +175,7 @@ class Values:
             pieces.append([side.piece(0, row["gradient"]) for row in rows if "gradient" in row])
         if not all(pieces):
             return Distance()
-        join = beside if pieces[0][0].dimensions < 2 else in_turn
+        join = beside if pieces[0][0].dimensions < 2 else stacked
         return distance(join(pieces[0]), join(pieces[1]), self._whole)
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
@@ -154,17 +210,21 @@ class Values:
             return Distance()
         if len(a) == len(b):
             return _worst(self._ranks(x, y) for x, y in zip(a, b, strict=True))
-        if _size(a[0][0]) == _size(b[0][0]):
-            return self._ranks(a[0], b[0])
-        whole_a, whole_b = (_joined([over_ranks(ranks) for ranks in turns]) for turns in (a, b))
-        return distance(whole_a, whole_b, self._whole)
+        for at in (0, -1):  # the same in each turn; or what a cache has grown to
+            if 1 in (len(a), len(b)) and _size(a[at][0]) == _size(b[at][0]):
+                return self._ranks(a[at], b[at])
+        whole_a, whole_b = ([stacked(ranks) for ranks in turns] for turns in (a, b))
+        one, other = ([p for p in whole if p is not None] for whole in (whole_a, whole_b))
+        if len(one) < len(a) or len(other) < len(b):
+            return Distance()
+        return in_best_turns(one, other, self._whole)
 
     def _ranks(self, a: list[Piece], b: list[Piece]) -> Distance:
         if len(a) == len(b):
             return _worst(distance(x, y, self._whole) for x, y in zip(a, b, strict=True))
         if _size(a[0]) == _size(b[0]):  # the same on all ranks
             return _worst(distance(x, y) for x in a for y in b)
-        return distance(over_ranks(a), over_ranks(b))
+        return distance(stacked(a), stacked(b))
 
     def _turns(self, side: Side, bundles: Sequence[Bundle], pick: Pick, join: Join) -> list[list[Piece]]:
         """By turn and rank; none if a part lacks anywhere."""
@@ -181,33 +241,10 @@ class Values:
             found.append(ranks)
         return found
 
-    # -- how errors grow ----------------------------------------------------------------------------------------------
 
-    def _sizes(self, n: int, bundle: Bundle) -> tuple[float, float, float]:
-        """Largest rms and largest magnitude of what came, and the rms of what the call gave."""
-        first = bundle.turns[0][0]
-        pieces = [self.sides[n].piece(first.rank, number) for _, number in first.call.inputs]
-        gave = [self.sides[n].piece(first.rank, number) for _, number in first.call.outputs[:1]]
-        return (
-            max((p.rms for p in pieces), default=0.0), max((p.largest for p in pieces), default=0.0),
-            gave[0].rms if gave else 0.0,
-        )  # fmt: skip
-
-    def _cancels(self, n: int, bundles: Sequence[Bundle]) -> float:
-        """How much smaller a sum or a mean is than what it is of: so many times its relative error is larger."""
-        kind = op_kind(bundles[0].id.op)
-        if kind.name not in _SUMS and kind.family != REDUCTION:
-            return 1.0
-        came, _, gave = self._sizes(n, bundles[0])
-        return max(1.0, came / gave) if gave else 1.0
-
-    def _gain(self, n: int, bundles: Sequence[Bundle]) -> float:
-        kind = op_kind(bundles[0].id.op)
-        if "backward" in kind.name:
-            return _OF_BACKWARD
-        if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
-            return max(1.0, self._sizes(n, bundles[0])[1])
-        return self._cancels(n, bundles)
+def is_sum_of_gradients(pair: Aligned) -> bool:
+    """Whether autograd adds up a tensor's gradients: in which order, that depends on the casts."""
+    return pair.a[0].id.direction == BACKWARD and pair.a[0].id.op == "aten.add.Tensor"
 
 
 def _output(position: int) -> Pick:
@@ -229,7 +266,7 @@ def _first(pieces: Sequence[Piece]) -> Piece | None:
 
 def _joined(pieces: Sequence[Piece | None]) -> Piece | None:
     known = [piece for piece in pieces if piece is not None]
-    return in_turn(known) if known and len(known) == len(pieces) else None
+    return stacked(known) if known and len(known) == len(pieces) else None
 
 
 def _size(piece: Piece) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from narrowcast.formats import FORMATS
 from narrowcast.ledger.identity import CallId
 from narrowcast.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
 from narrowcast.report.mapping import Entry, RunMapping
-from narrowcast.two_runs.pieces import Piece, distance, in_turn
+from narrowcast.two_runs.pieces import Piece, distance, stacked
 from narrowcast.two_runs.sequences import aligned_sequences, in_order_on_both
 from narrowcast.two_runs.sides import Bundle, Side
 
@@ -169,7 +169,7 @@ _IsFused = Callable[[Sequence[Bundle], Bundle], bool]
 
 def _same_weights(parts: Sequence[Bundle], whole: Bundle) -> bool:
     """Whether the weights of the parts, one under the other, are that of the whole."""
-    weight = in_turn([p.weight for p in parts if p.weight is not None])
+    weight = stacked([p.weight for p in parts if p.weight is not None])
     return _same_direction(parts[0], whole) and _same_weight(weight, whole.weight)
 
 

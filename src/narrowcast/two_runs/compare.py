@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import RunError
-from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
+from narrowcast.ops.facts import NORM, SOFTMAX
 from narrowcast.report.mapping import RunMapping, generalised
 from narrowcast.report.run import Run
 from narrowcast.report.run_differences import (
@@ -23,17 +24,13 @@ from narrowcast.report.run_differences import (
     TokenDifference,
     Unaligned,
 )
-from narrowcast.two_runs.aligned_values import BAND, Compared, Values
+from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values, is_sum_of_gradients
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
+from narrowcast.two_runs.conditions import jump
 from narrowcast.two_runs.kept_tensors import KeptTensors
-from narrowcast.two_runs.sides import Bundle, Side
+from narrowcast.two_runs.makers import Makers, Upstream
+from narrowcast.two_runs.sides import Bundle, Side, read_name
 
-GAIN = 16.0
-"""How many times larger a relative difference may come out of a sound call than it went in: what exceeds that, beside
-the call's own rounding, it made itself.
-"""
-APPEARS = 4.0
-"""Inputs that differ by so many times more than anything before got that from what was not compared."""
 _BAND_OF_LOW = 1e-3
 Runs = Run | str | Path | Sequence[Run | str | Path]
 
@@ -58,12 +55,13 @@ def compare_runs(
     asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
-    judging = _Judging(Values(sides[0], sides[1], kept))
+    judging = _Judging(Values(sides[0], sides[1], kept), pairs)
     found = RunDifferences(*names, environment=_environments(*(side.runs[0].environment for side in sides)))
     found.rows = [judging.row(pair) for pair in pairs]
-    found.unaligned = _unaligned(sides, pairs, left_out)
+    judging.ends()
+    found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
     found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
-    found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0])
+    found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
     found.notes = [*_notes(sides, found), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
     found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
@@ -88,43 +86,131 @@ def _runs_of(given: Runs, name: str) -> list[Run]:
 class _Judging:
     """Rows, one after the other: what earlier ones differed by stands for inputs that cannot be compared."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, pairs: Sequence[Aligned]) -> None:
         self.values = values
+        self.apart: dict[Bundle, float] = {}
+        """Of calls without a partner that make a difference: how far apart is what comes of them."""
+        self._makers = Makers(values.sides[0]), Makers(values.sides[1])
+        self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
+        self._found: dict[Aligned, float] = {}
         self._largest = 0.0
 
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
-        gave = self.values.results(pair)
-        inputs = self.values.inputs(pair)
-        given = self.values.given(pair)
-        band = self.values.band(pair)
-        came = self._largest if math.isnan(inputs) else inputs
+        gave, given, band = self.values.results(pair), self.values.given(pair), self.values.band(pair)
+        inputs = {} if is_sum_of_gradients(pair) else self.values.inputs(pair)
+        is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
+        known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
+        came = max(known) if known else math.nan
+        reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
         (format_a, format_b), (place_a, place_b) = (
             [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
         )
-        if format_a == format_b and 0.0 in (came, self._largest) and band > _BAND_OF_LOW:
+        before = self._largest if math.isnan(came) else came
+        if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
+            before = max(before, self._largest)
+        is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
+        if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
             band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
-        verdict, why = self._verdict(gave, band, came, math.isnan(inputs), bool(given))
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, came)
+        band *= gave.growth
+        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
+        is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
+        reason = next(filter(None, reads_other), "")
+        verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
+        self._found[pair] = gave.relative if gave.is_known else math.nan
+        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came)
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before, jumped)
         return RunRow(
-            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, inputs,
+            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
             band, gave.by, gave.is_part, given, why,
         )  # fmt: skip
 
-    def _verdict(self, gave: Compared, band: float, came: float, is_unknown: bool, is_given: bool) -> tuple[str, str]:
+    def _verdict(
+        self,
+        pair: Aligned,
+        gave: Compared,
+        band: float,
+        came: float,
+        is_given: bool,
+        is_proved: bool,
+        reads_other: str,
+    ) -> tuple[str, str]:
         if not gave.is_known:
             return NOT_COMPARED, "what both runs kept of it cannot be compared"
         if gave.relative == 0:
             return EQUAL, ""
+        if gave.relative <= band and not is_proved:
+            return ROUND_OFF, ""
+        if reads_other:
+            return DIFFERS, reads_other
         if is_given and gave.relative > came:
             return DIFFERS, "it was given something else"
-        if came > max(band, APPEARS * self._largest) and not is_unknown:
-            return DIFFERS, "its inputs differ already: look before it, at casts and calls without a partner"
-        if gave.relative <= band:
-            return ROUND_OFF, ""
-        if gave.relative > band + GAIN * gave.gain * came:
-            return DIFFERS, "its inputs do not explain that"
-        return INHERITED, ""
+        if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
+            return INHERITED, ""
+        if self._largest and any(m.is_chosen(x) for m, x in zip(self._makers, (pair.a[0], pair.b[0]), strict=True)):
+            return INHERITED, "it chooses by values that differ"
+        return DIFFERS, "its inputs do not explain that"
+
+    # -- between calls that are pairs ----------------------------------------------------------------------------------
+
+    def _reads_other(self, pair: Aligned, name: str, apart: float) -> str:
+        """Why an argument differs by more than what made it explains: because of calls without a partner, which are
+        noted; or, as the text says, since another call made it, or none.
+        """
+        a, b = (
+            makers.upstream(makers.read(bundles[0], name or read_name(bundles[0].call)), paired)
+            for makers, bundles, paired in zip(self._makers, (pair.a, pair.b), self._paired, strict=True)
+        )
+        if apart <= self._explained(pair, a, b):
+            return ""
+        if a.alone or b.alone:
+            for bundle in (*a.alone, *b.alone):
+                self.apart.setdefault(bundle, apart)
+            return ""
+        if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
+            return "its inputs differ already, and no call of the runs made them"
+        made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
+        return "" if made[0] & made[1] or not all(made) else "its inputs are what other calls gave"
+
+    def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
+        """How far apart tensors may be that these calls made."""
+        before = [self._found.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
+        came = max((self._largest if math.isnan(each) else each for each in before), default=0.0)
+        alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
+        bands = sum(self.values.band_of(n, x) for n, x in alone)
+        growth = max((self.values.growth_of(n, x) for n, x in alone), default=1.0)
+        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
+
+    def ends(self) -> None:
+        """Outputs of both runs that are not made by calls that are pairs: what else comes to them."""
+        ends = [makers.ends for makers in self._makers]
+        left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
+        if len(left[0]) != len(left[1]):
+            left = [found[-1:] for found in left]
+        for a, b in zip(*left, strict=False):
+            if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
+                continue  # one program goes on, to probabilities or a loss
+            pair = Aligned((a,), (b,), "")
+            found = self.values.results(pair)
+            numbers = [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
+            made = [m.upstream(n, paired) for m, n, paired in zip(self._makers, numbers, self._paired, strict=True)]
+            if found.is_known and found.relative > self._explained(pair, *made):
+                for bundle in (*made[0].alone, *made[1].alone):
+                    self.apart.setdefault(bundle, found.relative)
+
+    def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
+        """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
+        forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
+        if not forward:
+            return math.inf
+        last = max((x for x in self._paired[0] if x.id == forward[-1].a[0]), key=lambda x: x.position)
+        largest = max(1.0, abs(last.low), abs(last.high))
+        return largest * (forward[-1].band + GAIN * max(row.difference for row in forward))
+
+    def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
+        """Whether its partner is an output, too."""
+        pair = self._paired[side].get(bundle)
+        return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
 
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
@@ -168,7 +254,9 @@ def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str]) -> list[Unaligned]:
+def _unaligned(
+    sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], apart: dict[Bundle, float]
+) -> list[Unaligned]:
     found = []
     has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
     for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
@@ -180,7 +268,9 @@ def _unaligned(sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundl
                 continue
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
             why = f"left out by {left_out[bundle]}" if bundle in left_out else why
-            found.append(Unaligned(name, bundle.id, _place([bundle]), after, why, _formats([bundle])))
+            found.append(
+                Unaligned(name, bundle.id, _place([bundle]), after, why, _formats([bundle]), apart.get(bundle, 0.0))
+            )
     return found
 
 
@@ -205,7 +295,7 @@ def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradie
     return [GradientRow(*row, distance.relative, distance.by, band) for row, distance in found if distance.is_known]
 
 
-def _tokens(a: Run, b: Run) -> TokenDifference | None:
+def _tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
     pairs = list(zip(a.tokens, b.tokens, strict=False))
     if not pairs:
         return None
@@ -219,7 +309,7 @@ def _tokens(a: Run, b: Run) -> TokenDifference | None:
     rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
     p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
     at = max(range(count), key=lambda n: abs(apart[n]))
-    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other)
+    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other, band)
 
 
 def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from narrowcast.formats import bf16, fp16
 from narrowcast.report.run_records import TensorFacts
 from narrowcast.report.sketch import SUMS, Row, rows_and_columns, side_by_side, sketch_distance, sketch_rows
 from narrowcast.report.sketch import sketched_step as step_of
@@ -21,6 +22,9 @@ smallest and largest value; not at all.
 """
 
 
+_UNLIKE = 0.5
+"""Rows that have nothing to do with each other are 1.4 apart."""
+_LOWEST_OF_8 = -0.99 * bf16.max
 NINE_DIGITS = 1e-8
 """A run in a file has its statistics with nine digits; one in memory has all of them."""
 
@@ -49,9 +53,19 @@ class Piece:
     dimensions: int = 2
 
     @property
+    def count(self) -> int:
+        """How many rows it has."""
+        return self.sequences * self.tokens
+
+    @property
     def elements(self) -> int:
         """How many elements it has."""
-        return self.sequences * self.tokens * self.columns
+        return self.count * self.columns
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it holds about the lowest value of a format, which masks are filled with, and which says nothing."""
+        return self.low <= _LOWEST_OF_8 or -fp16.max <= self.low <= -0.99 * fp16.max
 
     @property
     def largest(self) -> float:
@@ -84,34 +98,68 @@ def beside(pieces: Sequence[Piece]) -> Piece | None:
     return _joined(pieces, first.sequences, first.tokens, columns, rows)
 
 
-def in_turn(pieces: Sequence[Piece]) -> Piece | None:
-    """One after the other along the tokens, as a cache makes a model be called; None where widths differ."""
+def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
+    """One after the other: along all rows, or inside each of so many parts that all have, as a cache makes a model be
+    called with a batch; None where widths differ or a piece has no such parts.
+    """
     first = pieces[0]
     if len(pieces) == 1:
         return first
-    if any((p.sequences, p.columns) != (first.sequences, first.columns) for p in pieces):
+    if any(p.columns != first.columns or p.count % outer for p in pieces):
         return None
     rows: dict[tuple[int, int], Row] = {}
     before = 0
     for piece in pieces:
-        rows.update({(sequence, before + token): row for (sequence, token), row in piece.rows.items()})
-        before += piece.tokens
-    return _joined(pieces, first.sequences, before, first.columns, rows)
+        inner = piece.count // outer
+        for (sequence, token), row in piece.rows.items():
+            part, at = divmod(sequence * piece.tokens + token, inner)
+            rows[part, before + at] = row
+        before += inner
+    return _joined(pieces, outer, before, first.columns, rows)
 
 
-def over_ranks(pieces: Sequence[Piece]) -> Piece | None:
-    """Parts of one batch, along the first dimension; None where they cannot be."""
-    first = pieces[0]
-    if len(pieces) == 1 or first.dimensions < 3:
-        return in_turn(pieces)
-    if any((p.tokens, p.columns) != (first.tokens, first.columns) for p in pieces):
-        return None
-    rows: dict[tuple[int, int], Row] = {}
-    before = 0
-    for piece in pieces:
-        rows.update({(before + sequence, token): row for (sequence, token), row in piece.rows.items()})
-        before += piece.sequences
-    return _joined(pieces, before, first.tokens, first.columns, rows)
+def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+    """The distance of two sides in other numbers of turns, in that order of rows that brings them closest: how rows
+    that were flattened lie in a batch, shapes do not say. Nothing where one side has rows that the other has not, and
+    it is not the end of each sequence that lacks.
+    """
+    if sum(p.count for p in a) != sum(p.count for p in b) and len({p.sequences for p in (*a, *b)}) > 1:
+        return Distance()
+    shared = math.gcd(*(piece.count for piece in (*a, *b)))
+    found: list[tuple[int, Distance]] = []
+    for outer in _divisors(shared):
+        one, other = ((stacked(side, outer) if len(side) > 1 else _parted(side[0], outer)) for side in (a, b))
+        if one is not None and other is not None:
+            found.append((len(one.rows.keys() & other.rows.keys()), distance(one, other, whole)))
+    known = [(count, each) for count, each in found if each.is_known]
+    most = max((count for count, _ in known), default=0)
+    return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=Distance())
+
+
+def in_best_turns(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+    """The same of sides that both have several turns: all of them one after the other; or, where a module is called
+    more than once in each step, each of its calls by itself. Where no order brings them together nothing is known.
+    """
+    found = [in_best_order(a, b, whole)]
+    fewer = min(len(a), len(b))
+    if fewer > 1 and not (len(a) % fewer or len(b) % fewer):
+        each = [in_best_order(a[n::fewer], b[n::fewer], whole) for n in range(fewer)]
+        if all(one.is_known for one in each):
+            found.append(max(each, key=lambda one: one.relative))
+    best = min((one for one in found if one.is_known), key=lambda one: one.relative, default=Distance())
+    return best if fewer == 1 or best.relative < _UNLIKE else Distance()
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if not number % n]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _parted(piece: Piece, outer: int) -> Piece:
+    """The same rows under other names, of so many parts."""
+    inner = max(1, piece.count // outer)
+    rows = {divmod(sequence * piece.tokens + token, inner): row for (sequence, token), row in piece.rows.items()}
+    return replace(piece, sequences=outer, tokens=inner, rows=rows)
 
 
 def _joined(
@@ -132,12 +180,13 @@ class Distance:
     """How far apart two pieces are, relatively (L2; of ranges, to the largest magnitude): NaN where that is not known.
 
     by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
-    other has not.
+    other has not. row: the largest relative distance of a row, where rows are known.
     """
 
     relative: float = math.nan
     by: str = NOTHING
     is_part: bool = False
+    row: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -151,7 +200,7 @@ Whole = Callable[[TensorFacts, TensorFacts], float | None]
 
 def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Distance:
     """How far apart two pieces are, from the best that both runs kept."""
-    if a is None or b is None or not (a.is_seen and b.is_seen):
+    if a is None or b is None or not (a.is_seen and b.is_seen) or (a.is_mask and b.is_mask):
         return Distance()
     if whole is not None and a.facts is not None and b.facts is not None and a.facts.shape == b.facts.shape:
         found = whole(a.facts, b.facts)
@@ -160,10 +209,10 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     is_part = a.elements != b.elements
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
-    by_rows, count = sketch_distance(*_same_names(a, b))
+    by_rows, row, count = sketch_distance(*_same_names(a, b))
     in_all = math.nan if is_part else _of_statistics(a, b)
     if count:
-        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part)
+        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
 
 
@@ -173,9 +222,14 @@ def _same_names(a: Piece, b: Piece) -> tuple[Mapping[tuple[int, int], Row], Mapp
         return {}, {}
     if a.tokens == b.tokens or a.sequences == b.sequences:
         return a.rows, b.rows
-    if a.sequences * a.tokens == b.sequences * b.tokens and 1 in (a.sequences, b.sequences):
+    if a.count == b.count and (1 in (a.sequences, b.sequences) or (_leading(a) or 0) == _leading(b)):
         return _flat(a), _flat(b)
     return {}, {}
+
+
+def _leading(piece: Piece) -> list[int] | None:
+    """The sizes of all dimensions but the last, those of one left out."""
+    return None if piece.facts is None else [size for size in piece.facts.shape[:-1] if size != 1]
 
 
 def _flat(piece: Piece) -> Mapping[tuple[int, int], Row]:

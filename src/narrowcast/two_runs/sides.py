@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from narrowcast.formats import FORMATS
-from narrowcast.ledger.identity import CallId
+from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.ops import op_kind
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
@@ -62,10 +62,15 @@ class Bundle:
         return self.id.module_path
 
 
+def read_name(call: CallRecord) -> str:
+    """The name of the argument that a call computes on; empty for one that reads no tensor."""
+    names = [name for name, _ in call.inputs]
+    return next((name for name in _READ if name in names), names[0] if names else "")
+
+
 def read_by(call: CallRecord) -> int | None:
     """The number of the tensor that a call computes on."""
-    inputs = dict(call.inputs)
-    return next((inputs[name] for name in _READ if name in inputs), next(iter(inputs.values()), None))
+    return dict(call.inputs).get(read_name(call))
 
 
 @dataclass(slots=True)
@@ -79,7 +84,11 @@ class Side:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
         self._pieces: dict[tuple[int, int], Piece] = {}
-        self._made = [{n for call in run.calls for _, n in call.outputs} for run in runs]
+        self._makers: list[dict[int, CallRecord]] = [{} for _ in runs]
+        for makers, run in zip(self._makers, runs, strict=True):
+            for call in run.calls:
+                for _, number in call.outputs:
+                    makers.setdefault(number, call)
         self.bundles = self._bundled()
         self.casts = sum(call.is_cast for run in runs for call in run.calls)
 
@@ -90,13 +99,41 @@ class Side:
             self._pieces[key] = piece_of(self.runs[rank].tensors[number])
         return self._pieces[key]
 
+    def maker(self, rank: int, number: int) -> CallRecord | None:
+        """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
+        calls = (self._makers[rank].get(n) for n in self._before(rank, number))
+        return next((call for call in calls if call is not None and not call.is_cast), None)
+
+    def _before(self, rank: int, number: int) -> Iterator[int]:
+        """A tensor, what it was cast from, and what was before in the memory where it lies."""
+        seen: set[int] = set()
+        while number >= 0 and number not in seen:
+            seen.add(number)
+            yield number
+            call = self._makers[rank].get(number)
+            is_cast = call is not None and call.is_cast and call.inputs
+            number = call.inputs[0][1] if call and is_cast else self.runs[rank].tensors[number].lies_in
+
     def is_given(self, placed: Placed, name: str) -> bool:
-        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one."""
+        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads
+        alone is neither: autograd makes it where nobody looks.
+        """
         number = dict(placed.call.inputs).get(name, -1)
-        if number < 0 or number in self._made[placed.rank]:
+        if number < 0 or self.maker(placed.rank, number) is not None:
+            return False
+        if placed.call.id.direction == BACKWARD and not any(map(self.is_read, self._before(placed.rank, number))):
             return False
         dimensions = len(self.runs[placed.rank].tensors[number].shape)
         return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
+
+    def is_read(self, number: int) -> bool:
+        """Whether a call of the first rank's forward reads a tensor."""
+        return number in self._read_forward
+
+    @cached_property
+    def _read_forward(self) -> frozenset[int]:
+        calls = [call for call in self.runs[0].calls if call.id.direction == FORWARD]
+        return frozenset(number for call in calls for _, number in call.inputs)
 
     @cached_property
     def by_path(self) -> dict[str, list[Bundle]]:

@@ -1,0 +1,114 @@
+"""How many times larger errors come out of a call than they went in, from the sizes of what it read and what it gave.
+
+A sum that cancels is small beside its terms, and so is what it gives beside its own error: errors go with the size that
+the terms have together, if their signs fall as they will (Higham, section 2.8), not with what is left of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from narrowcast.ops import op_kind
+from narrowcast.ops.bounds import PRODUCT, SCATTER, bound_kind, terms_of
+from narrowcast.ops.facts import ATTENTION, CONV, COPY, GEMM, MOVEMENT, NORM, REDUCTION, SOFTMAX, VIEW
+from narrowcast.two_runs.pieces import Piece
+
+_SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp", "cumsum"])
+_MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
+_EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
+_PERIODIC = frozenset(["sin", "cos", "tan"])
+_LOGARITHMS = frozenset(["log", "log2", "log10", "log1p"])
+_SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
+_JUMPS = frozenset([
+    "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
+    "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
+])  # fmt: skip
+_STEEPEST = 100.0
+"""No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
+_OF_BACKWARD = 8.0
+"""Gradients through norms and softmax are what is left of a projection; how much, cannot be told from sizes alone."""
+_OF_CONVOLUTION = (("grad_output", "weight"), ("grad_output", "input"), ("grad_output",))
+"""What each result of a convolution's backward is a sum of products of."""
+
+
+def passes_on(op: str) -> bool:
+    """Whether relative errors come out of an op as they went in: it scales, selects or moves."""
+    kind = op_kind(op)
+    return kind.family in (MOVEMENT, VIEW, COPY) or kind.name in _SCALES
+
+
+def jump(op: str, came: float) -> float:
+    """How far off the result is of an op that chooses by a sign or a place, where what it chooses by is off: that share
+    of elements lies on the other side, each as wrong as it is large.
+    """
+    return math.sqrt(came) if op_kind(op).name in _JUMPS and came < 1 else 0.0
+
+
+def growth(op: str, position: int, came: Mapping[str, Piece], gave: Piece, out: float, is_backward: bool) -> float:
+    """How many times, at least once. came: what the call read, by name; gave: the result at that position; out: its
+    root mean square, the larger of both runs'.
+    """
+    seen = {name: piece for name, piece in came.items() if piece.is_seen}
+    if not out or not seen:
+        return 1.0
+    least = _OF_BACKWARD if "backward" in op else 1.0
+    return max(least, _size(op, position, seen, gave, is_backward) / out, _steepness(op, seen))
+
+
+def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_backward: bool) -> float:
+    """The size that the terms of a result have together."""
+    kind, largest = op_kind(op), max(piece.rms for piece in came.values())
+    if is_backward and "backward" in kind.name:
+        return _size_of_gradient(op, position, came, gave)
+    if position:
+        return largest  # a mean beside what it is the mean of
+    if kind.family in (GEMM, CONV) or bound_kind(op) == PRODUCT:
+        factors = [p.rms for name, p in came.items() if name != "bias" and not (name == "self" and "mat1" in came)]
+        added = came["self"].rms if "self" in came and "mat1" in came else 0.0
+        return max(added, math.sqrt(_terms(op, came, gave)) * math.prod(factors[:2]))
+    if kind.family == REDUCTION or kind.name in _MEANS or bound_kind(op) == SCATTER:
+        terms = max(1.0, max(piece.elements for piece in came.values()) / max(1, gave.elements))
+        return largest / math.sqrt(terms) if kind.name in _MEANS else largest * math.sqrt(terms)
+    if kind.name in _SUMS:
+        return largest
+    if kind.name in _LOGARITHMS:
+        return 1.0
+    if kind.name in _PERIODIC or "log_softmax" in kind.name:
+        return max(piece.largest for piece in came.values())
+    return 0.0
+
+
+def _size_of_gradient(op: str, position: int, came: Mapping[str, Piece], gave: Piece) -> float:
+    given = next((piece for name, piece in came.items() if name.startswith("grad")), None)
+    if given is None:
+        return 0.0
+    if "convolution" in op and position < len(_OF_CONVOLUTION):
+        names = _OF_CONVOLUTION[position]
+        terms = _terms(op, came, gave) if len(names) > 1 else given.elements / max(1, gave.elements)
+        return math.sqrt(terms) * math.prod(came[name].rms for name in names if name in came)
+    terms = max(1.0, given.elements / max(1, gave.elements))
+    others = [piece.largest for piece in came.values() if piece is not given] if "softmax" in op else []
+    return given.rms * math.sqrt(terms) * max(others, default=1.0)
+
+
+def _terms(op: str, came: Mapping[str, Piece], gave: Piece) -> int:
+    shapes: list[Sequence[int]] = [piece.facts.shape for piece in came.values() if piece.facts is not None]
+    try:
+        return terms_of(op, shapes, [gave.facts.shape] if gave.facts is not None else [(gave.elements,)])
+    except (IndexError, ValueError):
+        return 1
+
+
+def _steepness(op: str, came: Mapping[str, Piece]) -> float:
+    """How fast a function grows: of exponentials by the largest exponent; of norms by what a mean leaves."""
+    kind = op_kind(op)
+    read = next(iter(came.values()))
+    if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
+        return min(_STEEPEST, max(abs(p.high) if p.is_mask else p.largest for p in came.values()))
+    if kind.family == ATTENTION and {"query", "key"} <= came.keys():
+        return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
+    if kind.family == NORM:
+        spread = read.rms**2 - read.mean**2
+        return read.rms / math.sqrt(spread) if spread > read.rms**2 / _STEEPEST**2 else _STEEPEST
+    return 1.0

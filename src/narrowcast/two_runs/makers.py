@@ -1,0 +1,81 @@
+"""Which calls of a run made a tensor, and which of them have no partner in the other run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from narrowcast.formats import FORMATS
+from narrowcast.ledger.identity import FORWARD
+from narrowcast.two_runs.sides import Bundle, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """What made some tensors. alone: the calls without a partner, in order; known: those with one that they begin from;
+    both empty where the tensors came from outside of the run.
+    """
+
+    alone: tuple[Bundle, ...]
+    known: tuple[Bundle, ...]
+
+
+class Makers:
+    """Of one side; of several ranks the first, since all make the same calls."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._tensors, self._bundles = side, side.runs[0].tensors, side.bundles
+        placed = ((one.call, b) for b in side.bundles for turn in b.turns for one in turn if one.rank == 0)
+        self._of = {id(call): bundle for call, bundle in placed}
+
+    def of(self, number: int) -> Bundle | None:
+        """What made a tensor."""
+        call = self._side.maker(0, number)
+        return None if call is None else self._of[id(call)]
+
+    def upstream(self, numbers: Iterable[int], paired: Collection[Bundle]) -> Upstream:
+        """What made these, back to calls that have a partner."""
+        alone: dict[Bundle, None] = {}
+        known: dict[Bundle, None] = {}
+        waiting = [self.of(number) for number in numbers]
+        while waiting:
+            bundle = waiting.pop()
+            if bundle is None or bundle in alone:
+                continue
+            if bundle in paired:
+                known[bundle] = None
+                continue
+            alone[bundle] = None
+            waiting += [self.of(number) for number in self.read(bundle)]
+        return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
+
+    @staticmethod
+    def read(bundle: Bundle, name: str = "") -> list[int]:
+        """The tensors that a call read in all turns, or those by one name."""
+        calls = [placed.call for turn in bundle.turns for placed in turn if placed.rank == 0]
+        return [number for call in calls for n, number in call.inputs if name in ("", n)]
+
+    @cached_property
+    def ends(self) -> list[Bundle]:
+        """The calls of a forward whose first results no call of it reads: the outputs, as far as a run knows them."""
+        forward = [b for b in self._bundles if b.id.direction == FORWARD]
+        read = {self.of(number) for b in forward for number in self.read(b)}
+        return [b for b in forward if b not in read and b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+
+    def is_chosen(self, bundle: Bundle) -> bool:
+        """Whether a call reads whole numbers or flags that other calls made of floats: places, conditions, counts."""
+        waiting, seen = [n for n in self.read(bundle) if not self._is_floating(n)], set()
+        while waiting:
+            maker = self.of(waiting.pop())
+            if maker is None or maker in seen:
+                continue
+            seen.add(maker)
+            numbers = self.read(maker)
+            if any(self._is_floating(n) and self.of(n) is not None for n in numbers):
+                return True
+            waiting += numbers
+        return False
+
+    def _is_floating(self, number: int) -> bool:
+        return self._tensors[number].format in FORMATS

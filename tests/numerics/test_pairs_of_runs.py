@@ -1,0 +1,56 @@
+"""What `nc.compare_runs` says of pairs of runs: nothing of sound ones; of faults the call or the module."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import narrowcast as nc
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pairs_of_runs import FAULTS, SOUND, decoder, whole
+
+
+@pytest.fixture(autouse=True)
+def silence():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+QUICK_SOUND = (
+    "one attention, cache, batch 2", "time first, in parts", "a module called twice, in parts", "two attentions",
+    "a norm by hand in bf16", "post-norm encoder in bf16", "graph in bf16", "experts in bf16",
+    "images in bf16, backward", "a cell by hand",
+)  # fmt: skip
+QUICK_FAULTS = (
+    "scale of attention", "a missing mask", "a softcap", "a temperature", "dropout left on", "tied weights broken",
+    "the order of norms", "a stale row of the cache",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK_SOUND)
+def test_sound_pairs_never_differ(name):
+    """A cache, other formats, another implementation; all of them run in tests/conformance/trust."""
+    found = nc.compare_runs(*SOUND[name]())
+    assert found.verdict != "values differ" and found.compared, str(found)
+
+
+@pytest.mark.parametrize("name", QUICK_FAULTS)
+def test_faults_are_named_where_they_are(name):
+    """The first call that makes a difference, or one of five that one run alone makes."""
+    pair, where = FAULTS[name]
+    found = nc.compare_runs(*pair())
+    named = [str(row.b[0]) for row in found.producers[:1]] + [str(one.id) for one in found.alone[:5]]
+    assert found.verdict == "values differ" and any(where in each for each in named), str(found)
+
+
+def test_log_probabilities_that_no_call_explains_make_runs_differ():
+    """What is done with logits after the block that is captured."""
+    a, b = whole(decoder(), tokens=True), whole(decoder(), tokens=True)
+    assert nc.compare_runs(a, b).verdict == "alike"
+    b.log_probabilities = [value * 1.1 for value in b.log_probabilities]
+    found = nc.compare_runs(a, b)
+    assert found.verdict == "values differ" and found.tokens.is_beyond and "a temperature" in str(found)
