@@ -11,7 +11,7 @@ from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS
-from narrowcast.torch_surface.dispatch import tree_leaves, version_of
+from narrowcast.torch_surface.dispatch import holds_others, tree_leaves, version_of
 
 Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -30,6 +30,52 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
     """The same arguments themselves, also those that it writes to."""
     came: list[torch.Tensor] | None = call.notes.get("came")
     return [t for _, t in inputs_of(call)] if came is None else came
+
+
+def parts_inside(call: SeenCall) -> Named:
+    """Of arguments of classes that hold other tensors, those tensors: what a collective gives, sharded ones."""
+    found: Named = []
+    waiting: Named = [
+        (name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))
+    ]
+    while waiting:
+        name, tensor = waiting.pop()
+        inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        parts: Named = [(name, getattr(tensor, each)) for each in inside]
+        waiting += [(name, part) for name, part in parts if holds_others(type(part))]
+        found += [(name, part) for name, part in parts if is_floating(part)]
+    return found
+
+
+def gave(call: SeenCall) -> list[torch.Tensor]:
+    """The floating tensors that a call gave, or wrote to."""
+    results = [t for t in call.results if is_floating(t)]
+    if not call.facts.overwrites:
+        return results
+    there = {id(t) for t in results}
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+    pairs = zip(names, came_in(call), strict=True)
+    return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+
+
+def fills(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is all of the memory it lies in."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_whole_number(tensor: torch.Tensor) -> bool:
+    """Whether it holds signed integers, as infinities may be cast to."""
+    return tensor.dtype in _INTEGERS and has_storage(tensor)
+
+
+def out_of_range(tensor: torch.Tensor) -> bool:
+    """Whether integers are as large as what casts make of an infinity, also after small numbers were added to it."""
+    half = torch.iinfo(tensor.dtype).max // 2
+    return bool(((tensor > half) | (tensor < -half)).any())
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 class Flags:
@@ -80,6 +126,20 @@ class Flags:
         return lambda number: bool(values[number])
 
 
+def masked_by_readers(calls: list[tuple[bool, list[int], list[int]]], finite: Callable[[int], bool]) -> set[int]:
+    """The numbers of what is not finite, was read, and of which in the end nothing but finite values came. calls: in
+    their order, whether each is a cast (to integers, if it gave nothing), what it read and what it gave.
+    """
+    masked: set[int] = set()
+    spoiled: set[int] = set()
+    for is_cast, came, gave in reversed(calls):
+        is_through = all(finite(n) or n in masked for n in gave)
+        for number in came if gave or is_cast else ():  # else it was asked, and not used
+            (masked if is_through else spoiled).add(number)
+        masked -= spoiled
+    return masked
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, looked at now."""
     found = _finite(tensor)
@@ -105,6 +165,20 @@ def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
     if not x.is_cpu:
         return total.float()
     return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+
+
+def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether, element by element, what is not finite stands where it stood in what came."""
+    for result in results:
+        bad = torch.zeros_like(result, dtype=torch.bool)
+        try:
+            for tensor in came:
+                bad |= ~tensor.isfinite()
+        except RuntimeError:  # another shape: not element by element
+            return False
+        if bool((~result.isfinite() & ~bad).any()):
+            return False
+    return True
 
 
 # -- infinities that are meant -----------------------------------------------------------------------------------------
