@@ -35,7 +35,7 @@ class Cause:
     """Who made something that is not finite. It is told, or meant (`why`), or waits for what comes of it.
 
     number: counts causes as they are made. call: without its tensors; None of what is meant from the start. became:
-    where an infinity became NaN.
+    where an infinity became NaN. is_masked: a reader of it, or of what came of it, gave finite values.
     """
 
     number: int
@@ -43,6 +43,7 @@ class Cause:
     call: SeenCall | None = None
     finding: Finding | None = None
     is_told: bool = False
+    is_masked: bool = False
     became: str = ""
 
     @property
@@ -168,11 +169,12 @@ class History:
         return len(waiting)
 
     def ends(self) -> None:
-        """The block has ended: what is there, and was not read, is what the program made."""
+        """The block has ended: what is there, and was masked by no reader, is what the program made."""
         self._carriers.sweep()
         for carrier in self._carriers.living():
-            if not carrier.is_read and (carrier.has_nan or not carrier.is_looked_at):
-                self.came_to(carrier.causes, "what it gave is there at the end, and nothing masked it")
+            if carrier.has_nan or not carrier.is_looked_at:
+                left = [cause for cause in carrier.causes if not (carrier.is_read and cause.is_masked)]
+                self.came_to(left, "what it gave is there at the end, and nothing masked it")
 
     def sweep(self) -> None:
         """Look for memory that was freed meanwhile."""

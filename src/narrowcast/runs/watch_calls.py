@@ -167,6 +167,8 @@ class WatchCalls(Observer):
         elif not carrier.is_read and carrier.waiting:
             self._count_meant(carrier.waiting[0].harmless)
         carrier.is_read = True
+        for cause in carrier.causes:
+            cause.is_masked = True
 
     def _judge(self, call: SeenCall, results: list[torch.Tensor]) -> None:
         bad = self._bad_inputs(call) or [(name, t, t) for name, t in parts_inside(call) if not is_finite(t)]
