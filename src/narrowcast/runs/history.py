@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from narrowcast.ledger.identity import CallId
 from narrowcast.report.findings import OP, Finding
 from narrowcast.runs.by_storage import ByStorage
 from narrowcast.runs.seen_call import SeenCall
 
 Maker = tuple[str, Any]
 """The op and the module of a call that gave something in a low format."""
+_CALLS = 4096
+"""How many calls of the forward are remembered for their backward."""
 _MAKERS = 4
 """How many are remembered of what something in a low format comes from, the nearest first."""
 Place = tuple[str | int, ...]
@@ -87,6 +90,7 @@ class History:
     def __init__(self) -> None:
         self._carriers: ByStorage[Carrier] = ByStorage(self._freed)
         self._made: dict[Place, Cause] = {}
+        self._seen_by: dict[CallId, tuple[Cause, ...]] = {}
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
         self.at_step: list[Cause] = []
@@ -109,6 +113,16 @@ class History:
     def made_at(self, place: Place) -> Cause | None:
         """The last cause that was made there."""
         return self._made.get(place)
+
+    def met(self, call: CallId, causes: Iterable[Cause]) -> None:
+        """A call of the forward read or gave what these made; so may what it keeps for its backward."""
+        self._seen_by[call] = tuple(dict.fromkeys((*self.met_by(call), *causes)))
+        if len(self._seen_by) > _CALLS:
+            del self._seen_by[next(iter(self._seen_by))]
+
+    def met_by(self, call: CallId | None) -> tuple[Cause, ...]:
+        """The causes of what a call of the forward read or gave."""
+        return () if call is None else self._seen_by.get(call, ())
 
     def carrier(self, tensor: torch.Tensor) -> Carrier | None:
         """What is known of what the tensor holds."""

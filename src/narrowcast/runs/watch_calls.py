@@ -167,6 +167,7 @@ class WatchCalls(Observer):
         elif not carrier.is_read and carrier.waiting:
             self._count_meant(carrier.waiting[0].harmless)
         carrier.is_read = True
+        self._carry([], carrier.causes, call)
         for cause in carrier.causes:
             cause.is_masked = True
 
@@ -178,13 +179,13 @@ class WatchCalls(Observer):
         why = numbers_not_finite(call) or mask_like(call, results) or self._is_allowed(call)
         if why:
             self._count_meant(why)
-            self._history.carries(results, [self._history.cause(why)])
+            self._carry(results, [self._history.cause(why)], call)
             return
         known = self._known(call)
         if known is not None:
             self._found.spread += known.is_told and call.id.direction != RECOMPUTATION
             self._found.repeated += known.is_told and call.id.direction == RECOMPUTATION
-            self._carry(results, [known])
+            self._carry(results, [known], call)
             return
         self._make(call, self._culprit(call, results), results)
 
@@ -206,7 +207,7 @@ class WatchCalls(Observer):
         if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = Replay.attach(finding, call)
         cause = self._history.cause(call=call, finding=finding)
-        self._carry(results, [*besides, cause])
+        self._carry(results, [*besides, cause], call)
         if is_for_scaler(call, finding):
             self._history.at_step.append(cause)
         elif not waits(finding):
@@ -214,7 +215,10 @@ class WatchCalls(Observer):
             self._tell_due()
         return cause
 
-    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[Cause]) -> None:
+    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[Cause], by: SeenCall | None = None) -> None:
+        """These hold what these causes made. by: the call that gave them."""
+        if by is not None and by.id.direction == FORWARD:
+            self._history.met(by.id, causes)
         for tensor in tensors:
             self._history.carries([tensor], causes, bool(tensor.isnan().any()))
 
@@ -231,7 +235,7 @@ class WatchCalls(Observer):
             self._skips_step()
         if any(cause.is_told for cause in causes):
             self._found.spread += 1
-            self._carry(results, causes)
+            self._carry(results, causes, call)
             return
         has_nan = any(bool(t.isnan().any()) for t in results)
         nan_came = any(bool(was.isnan().any()) for _, was, _ in bad)
@@ -250,21 +254,25 @@ class WatchCalls(Observer):
                 finding = replace(finding, sentence=f"NaN out of infinities that were meant: {why}")
                 self._make(call, finding, results, causes)
                 return
-        self._carry(results, causes)
+        self._carry(results, causes, call)
 
     def _given(self, call: SeenCall, name: str, value: torch.Tensor, tensor: torch.Tensor) -> Carrier:
-        """The first reader of what nobody saw being made: infinities are taken as meant, NaN is not."""
-        if not value.isnan().any():
+        """The first reader of what nobody saw being made: what a call keeps for its backward is what that call met; of
+        the rest infinities are taken as meant, NaN is not.
+        """
+        kept = self._history.met_by(call.forward)
+        if kept:
+            self._carry([tensor], kept)
+        elif not value.isnan().any():
             why = "given from outside"
             self._count_meant(why)
-            cause = self._history.cause(why)
+            self._carry([tensor], [self._history.cause(why)])
         else:
             kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
             sentence = f"its argument {name}, {kind}, holds NaN: {int(value.isnan().sum())} of {value.numel()} elements"
             advice = "Look at the data and the weights, and at what made them."
             finding = finding_of(call, inputs_of(call), "nan", GIVEN, sentence, advice)
-            cause = self._make(call, finding, [])
-        self._carry([tensor], [cause])
+            self._carry([tensor], [self._make(call, finding, [])])
         carrier = self._history.carrier(tensor)
         if carrier is None:
             raise AssertionError("what was just kept is there")
