@@ -419,12 +419,14 @@ def fp32_overflows_and_its_reader_differs():
 
 @faulty("aten.linear.default", "format")
 def what_layers_keep_of_an_overflow_for_their_backward():
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     with torch.no_grad():
-        model[0].weight.mul_(1e5)
+        layers[0].weight.mul_(1e5)
+    x = torch.randn(4, 8)
     with nc.autocast("cpu", torch.float16):
-        y = model(torch.randn(4, 8))
-    y.float().square().mean().backward()
+        for layer in layers:
+            x = x + layer(F.layer_norm(x, (8,)))
+    x.square().mean().backward()
 
 
 @faulty("aten._to_copy.default", "cast", "backward")
