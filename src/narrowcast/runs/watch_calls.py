@@ -42,7 +42,7 @@ from narrowcast.runs.finiteness import (
     out_of_range,
     parts_inside,
 )
-from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, Maker, place_of
+from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, place_of
 from narrowcast.runs.observer import Observer
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written, is_of_others
@@ -109,21 +109,14 @@ class WatchCalls(Observer):
             self._note_rounding(call, results)
 
     def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        """Of what comes out of a low format: who made it, there or on the way to it."""
-        before = () if sums_all(call) else self._rounded_before(came_in(call))
+        """Of what comes out of a low format: who made it. Sums of products hide what they were made of."""
         is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast
-        self._history.rounds(results, ((call.facts.id, call.who.module()), *before) if is_low else before)
-
-    def _rounded_before(self, came: list[torch.Tensor]) -> tuple[Maker, ...]:
-        """Who made, in a low format, what came in."""
-        found: dict[Maker, None] = {}
-        for tensor in came:
-            found.update(dict.fromkeys(self._history.rounded_by(tensor)))
-        return tuple(found)
+        maker = (call.facts.id, call.who.module()) if is_low else None
+        self._history.passes(maker, () if sums_all(call) else tensors_in(call.args, call.kwargs), results)
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
         came = came_in(call)[-1:] if is_quotient(call) else came_in(call)
-        rounded = [(op, path_of(module, self.roots)) for op, module in self._rounded_before(came)]
+        rounded = [(op, path_of(module, self.roots)) for op, module in self._history.rounded_by(came)]
         return find_culprit(call, inputs_of(call), results, rounded)
 
     def _came(self, call: SeenCall) -> list[int]:
