@@ -150,7 +150,7 @@ def find_culprit(
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = run_in(call, torch.float32) if low else None
-    if low and in_fp32 is not None and _mends(in_fp32, results):
+    if low and in_fp32 is not None and _mends(in_fp32, call.results):
         largest = _largest(in_fp32)
         format = FORMATS[low[0]]
         over = f"its largest magnitude there is {largest:.4g}, {format} ends at {format.max:.6g}"
@@ -159,7 +159,7 @@ def find_culprit(
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
         return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call))
     in_fp64 = run_in(call, torch.float64)
-    if in_fp64 is not None and _mends(in_fp64, results):
+    if in_fp64 is not None and _mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
         return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
@@ -233,8 +233,8 @@ _NOTHING = 1e-30
 
 def _mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
     """Whether something is finite in a wide format that is not in the results."""
-    pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point()]
-    return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs if w.shape == r.shape)
+    pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point() and w.shape == r.shape]
+    return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
 
 
 def _largest(tensors: list[torch.Tensor]) -> float:

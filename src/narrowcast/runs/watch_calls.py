@@ -210,7 +210,7 @@ class WatchCalls(Observer):
 
     def _carry(self, tensors: list[torch.Tensor], causes: Iterable[Cause], by: SeenCall | None = None) -> None:
         """These hold what these causes made. by: the call that gave them."""
-        if by is not None and by.id.direction == FORWARD:
+        if by is not None and by.id.direction != BACKWARD:
             self._history.met(by.id, causes)
         for tensor in tensors:
             self._history.carries([tensor], causes, bool(tensor.isnan().any()))
