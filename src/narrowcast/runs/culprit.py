@@ -194,11 +194,15 @@ def waits(finding: Finding) -> bool:
     return finding.made_by == OP or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
 
 
+def is_overflow(finding: Finding) -> bool:
+    """Whether a format alone makes it."""
+    return finding.made_by in (CAST, FORMAT)
+
+
 def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
-    """Whether a smaller scale of the loss would mend it: an overflow of fp16 in the backward."""
-    is_overflow = finding.made_by in (CAST, FORMAT) and not waits(finding)
+    """Whether a smaller scale of the loss would mend it: an overflow of fp16 or fp32 in the backward."""
     formats = {str(FORMATS[t.dtype]) for t in call.results if t.dtype in FORMATS} | set(finding.formats.split(","))
-    return is_overflow and call.id.direction == BACKWARD and "fp16" in formats
+    return is_overflow(finding) and call.id.direction == BACKWARD and ("fp16" in formats or waits(finding))
 
 
 def is_unscaling(call: SeenCall) -> bool:
@@ -209,6 +213,11 @@ def is_unscaling(call: SeenCall) -> bool:
 def unscales(call: SeenCall) -> bool:
     """Whether it is a scaler's look at its gradients."""
     return _name(call) == "_amp_foreach_non_finite_check_and_unscale"
+
+
+def is_new_scale(call: SeenCall) -> bool:
+    """Whether a scaler sets its scale anew: the step has ended for it."""
+    return _name(call) == "_amp_update_scale"
 
 
 def gives_the_same_without(call: SeenCall) -> bool:

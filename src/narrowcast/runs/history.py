@@ -42,7 +42,8 @@ class Cause:
     """Who made something that is not finite. It is told, or meant (`why`), or waits for what comes of it.
 
     number: counts causes as they are made. call: without its tensors; None of what is meant from the start. became:
-    where an infinity became NaN. is_masked: a reader of it, or of what came of it, gave finite values.
+    where an infinity became NaN. is_masked: a reader of it, or of what came of it, gave finite values. is_fault: by
+    itself, whatever comes of it.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Cause:
     finding: Finding | None = None
     is_told: bool = False
     is_masked: bool = False
+    is_fault: bool = False
     became: str = ""
 
     @property
@@ -105,10 +107,13 @@ class History:
 
     # -- as calls end --------------------------------------------------------------------------------------------------
 
-    def cause(self, why: str = "", call: SeenCall | None = None, finding: Finding | None = None) -> Cause:
+    def cause(
+        self, why: str = "", call: SeenCall | None = None, finding: Finding | None = None, is_fault: bool = False
+    ) -> Cause:
         """A new cause."""
         self._count += 1
-        found = Cause(self._count, why, None if call is None else call.without_tensors(), finding)
+        light = None if call is None else call.without_tensors()
+        found = Cause(self._count, why, light, finding, is_fault=is_fault)
         if found.call is not None:
             self._made[place_of(found.call)] = found
         return found
@@ -194,7 +199,7 @@ class History:
         """What waited for the end of the step: told, or meant, if a scaler skips it; how many were."""
         waiting, self.at_step = [cause for cause in self.at_step if cause.is_open], []
         if not is_skipped:
-            self.came_to(waiting)
+            self.came_to(cause for cause in waiting if cause.is_fault)
             return 0
         for cause in waiting:
             cause.why = FOR_SCALER

@@ -18,6 +18,8 @@ from narrowcast.runs.culprit import (
     finding_of,
     gives_the_same_without,
     is_for_scaler,
+    is_new_scale,
+    is_overflow,
     is_quotient,
     is_unscaling,
     made_besides,
@@ -68,6 +70,7 @@ class WatchCalls(Observer):
         self._told: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
         self._later: list[tuple[SeenCall, list[int], list[int]]] = []
+        self._is_skipped = False
 
     # -- as calls end --------------------------------------------------------------------------------------------------
 
@@ -86,6 +89,7 @@ class WatchCalls(Observer):
     def after(self, call: SeenCall) -> None:
         """What went out."""
         self._found.calls += 1
+        self._is_skipped = self._is_skipped and not is_new_scale(call)
         results = gave(call)
         if call.facts.writes:
             for tensor in results:
@@ -199,11 +203,12 @@ class WatchCalls(Observer):
         finding = replace(finding, step=self._found.steps + 1)
         if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = Replay.attach(finding, call)
-        cause = self._history.cause(call=call, finding=finding)
+        why = FOR_SCALER if self._is_skipped and is_overflow(finding) else ""
+        cause = self._history.cause(why, call, finding, is_fault=not waits(finding))
         self._carry(results, [*besides, cause], call)
         if is_for_scaler(call, finding):
             self._history.at_step.append(cause)
-        elif not waits(finding):
+        elif cause.is_fault:
             self._history.came_to([cause])
             self._tell_due()
         return cause
@@ -342,6 +347,7 @@ class WatchCalls(Observer):
         """
         if is_skipped:
             self._skips_step()
+        self._is_skipped = False
         self._history.step_ends(is_skipped=False)
         self._history.sweep()
         gradients = [p.grad for p in (*parameters, *(p for root in self.roots for p in root.parameters()))]
@@ -353,6 +359,7 @@ class WatchCalls(Observer):
         self._read_later(is_skipped)
 
     def _skips_step(self) -> None:
+        self._is_skipped = True
         if self._history.step_ends(is_skipped=True):
             self._count_meant(FOR_SCALER)
 
