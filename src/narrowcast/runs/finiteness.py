@@ -84,6 +84,7 @@ class Flags:
     def __init__(self) -> None:
         self._known: ByStorage[dict[Key, int]] = ByStorage()
         self._values: list[bool | torch.Tensor] = []
+        self._first: list[int] = []
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number."""
@@ -96,6 +97,7 @@ class Flags:
         found = numbers.get(key)
         if found is None:
             numbers[key] = found = len(self._values)
+            self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=found))
             self._values.append(_finite(tensor))
         return found
 
@@ -110,8 +112,8 @@ class Flags:
             value = self._values[number] = math.isfinite(float(value))
         return value
 
-    def read(self) -> Callable[[int], bool]:
-        """All flags, in one transfer for each device; those that were read are forgotten."""
+    def read(self) -> tuple[Callable[[int], bool], Callable[[int], int]]:
+        """All flags, in one transfer for each device, and what lies in one memory; those that were read are forgotten."""
         waiting: dict[torch.device, list[int]] = {}
         for number, value in enumerate(self._values):
             if isinstance(value, torch.Tensor):
@@ -121,21 +123,24 @@ class Flags:
             together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
             for number, value in zip(numbers, together.isfinite().tolist(), strict=True):
                 values[number] = value
-        self._values.clear()
-        self._known = ByStorage()
-        return lambda number: bool(values[number])
+        first = self._first
+        self._values, self._first, self._known = [], [], ByStorage()
+        return lambda number: bool(values[number]), first.__getitem__
 
 
-def masked_by_readers(calls: list[tuple[bool, list[int], list[int]]], finite: Callable[[int], bool]) -> set[int]:
-    """The numbers of what is not finite, was read, and of which in the end nothing but finite values came. calls: in
+def masked_by_readers(
+    calls: list[tuple[bool, list[int], list[int]]], finite: Callable[[int], bool], memory: Callable[[int], int]
+) -> set[int]:
+    """The memory of what is not finite, was read, and of which in the end nothing but finite values came. calls: in
     their order, whether each is a cast (to integers, if it gave nothing), what it read and what it gave.
     """
     masked: set[int] = set()
     spoiled: set[int] = set()
     for is_cast, came, gave in reversed(calls):
-        is_through = all(finite(n) or n in masked for n in gave)
+        is_through = all(finite(n) or memory(n) in masked for n in gave)
         for number in came if gave or is_cast else ():  # else it was asked, and not used
-            (masked if is_through else spoiled).add(number)
+            if not finite(number):
+                (masked if is_through else spoiled).add(memory(number))
         masked -= spoiled
     return masked
 

@@ -365,23 +365,23 @@ class WatchCalls(Observer):
 
     def _read_later(self, is_skipped: bool) -> None:
         """Read what was put off, in one transfer, and judge it by who read what of whom."""
-        finite = self._flags.read()
+        finite, memory = self._flags.read()
         later, self._later = self._later, []
-        masked = masked_by_readers([(call.is_cast, came, given) for call, came, given in later], finite)
+        masked = masked_by_readers([(call.is_cast, came, given) for call, came, given in later], finite, memory)
         is_skipped |= any(unscales(call) and not all(map(finite, came)) for call, came, _ in later)
         skips = False
         for call, came, given in later:
             bad = [n for n in given if not finite(n)]
             if not bad:
                 continue
-            may_round = call.is_cast or "fp16" in call.computes or "bf16" in call.computes
+            may_round = not call.is_cast and ("fp16" in call.computes or "bf16" in call.computes)
             if not all(map(finite, came)):
                 self._found.spread += 1
             elif call.notes["numbers"]:
                 self._count_meant(call.notes["numbers"])
-            elif not may_round and all(n in masked for n in bad):
+            elif not may_round and all(memory(n) in masked for n in bad):
                 self._count_meant("masked by all who read it")
-            elif is_skipped and call.id.direction == BACKWARD and may_round:
+            elif is_skipped and call.id.direction == BACKWARD and (may_round or call.is_cast):
                 skips = True
             else:
                 sentence = "its inputs were finite; nc.watch(at='op') proves who made it"
