@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -78,12 +78,28 @@ def out_of_range(tensor: torch.Tensor) -> bool:
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What flags were, by number. totals: a sum of each tensor. memory: alike for what lay in one memory, unwritten."""
+
+    totals: list[float]
+    memory: list[int]
+
+    def is_finite(self, number: int) -> bool:
+        """Whether all elements were."""
+        return math.isfinite(self.totals[number])
+
+    def has_nan(self, numbers: list[int]) -> bool:
+        """Whether there was NaN, or infinities of both signs, in one of these."""
+        return any(math.isnan(self.totals[number]) for number in numbers)
+
+
 class Flags:
     """For each tensor as it is now one number: whether it is finite; read of accelerators when it is asked for."""
 
     def __init__(self) -> None:
         self._known: ByStorage[dict[Key, int]] = ByStorage()
-        self._values: list[bool | torch.Tensor] = []
+        self._values: list[float | torch.Tensor] = []
         self._first: list[int] = []
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -98,7 +114,7 @@ class Flags:
         if found is None:
             numbers[key] = found = len(self._values)
             self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=found))
-            self._values.append(_finite(tensor))
+            self._values.append(_total(tensor))
         return found
 
     def written(self, tensor: torch.Tensor) -> None:
@@ -107,13 +123,11 @@ class Flags:
 
     def is_finite(self, number: int) -> bool:
         """The flag, read now."""
-        value = self._values[number]
-        if isinstance(value, torch.Tensor):
-            value = self._values[number] = math.isfinite(float(value))
-        return value
+        value = self._values[number] = float(self._values[number])
+        return math.isfinite(value)
 
-    def read(self) -> tuple[Callable[[int], bool], Callable[[int], int]]:
-        """All flags, in one transfer for each device, and what lies in one memory; those that were read are forgotten."""
+    def read(self) -> Read:
+        """All flags, in one transfer for each device; those that were read are forgotten."""
         waiting: dict[torch.device, list[int]] = {}
         for number, value in enumerate(self._values):
             if isinstance(value, torch.Tensor):
@@ -121,37 +135,18 @@ class Flags:
         values = dict(enumerate(self._values))
         for numbers in waiting.values():
             together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
-            for number, value in zip(numbers, together.isfinite().tolist(), strict=True):
-                values[number] = value
-        first = self._first
+            values.update(zip(numbers, together.tolist(), strict=True))
+        found = Read([float(values[number]) for number in range(len(values))], self._first)
         self._values, self._first, self._known = [], [], ByStorage()
-        return lambda number: bool(values[number]), first.__getitem__
-
-
-def masked_by_readers(
-    calls: list[tuple[bool, list[int], list[int]]], finite: Callable[[int], bool], memory: Callable[[int], int]
-) -> set[int]:
-    """The memory of what is not finite, was read, and of which in the end nothing but finite values came. calls: in
-    their order, whether each is a cast (to integers, if it gave nothing), what it read and what it gave.
-    """
-    masked: set[int] = set()
-    spoiled: set[int] = set()
-    for is_cast, came, gave in reversed(calls):
-        is_through = all(finite(n) or memory(n) in masked for n in gave)
-        for number in came if gave or is_cast else ():  # else it was asked, and not used
-            if not finite(number):
-                (masked if is_through else spoiled).add(memory(number))
-        masked -= spoiled
-    return masked
+        return found
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, looked at now."""
-    found = _finite(tensor)
-    return math.isfinite(float(found)) if isinstance(found, torch.Tensor) else found
+    return math.isfinite(_total(tensor))
 
 
-def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
+def _total(tensor: torch.Tensor) -> float | torch.Tensor:
     """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu.
 
     There fp32 is multiplied by itself: BLAS takes less time for that than torch for a sum, the more so for what lies
@@ -159,7 +154,7 @@ def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
     """
     x = tensor.detach() if tensor.requires_grad else tensor
     if not x.numel():
-        return True
+        return 0.0
     if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
         flat = x.view(-1)
         total = torch.dot(flat, flat)
@@ -169,7 +164,8 @@ def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
         total = (x if FORMATS[x.dtype].bits >= 16 else x.float()).sum()
     if not x.is_cpu:
         return total.float()
-    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    found: float = total.item()
+    return found if math.isfinite(found) or not bool(torch.isfinite(x).all()) else 0.0
 
 
 def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:

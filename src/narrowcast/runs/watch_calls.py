@@ -25,7 +25,6 @@ from narrowcast.runs.culprit import (
     made_besides,
     overflowing_casts,
     sums_all,
-    unscales,
     waits,
 )
 from narrowcast.runs.finiteness import (
@@ -38,7 +37,6 @@ from narrowcast.runs.finiteness import (
     is_floating,
     is_whole_number,
     mask_like,
-    masked_by_readers,
     numbers_not_finite,
     only_passed_on,
     out_of_range,
@@ -46,6 +44,7 @@ from narrowcast.runs.finiteness import (
 )
 from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, place_of
 from narrowcast.runs.observer import Observer
+from narrowcast.runs.put_off import PutOff, Verdict, judged
 from narrowcast.runs.replay import Replay
 from narrowcast.runs.rerun import copies_of_written, is_of_others
 from narrowcast.runs.seen_call import SeenCall
@@ -69,7 +68,7 @@ class WatchCalls(Observer):
         self._history = History()
         self._told: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
-        self._later: list[tuple[SeenCall, list[int], list[int]]] = []
+        self._later: list[PutOff] = []
         self._is_skipped = False
 
     # -- as calls end --------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class WatchCalls(Observer):
             for tensor in results:
                 self._flags.written(tensor)
         if not self._looks_now(results or came_in(call)):
-            self._later.append((_light(call), self._came(call), [self._flags.number(t) for t in results]))
+            self._later.append(PutOff.of(call, self._came(call), [self._flags.number(t) for t in results]))
             return
         bad = [tensor for tensor in results if not is_finite(tensor)]
         overflowed, masks = overflowing_casts(call, gave_finite=not bad)
@@ -364,34 +363,18 @@ class WatchCalls(Observer):
             self._count_meant(FOR_SCALER)
 
     def _read_later(self, is_skipped: bool) -> None:
-        """Read what was put off, in one transfer, and judge it by who read what of whom."""
-        finite, memory = self._flags.read()
+        """Read what was put off, in one transfer."""
         later, self._later = self._later, []
-        masked = masked_by_readers([(call.is_cast, came, given) for call, came, given in later], finite, memory)
-        is_skipped |= any(unscales(call) and not all(map(finite, came)) for call, came, _ in later)
         skips = False
-        for call, came, given in later:
-            bad = [n for n in given if not finite(n)]
-            if not bad:
-                continue
-            may_round = not call.is_cast and ("fp16" in call.computes or "bf16" in call.computes)
-            if not all(map(finite, came)):
+        for put_off, verdict, why in judged(later, self._flags.read(), is_skipped):
+            if verdict is Verdict.SPREAD:
                 self._found.spread += 1
-            elif call.notes["numbers"]:
-                self._count_meant(call.notes["numbers"])
-            elif not may_round and all(memory(n) in masked for n in bad):
-                self._count_meant("masked by all who read it")
-            elif is_skipped and call.id.direction == BACKWARD and (may_round or call.is_cast):
+            elif verdict is Verdict.MEANT:
+                self._count_meant(why)
+            elif verdict is Verdict.SKIPPED:
                 skips = True
             else:
-                sentence = "its inputs were finite; nc.watch(at='op') proves who made it"
-                self._make(call, finding_of(call, [], "nan or infinity", "", sentence), [])
+                sentence = f"{why}; nc.watch(at='op') proves who made it"
+                self._make(put_off.call, finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
         if skips:
             self._count_meant(FOR_SCALER)
-
-
-def _light(call: SeenCall) -> SeenCall:
-    """What is kept of a call until its step ends: not its tensors."""
-    why, light = numbers_not_finite(call), call.without_tensors()
-    light.notes["numbers"] = why
-    return light
