@@ -84,8 +84,9 @@ class Carrier:
 
     @property
     def waiting(self) -> list[Cause]:
-        """The causes of which it is yet to be seen what comes."""
-        return [cause for cause in self.causes if cause.is_open]
+        """The causes of which it is yet to be seen what comes; none where a scaler throws all away."""
+        thrown_away = any(cause.why == FOR_SCALER for cause in self.causes)
+        return [] if thrown_away else [cause for cause in self.causes if cause.is_open]
 
 
 class History:
@@ -188,12 +189,12 @@ class History:
         for tensor in tensors:
             carrier = None if tensor is None else self.carrier(tensor)
             if carrier is not None:
-                self.came_to(carrier.causes, what)
+                self.came_to(carrier.waiting, what)
 
     def _freed(self, carrier: Carrier) -> None:
         """Infinities that nobody read are nothing; NaN is, and what fp64 does not give."""
         if not (carrier.is_read or carrier.is_looked_at):
-            self.came_to(cause for cause in carrier.causes if carrier.has_nan or not cause.is_exact)
+            self.came_to(cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact)
 
     def step_ends(self, is_skipped: bool) -> int:
         """What waited for the end of the step: told, or meant, if a scaler skips it; how many were."""
@@ -210,7 +211,7 @@ class History:
         self._carriers.sweep()
         for carrier in self._carriers.living():
             if carrier.has_nan or not carrier.is_looked_at:
-                left = [cause for cause in carrier.causes if not (carrier.is_read and cause.is_masked)]
+                left = [cause for cause in carrier.waiting if not (carrier.is_read and cause.is_masked)]
                 self.came_to(left, "what it gave is there at the end, and nothing masked it")
 
     def sweep(self) -> None:

@@ -33,9 +33,9 @@ class PutOff:
         return PutOff(call.without_tensors(), came, gave, numbers_not_finite(call))
 
     @property
-    def is_low(self) -> bool:
-        """Whether it computes in a low format, which may be who overflows."""
-        return "fp16" in self.call.computes or "bf16" in self.call.computes
+    def may_overflow(self) -> bool:
+        """Whether its format may be who does it: fp16 ends where bf16 and fp32 do not."""
+        return "fp16" in self.call.computes
 
 
 def judged(calls: list[PutOff], read: Read, is_skipped: bool) -> Iterator[tuple[PutOff, Verdict, str]]:
@@ -59,10 +59,10 @@ def judged(calls: list[PutOff], read: Read, is_skipped: bool) -> Iterator[tuple[
         elif put_off.numbers:
             yield put_off, Verdict.MEANT, put_off.numbers
             continue
-        elif is_masked and (put_off.call.is_cast or not put_off.is_low):
+        elif is_masked and (put_off.call.is_cast or not put_off.may_overflow):
             yield put_off, Verdict.MEANT, "masked by all who read it"
             continue
-        elif is_thrown_away and (put_off.call.is_cast or put_off.is_low):
+        elif is_thrown_away and (put_off.call.is_cast or put_off.may_overflow):
             yield put_off, Verdict.SKIPPED, ""
             continue
         else:
