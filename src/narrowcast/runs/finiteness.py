@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowcast.ops import named
 from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.seen_call import SeenCall
@@ -30,6 +31,15 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
     """The same arguments themselves, also those that it writes to."""
     came: list[torch.Tensor] | None = call.notes.get("came")
     return [t for _, t in inputs_of(call)] if came is None else came
+
+
+def reads(call: SeenCall, argument: str) -> bool:
+    """Whether the call reads what an argument held, and does not just write to it."""
+    _, name, overload = call.facts.id.split(".")
+    if not (overload == "out" or overload.endswith("_out") or name.removesuffix("_") in named("finite.written_unread")):
+        return True
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    return argument.partition(".")[0] not in written
 
 
 def parts_inside(call: SeenCall) -> Named:

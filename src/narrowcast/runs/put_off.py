@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from narrowcast.ledger.identity import BACKWARD
 from narrowcast.runs.culprit import unscales
-from narrowcast.runs.finiteness import Read, numbers_not_finite
+from narrowcast.runs.finiteness import Flags, Read, numbers_not_finite
 from narrowcast.runs.seen_call import SeenCall
+from narrowcast.torch_surface.dispatch import StorageWeakRef
 
 
 class Verdict(Enum):
@@ -20,17 +23,21 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PutOff:
-    """A call without its tensors; the flags of what it read, and of what it gave. numbers: why an infinity is meant."""
+    """A call without its tensors; the flags of what it read, and of what it gave, and the memory that lies in. numbers:
+    why an infinity is meant.
+    """
 
     call: SeenCall
     came: list[int]
     gave: list[int]
+    lies: list[StorageWeakRef]
     numbers: str
 
     @staticmethod
-    def of(call: SeenCall, came: list[int], gave: list[int]) -> PutOff:
+    def of(call: SeenCall, flags: Flags, came: list[int], results: list[torch.Tensor]) -> PutOff:
         """Of a call whose arguments are at hand."""
-        return PutOff(call.without_tensors(), came, gave, numbers_not_finite(call))
+        lies = [StorageWeakRef(tensor.untyped_storage()) for tensor in results]
+        return PutOff(call.without_tensors(), came, list(map(flags.number, results)), lies, numbers_not_finite(call))
 
     @property
     def may_overflow(self) -> bool:
@@ -72,11 +79,17 @@ def judged(calls: list[PutOff], read: Read, is_skipped: bool) -> Iterator[tuple[
 
 
 def masked_by_readers(calls: list[PutOff], read: Read) -> set[int]:
-    """The memory of what is not finite, was read, and of which in the end nothing but finite values came."""
+    """The memory of what is not finite, was read, and of which in the end nothing came but finite values, and
+    infinities that were freed unread.
+    """
     masked: set[int] = set()
     spoiled: set[int] = set()
     for put_off in reversed(calls):
-        is_through = all(read.is_finite(n) or read.memory[n] in masked for n in put_off.gave)
+        is_through = True
+        for number, lies in zip(put_off.gave, put_off.lies, strict=True):
+            memory = read.memory[number]
+            is_nothing = memory not in spoiled and lies.expired() and not read.has_nan([number])
+            is_through &= read.is_finite(number) or memory in masked or is_nothing
         # a cast that gave nothing is one to integers; of another it was asked, and not used
         for number in put_off.came if put_off.gave or put_off.call.is_cast else ():
             if not read.is_finite(number):

@@ -119,6 +119,9 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
 
     def _step(self, optimizer: Any) -> None:
         with quietly():
+            if _is_told_to_skip(optimizer):
+                self.step_skipped()
+                return
             try:
                 held = [p for group in optimizer.param_groups for p in group["params"]]
                 self._observer.settle(final=False, parameters=held)
@@ -157,3 +160,9 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
             self._stream.truncate(end)
         self.found.notes.append(f"{self._log} ends at step {self.found.steps}: {why}")
         self._log = None
+
+
+def _is_told_to_skip(optimizer: Any) -> bool:
+    """Whether a scaler has told a fused optimizer, which looks itself, that gradients are not finite."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(found.any())

@@ -41,6 +41,7 @@ from narrowcast.runs.finiteness import (
     only_passed_on,
     out_of_range,
     parts_inside,
+    reads,
 )
 from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, place_of
 from narrowcast.runs.observer import Observer
@@ -94,7 +95,9 @@ class WatchCalls(Observer):
             for tensor in results:
                 self._flags.written(tensor)
         if not self._looks_now(results or came_in(call)):
-            self._later.append(PutOff.of(call, self._came(call), [self._flags.number(t) for t in results]))
+            pairs = zip(inputs_of(call), self._came(call), strict=True) if call.facts.writes else ()
+            came = [flag for (name, _), flag in pairs if reads(call, name)] if pairs else self._came(call)
+            self._later.append(PutOff.of(call, self._flags, came, results))
             return
         bad = [tensor for tensor in results if not is_finite(tensor)]
         overflowed, masks = overflowing_casts(call, gave_finite=not bad)
@@ -130,7 +133,8 @@ class WatchCalls(Observer):
     def _bad_inputs(self, call: SeenCall) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """The arguments that are not finite: their names, what they were, and themselves."""
         pairs = zip(inputs_of(call), came_in(call), self._came(call), strict=True)
-        return [(name, was, tensor) for (name, was), tensor, flag in pairs if not self._flags.is_finite(flag)]
+        bad = [(name, was, tensor) for (name, was), tensor, flag in pairs if not self._flags.is_finite(flag)]
+        return [each for each in bad if reads(call, each[0])]
 
     def _looks_now(self, tensors: list[torch.Tensor]) -> bool:
         return self._at == "op" or (self._at == "auto" and all(t.is_cpu for t in tensors))
