@@ -45,9 +45,13 @@ class PutOff:
         return "fp16" in self.call.computes
 
 
-def judged(calls: list[PutOff], read: Read, is_skipped: bool) -> Iterator[tuple[PutOff, Verdict, str]]:
-    """Those that gave what is not finite, what became of it, and why. is_skipped: a scaler skips the step."""
-    masked = masked_by_readers(calls, read)
+def judged(
+    calls: list[PutOff], losses: list[int], read: Read, is_skipped: bool
+) -> Iterator[tuple[PutOff, Verdict, str]]:
+    """Those that gave what is not finite, what became of it, and why. losses: of what gradients were taken.
+    is_skipped: a scaler skips the step.
+    """
+    masked = masked_by_readers(calls, losses, read)
     is_skipped |= any(unscales(put_off.call) and not all(map(read.is_finite, put_off.came)) for put_off in calls)
     is_told = has_gone_back = False
     for put_off in calls:
@@ -78,12 +82,12 @@ def judged(calls: list[PutOff], read: Read, is_skipped: bool) -> Iterator[tuple[
         yield put_off, Verdict.FINDING, why
 
 
-def masked_by_readers(calls: list[PutOff], read: Read) -> set[int]:
+def masked_by_readers(calls: list[PutOff], losses: list[int], read: Read) -> set[int]:
     """The memory of what is not finite, was read, and of which in the end nothing came but finite values, and
     infinities that were freed unread.
     """
     masked: set[int] = set()
-    spoiled: set[int] = set()
+    spoiled = {read.memory[number] for number in losses if not read.is_finite(number)}
     for put_off in reversed(calls):
         is_through = True
         for number, lies in zip(put_off.gave, put_off.lies, strict=True):

@@ -70,6 +70,7 @@ class WatchCalls(Observer):
         self._told: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
         self._later: list[PutOff] = []
+        self._losses: list[int] = []
         self._is_skipped = False
 
     # -- as calls end --------------------------------------------------------------------------------------------------
@@ -300,18 +301,20 @@ class WatchCalls(Observer):
 
     @property
     def follows(self) -> bool:
-        """Copies are followed once there is something to follow."""
-        return bool(self._history)
+        """Copies are followed once there is something to follow, or to read later."""
+        return bool(self._history) or bool(self._later)
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A copy holds what its source held. A gradient that is taken of a loss begins with ones like it."""
+        is_of_loss = facts.id == "aten.ones_like.default"
         for tensor in tensors_in(args, kwargs):
+            is_loss = is_of_loss and tensor.requires_grad and tensor.numel() == 1
+            if is_loss and self._later and is_floating(tensor):
+                self._losses.append(self._flags.number(tensor))
             carrier = self._history.carrier(tensor)
-            if carrier is None:
-                continue
-            if facts.id == "aten.ones_like.default":
-                if tensor.requires_grad and tensor.numel() == 1:
-                    self._history.came_to(carrier.causes, "a gradient is taken of what came of it")
+            if is_loss and carrier is not None:
+                self._history.came_to(carrier.causes, "a gradient is taken of what came of it")
+            if is_of_loss or carrier is None:
                 continue
             copies = [t for t in tensors_in(result) if is_floating(t) and not is_finite(t)]
             if copies and not any(self._history.carrier(t) is carrier for t in copies):
@@ -368,9 +371,9 @@ class WatchCalls(Observer):
 
     def _read_later(self, is_skipped: bool) -> None:
         """Read what was put off, in one transfer."""
-        later, self._later = self._later, []
+        later, self._later, losses, self._losses = self._later, [], self._losses, []
         skips = False
-        for put_off, verdict, why in judged(later, self._flags.read(), is_skipped):
+        for put_off, verdict, why in judged(later, losses, self._flags.read(), is_skipped):
             if verdict is Verdict.SPREAD:
                 self._found.spread += 1
             elif verdict is Verdict.MEANT:
