@@ -290,6 +290,63 @@ def scaler_of_narrowcast():
     scaled(nc.Scaler("cpu", init_scale=2.0**20))
 
 
+@sound
+def scaler_that_a_fused_optimizer_asks():
+    model, scaler = nn.Linear(8, 8), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with nc.autocast("cpu", torch.float16):
+            y = model(torch.randn(4, 8))
+        scaler.scale(y.float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@sound
+def scaler_beside_checkpoints_norms_and_convolutions():
+    conv, norm, head = nn.Conv1d(4, 8, 3), nn.LayerNorm(6), nn.Linear(6, 6)
+    parameters = [*conv.parameters(), *norm.parameters(), *head.parameters()]
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**22), torch.optim.SGD(parameters, 1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with nc.autocast("cpu", torch.float16):
+            y = checkpoint(lambda x: head(norm(conv(x) * 1e-3)), torch.randn(2, 4, 8), use_reentrant=False)
+            y = checkpoint(head, y, use_reentrant=True)
+        scaler.scale(y.float().square().sum()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@sound
+def memory_that_is_filled():
+    memory = torch.tensor([math.nan, 1.0, math.nan])
+    return memory.fill_(-INF).maximum(torch.randn(3)).softmax(-1)
+
+
+@sound
+def a_gate_whose_infinities_nobody_takes():
+    scores = torch.randn(8, 8) + torch.log((~CAUSAL).float())
+    chosen = scores.topk(2).indices
+    return torch.full_like(scores, -INF).scatter(-1, chosen, scores.gather(-1, chosen)).softmax(-1)
+
+
+@sound
+def costs_of_transport():
+    u = 0.1 * torch.log(torch.tensor([0.0, 0.5, 0.5]))
+    for _ in range(2):
+        v = -torch.logsumexp(torch.randn(3, 3) + u[:, None], 0)
+        u = u - torch.logsumexp(torch.randn(3, 3) + v[None], 1)
+    return torch.exp(u[:, None] + v[None])
+
+
+@sound
+def a_mask_of_fp32_that_is_cast():
+    return (torch.randn(8, 8).half() + torch.zeros(8, 8).masked_fill(CAUSAL, torch.finfo().min).half()).softmax(-1)
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -515,12 +572,21 @@ def test_parameters_of_two_models_with_the_same_names_are_told_apart():
     assert "the parameter Linear 2.weight" in w.first.sentence
 
 
+STEPWISE = (
+    "log_under_where", "buckets_of_t5", "scaler_of_torch", "scaler_that_a_fused_optimizer_asks",
+    "memory_that_is_filled", "a_gate_whose_infinities_nobody_takes", "costs_of_transport", "a_mask_of_fp32_that_is_cast",
+)  # fmt: skip
+
+
 def test_at_the_end_of_a_step_readers_decide_too():
-    """A limit under `where` is none to tell, and a logarithm that is trained on is."""
-    for program in ("log_under_where", "buckets_of_t5", "scaler_of_torch"):
+    """A limit under `where` is none to tell, and a logarithm that is trained on is; so is NaN out of what was meant."""
+    for program in STEPWISE:
         with nc.watch(at="step") as w:
             kept = SOUND[program]()
-        assert not w.findings, (w, kept)
+        assert not w.findings, (program, w, kept)
     with nc.watch(at="step") as w:
         a_log_of_zero_that_is_trained_on()
     assert [finding.id.op for finding in w.findings] == ["aten.log.default"]
+    with nc.watch(at="step") as w:
+        a_row_masked_whole()
+    assert [finding.id.op for finding in w.findings] == ["aten._softmax.default"]

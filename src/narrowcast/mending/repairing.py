@@ -251,11 +251,12 @@ class Repairing:
             problem = self._judge(ran, rules)
             return problem is None, self._found.steps[-1].found + _figures(ran)
 
-        ranked = self._ranked if self._worth is not None and self._worth.foretells(self._found.steps[0].error) else set()
+        worth, error = self._worth, self._found.steps[0].error
+        ranked = self._ranked if worth is not None and worth.foretells(error) else set()
         dropping = Dropping(clean, lambda: self._checks.count, list(self._wrong), frozenset(ranked))
         is_off = (ERROR, METRIC)
-        worth = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
-        self._rules = dropping.run(self._rules, worth)
+        parts = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
+        self._rules = dropping.run(self._rules, parts)
         self._found.dropped = [str(rule) for rule in dropping.dropped]
         self._found.untried = [str(rule) for rule in dropping.untried]
         self._needed = dropping.needed

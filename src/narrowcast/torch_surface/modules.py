@@ -102,8 +102,9 @@ def carried_state(frame: FrameType) -> Any:
 
 
 def find_recomputation() -> FrameType | None:
-    """The frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack; None in a backward
-    that runs inside of one, as reentrant checkpoints run that of what they have recomputed.
+    """The frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack.
+
+    None in a backward that runs inside of one, as reentrant checkpoints run that of what they have recomputed.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_recomputation(frame):
