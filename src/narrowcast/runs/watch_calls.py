@@ -356,9 +356,9 @@ class WatchCalls(Observer):
         self._is_skipped = False
         self._history.step_ends(is_skipped=False)
         self._history.sweep()
-        gradients = [p.grad for p in (*parameters, *(p for root in self.roots for p in root.parameters()))]
         if self._history and not is_skipped:
-            self._history.read_in_vain(gradients, "it reached the gradient of a parameter")
+            held = (*parameters, *(p for root in self.roots for p in root.parameters()))
+            self._history.read_in_vain([p.grad for p in held], "it reached the gradient of a parameter")
         if final:
             self._history.ends()
         self._tell_due()
