@@ -21,7 +21,7 @@ from narrowcast.eager import advice
 from narrowcast.eager.record import Recorder
 from narrowcast.loops import looking
 from narrowcast.report.findings import Watching
-from narrowcast.runs import bands, capture, culprit, reference, statistics, trends, watch
+from narrowcast.runs import bands, capture, culprit, reference, statistics, trends, watch_calls
 from narrowcast.runs.turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -242,13 +242,13 @@ def step():
 WATCHED, CAPTURED, RECORDED = OBSERVERS["watch"], OBSERVERS["capture"], OBSERVERS["record"]
 PLACES = {
     "the statistics of a finding": (WATCHED, statistics.Statistics, "number"),
-    "whether a value is finite": (WATCHED, watch, "is_finite"),
-    "who made it": (WATCHED, watch, "find_culprit"),
+    "whether a value is finite": (WATCHED, watch_calls, "is_finite"),
+    "who made it": (WATCHED, watch_calls, "find_culprit"),
     "the text of a finding": (WATCHED, culprit, "finding_of"),
-    "its replay": (WATCHED, watch.Replay, "of"),
+    "its replay": (WATCHED, watch_calls.Replay, "of"),
     "trends": (WATCHED, trends, "_figures"),
     "history": (WATCHED, trends.Trends, "look"),
-    "the end": (WATCHED, watch.WatchCalls, "settle"),
+    "the end": (WATCHED, watch_calls.WatchCalls, "settle"),
     "who is called": (WATCHED, Turns, "who"),
     "calls of modules": (WATCHED, Turns, "begin"),
     "a row of a run": (CAPTURED, capture, "CallRecord"),
@@ -304,7 +304,7 @@ def test_interrupts_and_memory_that_has_run_out_pass(error, monkeypatch):
     def interrupted(*args):
         raise error
 
-    monkeypatch.setattr(watch, "is_finite", interrupted)
+    monkeypatch.setattr(watch_calls, "is_finite", interrupted)
     with pytest.raises(type(error)), nc.watch():
         torch.ones(2) + 1
 
@@ -324,7 +324,7 @@ def test_whoever_looks_on_outside_of_one_that_stops_goes_on():
         with pytest.raises(nc.errors.NotFiniteError), nc.watch(stop=True):
             torch.log(torch.mm(torch.ones(2, 2), torch.ones(2, 2)) - 9)
         with pytest.raises(nc.errors.NotFiniteError), nc.watch(stop=True):
-            torch.mm(torch.full((2, 2), 1e38), torch.full((2, 2), 1e38))
+            torch.mm(torch.full((2, 2), 3.4e38), torch.ones(2, 2))
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert sum(tally.calls for kind, tally in ledger.calls.items() if kind.op == "aten.mm.default") == 2
     assert not [note for note in ledger.notes if note.startswith("not inspected")]

@@ -27,6 +27,8 @@ from narrowcast.torch_surface.dispatch import without_modes
 
 PROBES = 8
 """How many signs: each takes a backward, and of a single call the estimate of its square is off by half."""
+_NEAR = 2.0
+"""So many times the true error may be foretold, and so many times less: what rounds alike adds up, or cancels."""
 LARGEST = 1 << 22
 """So many elements of a call's result are taken, at even distances."""
 
@@ -135,6 +137,12 @@ class Worth:
 
     parts: dict[Rule, float] = field(default_factory=dict)
     by_gradient: bool = True
+
+    def foretells(self, error: float) -> bool:
+        """Whether the parts add up to the error that a run had: else they do not say who needs what, as where softmax
+        or tanh saturate.
+        """
+        return self.by_gradient and 1 / _NEAR <= math.sqrt(sum(self.parts.values())) / (error or math.inf) <= _NEAR
 
 
 def worth_of(effects: Mapping[CallId, Effect], look: Looking) -> Worth:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,6 +198,8 @@ class Checks:
         look.weights = self._weights
         with look.observing(), SeeFunctions(look.raising) if functions else nullcontext():
             yield
+            with quietly():
+                look.door.run("the end of a run", partial(look.settle, final=True))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

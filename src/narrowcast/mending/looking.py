@@ -11,14 +11,14 @@ import torch
 
 from narrowcast.ledger.identity import FORWARD, CallId
 from narrowcast.policy import Kind, Policy, Rule
-from narrowcast.report.findings import Watching
+from narrowcast.report.findings import Finding, Watching
 from narrowcast.runs.by_storage import ByStorage
 from narrowcast.runs.finiteness import came_in, is_floating
 from narrowcast.runs.raising import Raising
 from narrowcast.runs.reference import Kept, kept_of
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.trial import tensors_of
-from narrowcast.runs.watch import WatchCalls
+from narrowcast.runs.watch_calls import WatchCalls
 from narrowcast.torch_bridge import op_id
 from narrowcast.torch_surface.dispatch import OpOverload
 
@@ -71,7 +71,7 @@ class Looking(WatchCalls):
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
         self.watching = Watching()
-        super().__init__(self.watching, "op", self.watching.findings.append, policies)
+        super().__init__(self.watching, "op", self._found_one, policies)
         self.low: dict[CallId, LowCall] = {}
         self.forward: dict[CallId, ForwardCall] = {}
         self.calls: list[tuple[CallId, ForwardCall]] = []
@@ -82,6 +82,9 @@ class Looking(WatchCalls):
         self._makers: ByStorage[CallId] = ByStorage()
         self._returned: ByStorage[str] = ByStorage()
         self._paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def _found_one(self, finding: Finding, position: int) -> None:
+        self.watching.findings.insert(position, finding)
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 

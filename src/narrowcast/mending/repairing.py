@@ -224,7 +224,7 @@ class Repairing:
             part = sum(worth.parts[each] for each in covered)
             self._causes[rule] = (problem.cause, part)
             self._ranked.add(rule)
-            rules.append(replace(rule, reason=_reason(worth, part, len(covered))))
+            rules.append(replace(rule, reason=_reason(worth, part, len(covered), self._found.steps[0].error)))
         return rules or self._propose_the_rest(ran, problem)
 
     def _propose_the_rest(self, ran: Ran, problem: Problem) -> list[Rule]:
@@ -251,11 +251,12 @@ class Repairing:
             problem = self._judge(ran, rules)
             return problem is None, self._found.steps[-1].found + _figures(ran)
 
-        ranked = self._ranked if self._worth is not None and self._worth.by_gradient else set()
+        worth, error = self._worth, self._found.steps[0].error
+        ranked = self._ranked if worth is not None and worth.foretells(error) else set()
         dropping = Dropping(clean, lambda: self._checks.count, list(self._wrong), frozenset(ranked))
         is_off = (ERROR, METRIC)
-        worth = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
-        self._rules = dropping.run(self._rules, worth)
+        parts = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
+        self._rules = dropping.run(self._rules, parts)
         self._found.dropped = [str(rule) for rule in dropping.dropped]
         self._found.untried = [str(rule) for rule in dropping.untried]
         self._needed = dropping.needed
@@ -301,14 +302,15 @@ class Repairing:
             found.notes.append(UNPRICED)
 
 
-def _reason(worth: Worth, part: float, modules: int) -> str:
-    """What is known of a rule's worth, as a sentence."""
+def _reason(worth: Worth, part: float, modules: int, error: float) -> str:
+    """What is known of a rule's worth, as a sentence. error: what was measured without rules, and is shared out."""
     if not worth.by_gradient:
         return f"the own error in the low format is {number_text(math.sqrt(part))}"
     whole = sum(worth.parts.values())
     where = f" ({modules} modules)" if modules > 1 else ""
-    share = share_text(part / whole if whole else 1.0)
-    return f"{share} of the squared error: low alone moves the output by {number_text(math.sqrt(part))}{where}"
+    share = part / whole if whole else 1.0
+    moves = math.sqrt(share) * error if math.isfinite(error) else math.sqrt(part)
+    return f"{share_text(share)} of the squared error: low alone moves the output by {number_text(moves)}{where}"
 
 
 def _figures(ran: Ran) -> str:

@@ -47,7 +47,7 @@ class Finding:
 
     def save(self, folder: str | Path) -> Path:
         """Write the call as a script of its own with its inputs into a folder, which is made. RunError if they were not
-        kept: the first few findings of a watch have them, but for an exact limit (log(0)) that came to something later.
+        kept: the first few findings of a watch have them.
         """
         if self.replay is None:
             raise RunError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,10 +24,13 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 class ByStorage(Generic[T]):
-    """A mapping from tensors' memory, which it does not keep alive."""
+    """A mapping from tensors' memory, which it does not keep alive. freed: told of each value whose memory was freed,
+    some time after that.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, freed: Callable[[T], None] | None = None) -> None:
         self._entries: dict[int, tuple[Any, T]] = {}
+        self._freed = freed
 
     def get(self, tensor: torch.Tensor) -> T | None:
         """What is known of the memory that the tensor lies in."""
@@ -39,13 +42,28 @@ class ByStorage(Generic[T]):
         if not has_storage(tensor):
             return
         if len(self._entries) >= _CHECKED_AT:
-            self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
-        self._entries[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), value)
+            self.sweep()
+        key = storage_key(tensor)
+        if self._freed is not None:
+            self._gone(self._entries.get(key))
+        self._entries[key] = (StorageWeakRef(tensor.untyped_storage()), value)
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Forget what is known."""
         if has_storage(tensor):
-            self._entries.pop(storage_key(tensor), None)
+            self._gone(self._entries.pop(storage_key(tensor), None))
+
+    def _gone(self, entry: tuple[Any, T] | None) -> None:
+        """Another tensor lies where one lay that was freed."""
+        if entry is not None and self._freed is not None and entry[0].expired():
+            self._freed(entry[1])
+
+    def sweep(self) -> None:
+        """Forget what lies in memory that was freed."""
+        gone = [key for key, (reference, _) in self._entries.items() if reference.expired()]
+        for value in [self._entries.pop(key)[1] for key in gone]:
+            if self._freed is not None:
+                self._freed(value)
 
     def living(self) -> Iterator[T]:
         """The values whose memory is still in use."""

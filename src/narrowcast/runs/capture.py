@@ -28,6 +28,7 @@ from narrowcast.runs.statistics import Statistics, folder_for
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.token_probabilities import log_probabilities_of
 from narrowcast.runs.trial import Loss, Trial, parameters_of
+from narrowcast.runs.turns import names_of_parameters
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import TO_COPY, OpOverload
@@ -199,10 +200,9 @@ class Capturing:
         self._optimizers[id(optimizer)] = optimizer
 
     def _note_parameters(self, observer: _Capture) -> None:
-        names: dict[int, str] = {}
+        names = names_of_parameters(observer.roots)
         for root in observer.roots:
-            for name, parameter in root.named_parameters():
-                names.setdefault(id(parameter), name.replace("_orig_mod.", ""))
+            for parameter in root.parameters():
                 if parameter.grad is not None:
                     self.run.parameters[names[id(parameter)]] = {
                         "value": self._table.number(parameter), "gradient": self._table.number(parameter.grad),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from narrowcast.eager.kernels import gather
 from narrowcast.formats import Format
+from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import named
 from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
-from narrowcast.runs.finiteness import is_floating, is_lowest
-from narrowcast.runs.rerun import can_run_again, run_in
+from narrowcast.runs.finiteness import inputs_of, is_floating, is_lowest
+from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, planned_arguments, run_in
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
-from narrowcast.torch_bridge import DTYPES, FORMATS
+from narrowcast.torch_bridge import DTYPES, FORMATS, is_random, tensors_in
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
@@ -41,7 +43,7 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
     masks: Named = []
     if call.plan is None or not any(call.plan.formats):
         return overflowed, masks
-    if gave_finite and _name(call) in named("finite.sums_all") and all(result.numel() for result in call.results):
+    if gave_finite and sums_all(call) and all(result.numel() for result in call.results):
         return overflowed, masks
     for (name, tensor), dst in _planned(call):
         if dst is None or not is_floating(tensor) or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
@@ -50,12 +52,15 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
         if _surely_fits(x, dst.max):
             continue
         low, high = (float(value) for value in torch.aminmax(x))
-        if max(-low, high) <= dst.max or not (low > -torch.inf and high < torch.inf):
+        if not (low > -torch.inf and high < torch.inf):  # what was not finite before is no matter of the cast
+            x = x[x.isfinite()]
+            low, high = (float(value) for value in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+        if max(-low, high) <= dst.max:
             continue
         if high <= dst.max and is_lowest(low, x):
-            masks.append((name, x))
+            masks.append((name, tensor))
         elif bool(torch.isinf(x.to(DTYPES[dst])).any()) or dst.bits < 16:
-            overflowed.append((name, x))
+            overflowed.append((name, tensor))
     return overflowed, masks
 
 
@@ -80,7 +85,7 @@ def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
     """What the cast of an argument did."""
     name, tensor = overflowed[0]
     format = next(dst for (slot, t), dst in _formats(call) if t is tensor or slot == name)
-    largest = float(tensor.abs().max())
+    largest = _largest([tensor])
     sentence = (
         f"the cast of {name} from {FORMATS[tensor.dtype]} to {format} overflows: its largest magnitude is "
         f"{largest:.4g}, {format} ends at {FORMATS_BY_NAME[format].max:.6g}"
@@ -101,46 +106,150 @@ FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
 def keep_high(call: SeenCall) -> str:
     """The rule that keeps the call in fp32, as a policy file has it."""
     of = call.forward or call.id
-    module = f', module = "{of.module_path}"' if of.module_path else ""
-    return f'Keep it in fp32: [[rule]] with op = "{of.op}"{module}, action = "full".'
+    return f"Keep it in fp32: {_full(of.op, of.module_path)}."
 
 
-def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> tuple[Finding, bool]:
-    """What a call whose inputs are finite did; and whether its infinity is the exact limit, as of log(0)."""
+def _full(op: str, path: str) -> str:
+    module = f', module = "{path}"' if path else ""
+    return f'[[rule]] with op = "{op}"{module}, action = "full"'
+
+
+def is_quotient(call: SeenCall) -> bool:
+    """Whether its last argument divides the others."""
+    return _name(call) == "div"
+
+
+def sums_all(call: SeenCall) -> bool:
+    """Whether each element of its arguments goes into a sum, as in products."""
+    return _name(call) in named("finite.sums_all")
+
+
+_FP32_ENDS = "in fp64, on the same inputs, it is finite"
+
+
+def find_culprit(
+    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Sequence[tuple[str, str]] = ()
+) -> Finding:
+    """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came."""
     has_nan = any(bool(torch.isnan(t).any()) for t in results)
     what = "nan" if has_nan else "infinity"
     overflowed, _ = overflowing_casts(call)
     if overflowed:
-        return replace(cast_finding(call, overflowed), what=what), False
+        return replace(cast_finding(call, overflowed), what=what)
     if call.is_cast:
         source = inputs[-1][1] if inputs else results[0]
         dst = FORMATS[results[0].dtype]
         sentence = (
             f"the cast from {FORMATS[source.dtype]} to {dst} overflows: its largest magnitude is "
-            f"{float(source.abs().max()):.4g}, {dst} ends at {dst.max:.6g}"
+            f"{_largest([source]):.4g}, {dst} ends at {dst.max:.6g}"
         )
-        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32."), False
+        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
     if not can_run_again(call):
-        return finding_of(call, inputs, what, "", "it draws random numbers, and cannot be run again to see"), False
+        why = "it draws random numbers" if is_random(call.facts.op) else "a class of its own says what it does"
+        return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = run_in(call, torch.float32) if low else None
-    if low and in_fp32 is not None and all(_is_finite(t) for t in in_fp32):
-        largest = max((float(t.abs().max()) for t in in_fp32 if t.numel()), default=0.0)
+    if low and in_fp32 is not None and _mends(in_fp32, call.results):
+        largest = _largest(in_fp32)
         format = FORMATS[low[0]]
         over = f"its largest magnitude there is {largest:.4g}, {format} ends at {format.max:.6g}"
         if largest <= format.max:
             over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
-        return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call)), False
+        return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call))
     in_fp64 = run_in(call, torch.float64)
-    if in_fp64 is not None and all(_is_finite(t) for t in in_fp64):
-        sentence = "in fp64, on the same inputs, it is finite: fp32 overflows"
-        return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64."), False
+    if in_fp64 is not None and _mends(in_fp64, call.results):
+        sentence = f"{_FP32_ENDS}: fp32 overflows"
+        return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
-    advice = "No format mends it: keep its inputs off that value (a clamp, an epsilon, where)."
-    return finding_of(call, inputs, what, OP, sentence, advice), not has_nan
+    return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded))
+
+
+def _advice(call: SeenCall, inputs: Named, rounded: Sequence[tuple[str, str]]) -> str:
+    """What to do about what no format of the call mends: its inputs may have been rounded onto that value."""
+    off = "keep its inputs off that value (a clamp, an epsilon, where)."
+    low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
+    if not rounded:
+        came = "" if low is None else f" Its inputs came in {low}, whose rounding may have put them there."
+        return f"No format of this call mends it: {off}{came}"
+    made = " of ".join(f"{op} in {path}" if path else op for op, path in rounded)
+    rules = ", ".join(dict.fromkeys(_full(*maker) for maker in rounded))
+    where = "" if call.policy is not None else " in a region (none is open here)"
+    return (
+        f"No format of this call mends it: {off} If rounding or underflow put them there, keep in fp32 what made them, "
+        f"in a low format ({made}): {rules}{where}."
+    )
+
+
+def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
+    """What a format makes not finite in a call that passes something on, too; None if it makes nothing."""
+    finding = find_culprit(call, inputs_of(call), results) if can_run_again(call) else None
+    return finding if finding is not None and finding.made_by in (CAST, FORMAT) else None
+
+
+def waits(finding: Finding) -> bool:
+    """Whether it is no fault by itself: fp64 gives it, too, or fp32 ends before it."""
+    return finding.made_by == OP or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
+
+
+def is_overflow(finding: Finding) -> bool:
+    """Whether a format alone makes it."""
+    return finding.made_by in (CAST, FORMAT)
+
+
+def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
+    """Whether a smaller scale of the loss would mend it: an overflow of fp16 or fp32 in the backward."""
+    formats = {str(FORMATS[t.dtype]) for t in call.results if t.dtype in FORMATS} | set(finding.formats.split(","))
+    return is_overflow(finding) and call.id.direction == BACKWARD and ("fp16" in formats or waits(finding))
+
+
+def is_unscaling(call: SeenCall) -> bool:
+    """Whether a scaler looks at its gradients, of a loss that it had made larger."""
+    return unscales(call) and float(call.args[2]) < 1
+
+
+def unscales(call: SeenCall) -> bool:
+    """Whether it is a scaler's look at its gradients."""
+    return _name(call) == "_amp_foreach_non_finite_check_and_unscale"
+
+
+def is_new_scale(call: SeenCall) -> bool:
+    """Whether a scaler sets its scale anew: the step has ended for it."""
+    return _name(call) == "_amp_update_scale"
+
+
+def gives_the_same_without(call: SeenCall) -> bool:
+    """Whether a call, all of whose results are finite, gives them for the largest number in the place of infinity, too:
+    a clamp, a sigmoid, 1/inf; not rsqrt.
+    """
+    if not can_run_again(call):
+        return False
+    args, kwargs = copies_of_written(call.facts, *changed(*planned_arguments(call), _as_largest))
+    found = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
+    pairs = zip(found, [t for t in call.results if is_floating(t)], strict=True)
+    return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
+
+
+def _as_largest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().nan_to_num(nan=torch.nan)
+
+
+_NOTHING = 1e-30
+"""What a number over the largest of fp32 may be."""
+
+
+def _mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether something is finite in a wide format that is not in the results."""
+    pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point() and w.shape == r.shape]
+    return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    """The largest finite magnitude."""
+    finite = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
+    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
 
 
 def _cause(call: SeenCall, inputs: Named) -> str:
@@ -150,7 +259,7 @@ def _cause(call: SeenCall, inputs: Named) -> str:
         if not tensor.numel():
             continue
         zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
-        is_asked = name != "div" or tensor is inputs[-1][1]
+        is_asked = not is_quotient(call) or tensor is inputs[-1][1]
         if zeros and is_asked and name in named("finite.not_at_zero"):
             return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
         if negative and name in named("finite.not_below_zero"):
@@ -161,10 +270,6 @@ def _cause(call: SeenCall, inputs: Named) -> str:
 def _name(call: SeenCall) -> str:
     """The op's name without namespace, overload and the underscore of an in-place form."""
     return call.facts.id.split(".")[1].removesuffix("_")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:

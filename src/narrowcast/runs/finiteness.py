@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from narrowcast.ops import named
 from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS
-from narrowcast.torch_surface.dispatch import tree_leaves, version_of
+from narrowcast.torch_surface.dispatch import holds_others, tree_leaves, version_of
 
 Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -32,12 +33,84 @@ def came_in(call: SeenCall) -> list[torch.Tensor]:
     return [t for _, t in inputs_of(call)] if came is None else came
 
 
+def reads(call: SeenCall, argument: str) -> bool:
+    """Whether the call reads what an argument held, and does not just write to it."""
+    _, name, overload = call.facts.id.split(".")
+    if not (overload == "out" or overload.endswith("_out") or name.removesuffix("_") in named("finite.written_unread")):
+        return True
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    return argument.partition(".")[0] not in written
+
+
+def parts_inside(call: SeenCall) -> Named:
+    """Of arguments of classes that hold other tensors, those tensors: what a collective gives, sharded ones."""
+    found: Named = []
+    waiting: Named = [
+        (name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))
+    ]
+    while waiting:
+        name, tensor = waiting.pop()
+        inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        parts: Named = [(name, getattr(tensor, each)) for each in inside]
+        waiting += [(name, part) for name, part in parts if holds_others(type(part))]
+        found += [(name, part) for name, part in parts if is_floating(part)]
+    return found
+
+
+def gave(call: SeenCall) -> list[torch.Tensor]:
+    """The floating tensors that a call gave, or wrote to."""
+    results = [t for t in call.results if is_floating(t)]
+    if not call.facts.overwrites:
+        return results
+    there = {id(t) for t in results}
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+    pairs = zip(names, came_in(call), strict=True)
+    return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+
+
+def fills(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is all of the memory it lies in."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_whole_number(tensor: torch.Tensor) -> bool:
+    """Whether it holds signed integers, as infinities may be cast to."""
+    return tensor.dtype in _INTEGERS and has_storage(tensor)
+
+
+def out_of_range(tensor: torch.Tensor) -> bool:
+    """Whether integers are as large as what casts make of an infinity, also after small numbers were added to it."""
+    half = torch.iinfo(tensor.dtype).max // 2
+    return bool(((tensor > half) | (tensor < -half)).any())
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What flags were, by number. totals: a sum of each tensor. memory: alike for what lay in one memory, unwritten."""
+
+    totals: list[float]
+    memory: list[int]
+
+    def is_finite(self, number: int) -> bool:
+        """Whether all elements were."""
+        return math.isfinite(self.totals[number])
+
+    def has_nan(self, numbers: list[int]) -> bool:
+        """Whether there was NaN, or infinities of both signs, in one of these."""
+        return any(math.isnan(self.totals[number]) for number in numbers)
+
+
 class Flags:
     """For each tensor as it is now one number: whether it is finite; read of accelerators when it is asked for."""
 
     def __init__(self) -> None:
         self._known: ByStorage[dict[Key, int]] = ByStorage()
-        self._values: list[bool | torch.Tensor] = []
+        self._values: list[float | torch.Tensor] = []
+        self._first: list[int] = []
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number."""
@@ -50,7 +123,8 @@ class Flags:
         found = numbers.get(key)
         if found is None:
             numbers[key] = found = len(self._values)
-            self._values.append(_finite(tensor))
+            self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=found))
+            self._values.append(_total(tensor))
         return found
 
     def written(self, tensor: torch.Tensor) -> None:
@@ -59,12 +133,10 @@ class Flags:
 
     def is_finite(self, number: int) -> bool:
         """The flag, read now."""
-        value = self._values[number]
-        if isinstance(value, torch.Tensor):
-            value = self._values[number] = math.isfinite(float(value))
-        return value
+        value = self._values[number] = float(self._values[number])
+        return math.isfinite(value)
 
-    def read(self) -> Callable[[int], bool]:
+    def read(self) -> Read:
         """All flags, in one transfer for each device; those that were read are forgotten."""
         waiting: dict[torch.device, list[int]] = {}
         for number, value in enumerate(self._values):
@@ -73,20 +145,18 @@ class Flags:
         values = dict(enumerate(self._values))
         for numbers in waiting.values():
             together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
-            for number, value in zip(numbers, together.isfinite().tolist(), strict=True):
-                values[number] = value
-        self._values.clear()
-        self._known = ByStorage()
-        return lambda number: bool(values[number])
+            values.update(zip(numbers, together.tolist(), strict=True))
+        found = Read([float(values[number]) for number in range(len(values))], self._first)
+        self._values, self._first, self._known = [], [], ByStorage()
+        return found
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, looked at now."""
-    found = _finite(tensor)
-    return math.isfinite(float(found)) if isinstance(found, torch.Tensor) else found
+    return math.isfinite(_total(tensor))
 
 
-def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
+def _total(tensor: torch.Tensor) -> float | torch.Tensor:
     """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu.
 
     There fp32 is multiplied by itself: BLAS takes less time for that than torch for a sum, the more so for what lies
@@ -94,7 +164,7 @@ def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
     """
     x = tensor.detach() if tensor.requires_grad else tensor
     if not x.numel():
-        return True
+        return 0.0
     if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
         flat = x.view(-1)
         total = torch.dot(flat, flat)
@@ -104,7 +174,22 @@ def _finite(tensor: torch.Tensor) -> bool | torch.Tensor:
         total = (x if FORMATS[x.dtype].bits >= 16 else x.float()).sum()
     if not x.is_cpu:
         return total.float()
-    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    found: float = total.item()
+    return found if math.isfinite(found) or not bool(torch.isfinite(x).all()) else 0.0
+
+
+def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether, element by element, what is not finite stands where it stood in what came."""
+    for result in results:
+        bad = torch.zeros_like(result, dtype=torch.bool)
+        try:
+            for tensor in came:
+                bad |= ~tensor.isfinite()
+        except RuntimeError:  # another shape: not element by element
+            return False
+        if bool((~result.isfinite() & ~bad).any()):
+            return False
+    return True
 
 
 # -- infinities that are meant -----------------------------------------------------------------------------------------

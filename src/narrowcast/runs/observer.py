@@ -101,7 +101,7 @@ class Observer(DispatchMode):
     @property
     def roots(self) -> Iterable[torch.nn.Module]:
         """The outermost modules that were called."""
-        return self._turns.roots
+        return list(self._turns.roots)
 
     # -- what those who look are told --------------------------------------------------------------------------------
 
@@ -114,6 +114,14 @@ class Observer(DispatchMode):
 
     def after(self, call: SeenCall) -> None:
         """It has run."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether `moved` is to be told."""
+        return False
+
+    def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An op has run that is no call: a copy, memory of some shape."""
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """What an op gives in place of its result; facts, args, kwargs: of the call itself, or of one inside it."""
@@ -176,7 +184,7 @@ class Observer(DispatchMode):
         seen = self._seen(call.facts, call.noted, call.args, call.kwargs, (came, computes))
         seen.plan, seen.rule = call.plan, rule
         if self.looks_before(call.facts):
-            self._look(self.before, seen)
+            self._tell_of(self.before, seen)
         return seen
 
     def end(self, result: Any) -> None:
@@ -187,7 +195,7 @@ class Observer(DispatchMode):
             return
         self.door.run(seen, self._note_nodes, seen, state.starts.pop())
         seen.result = result
-        self._look(self.after, seen)
+        self._tell_of(self.after, seen)
         seen.who.end()
 
     def _note_nodes(self, seen: SeenCall, start: int) -> None:
@@ -222,6 +230,8 @@ class Observer(DispatchMode):
             self.door.run(facts.id, self._before_write, facts, args, kwargs)
         result = self._execute(func, args, kwargs)
         if seen is None:
+            if self.follows and not decided:
+                self._look(self.moved, facts.id, facts, args, kwargs, result)
             return result
         try:
             result = self.gives(seen, facts, args, kwargs, result)
@@ -234,7 +244,7 @@ class Observer(DispatchMode):
         except Exception as error:
             self.door.caught(error, seen)
             return result
-        self._look(self.after, seen)
+        self._tell_of(self.after, seen)
         seen.who.end()
         return result
 
@@ -254,7 +264,7 @@ class Observer(DispatchMode):
             return None
         seen = self._seen(facts, None, args, kwargs, None, is_cast)
         if self.looks_before(facts):
-            self._look(self.before, seen)
+            self._tell_of(self.before, seen)
         return seen
 
     def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -277,22 +287,26 @@ class Observer(DispatchMode):
         finally:
             state.executing = False
 
-    def _look(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
-        """Tell of a call; what is computed meanwhile is nobody's call."""
-        if seen.is_lost:
-            return
+    def _tell_of(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
+        """Tell of a call, unless looking at it has failed."""
+        if not seen.is_lost and not self._look(told, seen, seen):
+            seen.is_lost = True
+
+    def _look(self, told: Callable[..., None], what: Any, *args: Any) -> bool:
+        """Tell those who look; whether that went well. What is computed meanwhile is nobody's call."""
         state = self._local
         state.looking = True
         try:
             with below_modes(), without_functions(), autocast_off():
                 if torch.is_grad_enabled():
                     with torch.no_grad():
-                        told(seen)
+                        told(*args)
                 else:
-                    told(seen)
+                    told(*args)
+            return True
         except Exception as error:
-            seen.is_lost = True
-            self.door.caught(error, seen)
+            self.door.caught(error, what)
+            return False
         finally:
             state.looking = False
 

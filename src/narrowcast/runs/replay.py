@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.report.findings import Finding
-from narrowcast.runs.rerun import planned_arguments
+from narrowcast.runs.rerun import planned_dtypes
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import op_id
 from narrowcast.torch_surface.dispatch import tree_map
@@ -22,7 +22,7 @@ from narrowcast.torch_surface.dispatch import tree_map
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The op and what it was called with, as it read it; copies, on the cpu."""
+    """The op and what it was called with, as it came, with the casts that a policy planned; copies, on the cpu."""
 
     op: str
     args: tuple[Any, ...]
@@ -31,7 +31,14 @@ class Replay:
     @staticmethod
     def of(call: SeenCall) -> Replay:
         """Of a call whose arguments are at hand."""
-        args, kwargs = tree_map(_kept, planned_arguments(call))
+        dtypes = iter(planned_dtypes(call))
+
+        def kept(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return _Cast(value.detach().cpu().clone(), next(dtypes, None))
+
+        args, kwargs = tree_map(kept, (call.args, call.kwargs))
         return Replay(op_id(call.facts.op), args, kwargs)
 
     @staticmethod
@@ -74,10 +81,12 @@ def _not_written(folder: Path, error: OSError) -> RunError:
     )  # fmt: skip
 
 
-def _kept(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().cpu().clone()
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A tensor as it came, and the dtype that it is cast to; None leaves it."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype | None
 
 
 def _wrapped(sentence: str, width: int = 100) -> list[str]:
@@ -93,8 +102,9 @@ class _Values:
 
     def text(self, value: Any) -> str:
         """The text that gives the value back."""
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+        if isinstance(value, _Cast):
+            text = self._tensor(value.tensor)
+            return text if value.dtype is None else f"cast({text}, {value.dtype})"
         if isinstance(value, list | tuple):
             inside = ", ".join(self.text(v) for v in value)
             return f"[{inside}]"
@@ -157,7 +167,11 @@ def converted(value, dtype):
 
 
 def call(dtype=None):
-    """The op, on copies of its inputs; in their own formats, or all in one."""
+    """The op, on copies of its inputs as they came, cast as they were; or all in one format."""
+
+    def cast(tensor, planned):
+        return tensor.to(planned if dtype is None else dtype)
+
     args = {arguments}
     kwargs = {named}
     if dtype is not None:

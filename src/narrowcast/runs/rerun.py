@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.eager.kernels import list_lengths
+from narrowcast.eager.kernels import gather, list_lengths
 from narrowcast.runs.arguments import others_as_text
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
@@ -42,6 +42,14 @@ def planned_arguments(call: SeenCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return call.args, call.kwargs
     dtypes = [None if dst is None else DTYPES[dst] for dst in plan.formats]
     return in_dtypes(call.facts, call.args, call.kwargs, dtypes)
+
+
+def planned_dtypes(call: SeenCall) -> list[torch.dtype | None]:
+    """What each tensor of a call is cast to, in their order; None leaves it."""
+    if call.plan is None or not any(call.plan.formats):
+        return []
+    given = zip(gather(call.facts, call.args, call.kwargs), call.plan.formats, strict=True)
+    return [None if dst is None else DTYPES[dst] for tensor, dst in given if isinstance(tensor, torch.Tensor)]
 
 
 def in_dtypes(

@@ -11,6 +11,7 @@ from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.report.findings import TREND, Finding
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.output_errors import as_real
+from narrowcast.runs.turns import names_of_parameters
 from narrowcast.torch_bridge import values_of
 
 _LOOKS = 3
@@ -35,7 +36,7 @@ class Trends:
         """The figures of this step, if it is one to look at, and what they show."""
         if (step - 1) % self._every:
             return None, []
-        names = {id(p): name.replace("_orig_mod.", "") for root in roots for name, p in root.named_parameters()}
+        names = names_of_parameters(roots)
         rows: dict[str, dict[str, float]] = {}
         findings = []
         held = [(p, _values(p)) for group in optimizer.param_groups for p in group["params"]]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -64,6 +66,12 @@ class Who:
         """The place."""
         return self._site or self._found()[1]
 
+    def module(self) -> str | weakref.ref[Any]:
+        """The path of its module, or, where that would have to be put together, the module."""
+        if self._id is None and self._asked is not None:
+            return weakref.ref(self._asked[0][-1].module)
+        return self.id.module_path
+
     def known(self) -> Who:
         """The same, found now, for whoever keeps the call."""
         if self._id is None:
@@ -106,14 +114,14 @@ class Turns:
         self._outside = _Turn(None, 1)
         self._of_path: dict[str, int] = {}
         self._in_graphs: dict[tuple[str, GraphCall], _Turn] = {}
-        self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """The outermost modules that were called."""
+        self.roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+        """The outermost modules that were called, in that order."""
 
     def begin(self, module: Any) -> bool:
         """The module is called."""
         turns = self._called.turns
         if not turns:
-            self.roots.add(module)
+            self.roots.setdefault(module)
         found = self._of_module.get(id(module))
         if found is None:
             key, of_module = id(module), self._of_module
@@ -158,6 +166,32 @@ class Turns:
             number = self._of_path[path] = self._of_path.get(path, 0) + 1
             found = self._in_graphs[path, call] = _Turn(None, number)
         return found
+
+
+def path_of(module: str | weakref.ref[Any], roots: Iterable[torch.nn.Module]) -> str:
+    """The path of what `Who.module` gave."""
+    if isinstance(module, str):
+        return module
+    called = module()
+    return next((name for root in roots for name, each in root.named_modules() if each is called), "")
+
+
+def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """The parameters of the models that ran, by their ids: full names, and with the model's class where two models have
+    the same; numbered where the classes are the same, too.
+    """
+    named: dict[int, tuple[str, str]] = {}
+    models: Counter[str] = Counter()
+    for root in roots:
+        kind = type(root).__name__
+        models[kind] += 1
+        model = kind if models[kind] == 1 else f"{kind} {models[kind]}"
+        for name, parameter in root.named_parameters():
+            full = name.replace("_orig_mod.", "")
+            if len(full) > len(named.get(id(parameter), ("", ""))[0]):  # of a part that was called by itself, too
+                named[id(parameter)] = full, model
+    often = Counter(name for name, _ in named.values())
+    return {key: name if often[name] == 1 else f"{model}.{name}" for key, (name, model) in named.items()}
 
 
 def _path(turns: list[_Turn]) -> str | None:

@@ -90,6 +90,7 @@ region and of the cpu's.
 """
 RECOMPUTING = ("recompute_fn", "backward")
 """The functions of that file in which a forward is recomputed, without and with reentrant autograd."""
+_RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def carried_state(frame: FrameType) -> Any:
@@ -101,10 +102,13 @@ def carried_state(frame: FrameType) -> Any:
 
 
 def find_recomputation() -> FrameType | None:
-    """The frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack."""
+    """The frame of torch's in which a checkpoint recomputes its forward on this thread's Python stack.
+
+    None in a backward that runs inside of one, as reentrant checkpoints run that of what they have recomputed.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_recomputation(frame):
-        frame = frame.f_back
+        frame = frame.f_back if frame.f_code is not _RUNS_BACKWARD else None
     return frame
 
 
