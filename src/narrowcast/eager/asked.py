@@ -10,7 +10,8 @@ from narrowcast.eager.region import autocast
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import Policy, as_policy
-from narrowcast.torch_surface.state import is_enabled
+from narrowcast.regions.ruling import active_region, native_region
+from narrowcast.torch_bridge import DTYPES
 
 AnyPolicy = Policy | str | None
 AnyDtype = torch.dtype | str | Format | None
@@ -58,6 +59,28 @@ def asked_region(
             advice=f"Give the region alone, or {', '.join(given)}.",
         )  # fmt: skip
     return AskedRegion(
-        region.policy, True, region.fast_dtype, region.device, is_enabled(region), region.cache,
+        region.policy, True, region.fast_dtype, region.device, region.asked_enabled, region.cache,
         region.cache_limit_bytes,
+    )  # fmt: skip
+
+
+def asked_or_around(
+    verb: str, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None, own_device: str
+) -> AskedRegion:
+    """What a user wrote; where they wrote nothing, the region around the call that rules the model's device type."""
+    asked = asked_region(verb, policy, dtype, device_type, region)
+    return asked if asked.is_there else _around(own_device) or asked
+
+
+def _around(device_type: str) -> AskedRegion | None:
+    """The region on this device type that is open here, one of ours or of torch's."""
+    found = active_region(device_type)
+    if found is None and not torch.is_autocast_enabled(device_type):
+        return None
+    found = found or native_region(device_type)
+    owner, facts = found.owner, found.prepared.facts
+    ours = owner if isinstance(owner, autocast) else None
+    return AskedRegion(
+        found.prepared.policy if ours is None else ours.policy, True, DTYPES[facts.low], device_type, facts.enabled,
+        facts.cache if ours is None else ours.cache, None if ours is None else ours.cache_limit_bytes,
     )  # fmt: skip

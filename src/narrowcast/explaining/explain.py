@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from narrowcast.eager import autocast, record
-from narrowcast.eager.asked import asked_region
+from narrowcast.eager.asked import asked_or_around
 from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of
@@ -67,7 +67,8 @@ def explain(
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
 
     model:  a Module, a callable, or a Subject (then without args).
-    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type.
+    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type. Without any of
+            them, the region around the call, ours or torch's; where there is none, the policy native.
     device_type: whose lists hold; None is the model's own. One that this machine lacks, or that the model is not on, is
             stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
@@ -95,8 +96,8 @@ def explain(
             asked="explain(subject, ...) with arguments", found="a Subject brings its own",
             advice="Put them into the Subject.",
         )  # fmt: skip
-    asked = asked_region("explain", policy, dtype, device_type, region)
     own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
+    asked = asked_or_around("explain", policy, dtype, device_type, region, own_device)
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run or times, stands_in)
@@ -224,6 +225,7 @@ def _record(
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
+    itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
     if _has_meta(subject):
         advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
@@ -233,14 +235,14 @@ def _record(
         except Exception as error:
             failed = error
         else:
-            return ledger, "the model itself", why, None
+            return ledger, itself, why, None
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
-        return ledger, "the model itself", note, None
+        return ledger, itself, note, None
     failure = failure_of((subject.model, subject.args, subject.kwargs), region, failed, fake=False)
     if failure is None:
         raise failed
-    return ledger, "the model itself", "", failure
+    return ledger, itself, "", failure
 
 
 def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
