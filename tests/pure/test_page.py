@@ -35,7 +35,8 @@ from narrowcast.ledger.identity import CallId
 from narrowcast.page.html import BUILT
 from narrowcast.page.model import OUTSIDE
 from narrowcast.page.read import page_of
-from narrowcast.page.words import rule_text, split_identity
+from narrowcast.page.rules import rule_text
+from narrowcast.page.words import split_identity
 from narrowcast.policy import Policy
 from narrowcast.report import CompiledGraph
 from narrowcast.report.flow import graph_flow

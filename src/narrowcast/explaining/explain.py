@@ -139,6 +139,7 @@ def explain(
         rules=chosen.rules,
         failure=ran.failure,
         timed=timed,
+        gradients=torch.is_grad_enabled(),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -15,8 +14,8 @@ from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, tabl
 from narrowcast.output.screen import Part, first_screen, shortened
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.overview import overview_parts
+from narrowcast.page.rules import alike_module
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 LEAST_OF_PATH = 12
 """So many letters of a module's path are shown, however narrow it is."""
 LINES_SHOWN = 25
@@ -73,11 +72,6 @@ def cast_part(kinds: Iterable[tuple[Cast, Tally]], width: int) -> Part:
         rest = f" {short_op(c.op)} {c.argument}  {line_text(c)}"
         lines.append(figures + shortened(path or "(root)", max(width - len(figures) - len(rest), LEAST_OF_PATH)) + rest)
     return Part(["", f"{'bytes':>10} {'times':>5}  casts that move most", *lines] if lines else [], 3, 2, least=5)
-
-
-def alike_module(path: str) -> str:
-    """The path without the numbers of layers: modules that differ by these share a line."""
-    return _NUMBER.sub("*", path)
 
 
 def short_op(op: str) -> str:

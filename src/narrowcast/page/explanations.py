@@ -152,7 +152,7 @@ def _todos(data: Data, nodes: list[Node]) -> list[Todo]:
     if comparison is not None and comparison["time_ratio"] > SLOWER:
         why = f"under this policy a run takes {comparison['time_ratio']:.2f} times what fp32 takes on this machine"
         found.append(Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why))
-    found += cast_todos(data["ledger"], in_graph=data["front_end"] in ("compile", "export"))
+    found += cast_todos(data["ledger"], data["front_end"] in ("compile", "export"), data.get("gradients", True))
     if comparison is not None:
         found += error_todos(comparison["worst"])[:1]
     elif failure is None:

@@ -62,7 +62,7 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
-    where none does; or none at all.
+    where none does; or none at all. shared: ops, and globs on modules that stand for all rules of alike modules.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: list[list[Any]]
     rules: list[Mapping[str, str]] = field(default_factory=list)
+    shared: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -254,7 +255,7 @@ def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
     ]  # fmt: skip
     columns = [_plain(column) for column in table.columns]
     packed = {"columns": columns, "rows": rows, "texts": [n for n, is_text in enumerate(are_texts) if is_text]}
-    return {"name": table.name, "title": table.title, **packed, "rules": _plain(table.rules)}
+    return {"name": table.name, "title": table.title, **packed, "rules": table.rules, "shared": _plain(table.shared)}
 
 
 def _packed(graph: Graph) -> dict[str, Any]:

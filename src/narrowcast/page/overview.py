@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from narrowcast.output.console import in_bytes
 from narrowcast.output.screen import Part, wrapped
 from narrowcast.page.model import Bar, Page, Todo
-from narrowcast.page.words import in_count, rule_text
+from narrowcast.page.rules import rule_text
+from narrowcast.page.words import in_count
 
 TODOS = 3
 _NAME = 15
@@ -51,10 +52,9 @@ def _todos(todos: Sequence[Todo], width: int) -> list[Part]:
     """What to do, and why; the first one has its rule, to copy."""
     parts = []
     for number, todo in enumerate(todos, 1):
-        rule = rule_text(todo.rule).split("\n") if todo.rule else []
-        inline = f" ({', '.join(rule[1:])})" if number > 1 and rule else ""
-        said = wrapped(f"{number}. {todo.what.rstrip('.')}{inline}: {todo.why}", "   ", width)
+        said = wrapped(f"{number}. {todo.what.rstrip('.')}: {todo.why}", "   ", width)
         lines = ["", *said] if number == 1 else said
         parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
-        parts += [Part(rule, 2, step=len(rule), is_copied=True)] if number == 1 and rule else []
+        rule = rule_text(todo.rule).split("\n") if number == 1 and todo.rule else []
+        parts += [Part(rule, 2, step=len(rule), is_copied=True)] if rule else []
     return parts

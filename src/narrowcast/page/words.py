@@ -42,24 +42,6 @@ def place(file: str, line: Any) -> str:
     return f"{file}:{line}" if file else ""
 
 
-def call_rule(op: str, path: str, action: str, reason: str = "") -> dict[str, str]:
-    """The rule that gives an op in a module another action."""
-    rule = {"op": op, "module": path, "action": action, "reason": reason}
-    return {key: value for key, value in rule.items() if value}
-
-
-def rule_text(rule: Mapping[str, str]) -> str:
-    """The rule as a policy file has it."""
-    return "\n".join(["[[rule]]", *(f"{key} = {_quoted(value)}" for key, value in rule.items())])
-
-
-def _quoted(value: str) -> str:
-    """A basic string of TOML."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
-    return f'"{plain}"'
-
-
 def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
     """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
     left out.

@@ -11,6 +11,7 @@ from typing import Any
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
+from narrowcast.page.rules import rule_of_call, rule_text
 from narrowcast.page.shown import Shown
 from narrowcast.report.lines import cut, number_text, without_specials
 from narrowcast.report.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
@@ -342,12 +343,13 @@ def _advice(found: Differences) -> tuple[list[str], list[str]]:
     if not low:
         return [], []
     row = low[0]
-    of = row.forward or row.id
-    module = [f'module = "{of.module_path}"'] if of.module_path else []
+    rule = rule_of_call(str(row.forward or row.id), row.computes)
+    if not rule:
+        return [], []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in AT_FAULT else _spread(found, row) or why
     said = ["", *wrapped(f"To keep the worst in fp32 ({why}):")]
-    return said, ["[[rule]]", f'op = "{of.op}"', *module, 'action = "full"']
+    return said, rule_text(rule).split("\n")
 
 
 def _spread(found: Differences, worst: CallError) -> str:

@@ -10,7 +10,6 @@ from rich.markup import escape
 from narrowcast.ledger import Cast
 from narrowcast.ledger.text import (
     advice_parts,
-    alike_module,
     argument_text,
     cast_table,
     how_text,
@@ -20,6 +19,7 @@ from narrowcast.ledger.text import (
 )
 from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
 from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.page.rules import alike_module
 from narrowcast.report.explain_screen import explanation_screen
 from narrowcast.report.explanation import Comparison, Explained, RepeatRow
 from narrowcast.report.graph_text import graph_parts, short_site

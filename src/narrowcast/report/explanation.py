@@ -187,7 +187,8 @@ class Explained(Shown):
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
     graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
     none, unless there is a fault. rules: the policy's own, without those of what it extends. failure: what raised;
-    the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for.
+    the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for. gradients:
+    whether they were on.
     """
 
     subject: str
@@ -205,6 +206,7 @@ class Explained(Shown):
     rules: tuple[Rule, ...] = ()
     failure: Failure | None = None
     timed: Run | None = None
+    gradients: bool = True
 
     def rule_rows(self) -> list[RuleRow]:
         """What each of the policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
@@ -292,7 +294,7 @@ class Explained(Shown):
     def data(self) -> dict[str, Any]:
         """What is written as JSON: all that its text and its page say."""
         data: dict[str, Any] = {"schema": SCHEMA}
-        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end"):
+        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end", "gradients"):
             data[name] = getattr(self, name)
         data["ops"] = [asdict(row) for row in self.op_rows()]
         data["modules"] = [asdict(row) for row in self.module_rows()]

@@ -8,7 +8,9 @@ import torch
 
 from narrowcast.eager.kernels import gather
 from narrowcast.formats import Format
+from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import named
+from narrowcast.page.rules import call_rule, rule_in_line
 from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
@@ -99,10 +101,10 @@ FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
 
 
 def keep_high(call: SeenCall) -> str:
-    """The rule that keeps the call in fp32, as a policy file has it."""
+    """The rule that keeps the call in fp32, as a policy file has it; none for what autograd makes by itself."""
     of = call.forward or call.id
-    module = f', module = "{of.module_path}"' if of.module_path else ""
-    return f'Keep it in fp32: [[rule]] with op = "{of.op}"{module}, action = "full".'
+    rule = call_rule(of.op, of.module_path, "full" * (of.direction != BACKWARD))
+    return f"Keep it in fp32: {rule_in_line(rule)}." if rule else "Keep in fp32 what it is the backward of."
 
 
 def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> tuple[Finding, bool]:
