@@ -2,7 +2,7 @@
 import type { Cell, Column, Model, Side, TableData } from "./data";
 import { button, copy, h, on, save } from "./dom";
 import type { Scope } from "./scope";
-import { errorText, formatClass, inBytes, percent, ruleText, shortCall, shortFile, shortOp } from "./words";
+import { errorText, formatClass, inBytes, percent, rulesText, shortCall, shortFile, shortOp } from "./words";
 
 const SHOWN = 100;
 const SIDES: Record<string, Side> = { module: 0, call: 0, call_b: 1 };
@@ -142,6 +142,6 @@ class TableView {
   }
 
   private toml(): string {
-    return `${[...new Set(this.rows().map((i) => this.table.rules[i]!).filter((rule) => rule.op).map(ruleText))].join("\n\n")}\n`;
+    return rulesText(this.table, this.rows());
   }
 }

@@ -1,5 +1,5 @@
 // Numbers, names and rules in words; colours by name.
-import type { Call, Edge, Rule } from "./data";
+import type { Call, Edge, Rule, TableData } from "./data";
 
 export function inBytes(count: number): string {
   for (const unit of ["B", "KiB", "MiB"]) {
@@ -75,9 +75,25 @@ const quoted = (value: string): string =>
 export const ruleText = (rule: Rule): string =>
   ["[[rule]]", ...Object.entries(rule).map(([key, value]) => `${key} = ${quoted(value)}`)].join("\n");
 
-// The rule that changes in which format a call computes.
-export function changingRule(call: Call, everywhere: boolean): Rule {
-  const low = ["bf16", "fp16"].some((name) => call.computes.split(",").includes(name));
-  const module: Rule = call.path && !everywhere ? { module: call.path } : {};
-  return { op: call.op, ...module, action: low ? "full" : "lower" };
+// The rules of some rows of a table; modules that differ by the number of their layer share one, if all of them are there.
+export function rulesText(table: Pick<TableData, "rules" | "shared">, kept: number[]): string {
+  const names = table.rules.map((rule) => {
+    const module = (rule.module ?? "").replace(/(?<=\.)\d+(?![^.])/g, "*");
+    return table.shared.some(([op, glob]) => op === rule.op && glob === module) ? { key: `${rule.op} ${module}`, module } : null;
+  });
+  const shown = new Set(kept), rows = table.rules.map((_, i) => i);
+  const parts = new Set(rows.filter((i) => !shown.has(i)).map((i) => names[i]?.key));
+  const texts = kept.filter((i) => table.rules[i]!.op).map((i) => {
+    const name = names[i];
+    return ruleText(name && !parts.has(name.key) ? { ...table.rules[i]!, module: name.module } : table.rules[i]!);
+  });
+  return `${[...new Set(texts)].join("\n\n")}\n`;
+}
+
+// The rule that changes in which format a call computes; none for what no policy is asked about.
+export function changingRule(call: Call, everywhere: boolean): Rule | null {
+  const low = call.computes.split(",").some((name) => ["bf16", "fp16"].includes(name) || formatClass(name) === "fp8");
+  const isAsked = call.direction === "forward" && (low || call.computes === "fp32") && !/^(module\.call|aten\._to_copy)\./.test(call.op);
+  const module: Rule = call.path && !everywhere ? { module: call.path.replace(/[*?[]/g, "[$&]") } : {};
+  return isAsked ? { op: call.op, ...module, action: low ? "full" : "lower" } : null;
 }

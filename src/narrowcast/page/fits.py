@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from narrowcast.ops import named
 from narrowcast.page.model import Figure, Graph, Node, Page, Table, Todo
 from narrowcast.page.tables import finding_table, table
 from narrowcast.page.rules import Shown, call_rule
@@ -62,8 +63,9 @@ def _todo(node: Node) -> Todo:
 
 
 def _rule(node: Node, reason: str = "") -> Shown:
-    """The rule that keeps the call in fp32 beside fp16; none for one of the backward."""
-    return call_rule(node.op, node.path, "full" * (node.direction == "forward"), reason)
+    """The rule that keeps the call in fp32 beside fp16; none for one of the backward, or that is another op in fp16."""
+    is_same_op = node.op.split(".")[1] not in named("multiplies.recurrent")
+    return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
 def _tensor_table(rows: list[Data], nodes: Mapping[str, Node]) -> list[Table]:

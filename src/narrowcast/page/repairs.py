@@ -92,7 +92,7 @@ def _bars(data: Data) -> list[Bar]:
 
 
 def _rule(row: Data) -> dict[str, str]:
-    return {key: str(row[key]) for key in _RULE if row[key]}
+    return {key: str(row[key]) for key in _RULE if row[key] or (key == "module" and row[key] is not None)}
 
 
 def _todo(row: Data, rule: Mapping[str, str]) -> Todo:

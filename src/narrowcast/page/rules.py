@@ -89,8 +89,8 @@ def shared_modules(rules: Sequence[Shown], nodes: Sequence[Node]) -> list[tuple[
     return [
         (op, pattern)
         for (op, pattern), modules in groups.items()
-        if len(modules) > 1 and len(actions[op]) == 1
-        and all(glob.escape(path) in modules for path in paths.get(op, ()) if _is_inside(path, pattern))
+        if len(modules) > 1 and len(actions[op]) == 1 and op in paths
+        and all(glob.escape(path) in modules for path in paths[op] if _is_inside(path, pattern))
     ]  # fmt: skip
 
 
