@@ -91,6 +91,22 @@ def test_the_data_of_each_page_is_json_and_each_row_has_its_columns(name):
 
 
 @each
+def test_a_unit_is_a_field_and_stands_in_no_label(name):
+    """Of figures, axes and columns: what shows them has not to read English, and no number of theirs is a text."""
+    made = page_of(RESULTS[name].data())
+    kinds = {"text", "number", "bytes", "ns", "decibels", "bits", "share", "error", "format", "op", "module", "line"}
+    assert {f.unit for f in made.figures} <= {"", "bytes", "ns", "more ns", "relative", "times fp32"}
+    units = {"", "bytes", "ns", "relative", "multiplications", "whole", "percent"}
+    assert {unit for s in made.series for unit in (s.x_unit, s.y_unit)} <= units
+    assert {c.kind for t in made.tables for c in t.columns} <= kinds | {"call", "call_b"}
+    labels = [f.name for f in made.figures] + [label for s in made.series for label in (s.x, s.y, *dict(s.lines))]
+    labels += [c.name for t in made.tables for c in t.columns]
+    assert not [label for label in labels if re.search(r"\b(ms|ns|us|dB|MiB|KiB)\b|%", label)]
+    assert not [f for f in made.figures if isinstance(f.amount, str) and re.match(r"[-+]?\d", f.amount)]
+    assert all(row["value"] and row["amount"] is not None for row in made.data()["figures"])
+
+
+@each
 def test_what_comes_from_a_user_is_never_markup(name):
     """A module named `<script>`: the file has the two scripts that it was made with, and notebooks have none."""
     made = Elements(RESULTS[name].to_html())

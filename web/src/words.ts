@@ -12,7 +12,7 @@ export function inBytes(count: number): string {
 const digits = (value: number): string => String(Number(value.toPrecision(3)));
 
 export const inTime = (ns: number): string =>
-  ns >= 1e9 ? `${digits(ns / 1e9)} s` : ns >= 1e6 ? `${digits(ns / 1e6)} ms` : ns >= 1e3 ? `${digits(ns / 1e3)} µs` : `${Math.round(ns)} ns`;
+  ns < 0 ? `-${inTime(-ns)}` : ns >= 1e9 ? `${digits(ns / 1e9)} s` : ns >= 1e6 ? `${digits(ns / 1e6)} ms` : ns >= 1e3 ? `${digits(ns / 1e3)} µs` : `${Math.round(ns)} ns`;
 
 export function inCount(count: number): string {
   for (const unit of ["", " k", " M", " G", " T"]) {
@@ -21,6 +21,10 @@ export function inCount(count: number): string {
   }
   return `${digits(count)} P`;
 }
+
+// A number of any size, in three digits: small ones by their power of ten.
+export const inFigure = (value: number): string =>
+  value !== 0 && Math.abs(value) < 0.01 ? value.toExponential(1) : Math.abs(value) < 1000 ? digits(value) : inCount(value);
 
 // On an axis, whose lines lie at powers of ten.
 export const inDecimalBytes = (count: number): string => `${inCount(count).replace(/([a-zA-Z]?)$/, count < 1000 ? " B" : "$1B")}`;

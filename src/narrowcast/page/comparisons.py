@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from narrowcast.page.ledgers import ORDER
+from narrowcast.page.ledgers import ORDER, shares
 from narrowcast.page.model import Figure, Graph, Node, Page, Series, Todo
-from narrowcast.page.tables import finding_table, module_table, op_table, table
 from narrowcast.page.rules import Shown, is_low, rule_of_call
-from narrowcast.page.words import error_text, number, place, shares, split_identity
+from narrowcast.page.tables import finding_table, module_table, op_table, table
+from narrowcast.page.words import error_text, number, place, split_identity
 
 Data = Mapping[str, Any]
 AT_FAULT = ("fault", "not finite", "kernel")
@@ -33,17 +33,16 @@ def comparison_page(data: Data) -> Page:
     faults = sum(row["verdict"] in AT_FAULT for row in data["rows"])
     page.figures = [
         *output_figures(data),
-        Figure("faults", str(faults), "calls beyond round-off", "bad" if faults else "good"),
-        Figure("calls", str(len(nodes)), f"{differ} differ, {len(data['unmatched'])} without a partner"),
+        Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
+        Figure("calls", len(nodes), f"{differ} differ, {len(data['unmatched'])} without a partner"),
     ]
     page.bars = [bar for bar in [shares(nodes, "calls", "Calls by format")] if bar.parts]
     page.todos = error_todos(_worst(data["rows"]))[:3]
     rules = [_rule(row) for row in data["rows"]]
-    of_findings = iter([rule for node, rule in zip(nodes, rules, strict=True) if node.finding])
     page.tables = [
-        *finding_table(nodes, lambda node: next(of_findings)), *_error_table(data["rows"], rules, nodes), *op_table(nodes), *module_table(nodes),
+        *finding_table(nodes, rules), *_error_table(data["rows"], rules, nodes), *op_table(nodes), *module_table(nodes),
         *table("outputs", "Outputs", "output, reference, found, relative error:error, "
-               "SQNR dB:number, largest error:error",
+               "SQNR:decibels, largest error:error",
                [[o["name"], o["reference"], o["found"], number(o["relative_error"]), number(o["sqnr_db"]),
                  number(o["largest_error"])] for o in data["outputs"]]),
         *table("gradients", "Gradients", "parameter, format:format, relative error:error, cosine:number, "
@@ -107,7 +106,7 @@ def output_figures(comparison: Data | None) -> list[Figure]:
     detail = f"{worst['name']}, {sqnr:.1f} dB" if sqnr is not None else worst["name"]
     band = f"; round-off may make {error_text(comparison['band'])}" if comparison["band"] else ""
     tone = "bad" if comparison["verdict"] in AT_FAULT else ""
-    return [Figure("output error", error_text(worst["relative_error"]), detail + band, tone)]
+    return [Figure("output error", worst["relative_error"], detail + band, tone, "relative")]
 
 
 def error_todos(worst: Iterable[Data], faults_only: bool = False) -> list[Todo]:
@@ -168,4 +167,4 @@ def error_series(nodes: list[Node]) -> list[Series]:
         ("total", [nodes[i].total or None for i in at]),
     ]
     xs = [float(n) for n in range(1, len(at) + 1)]
-    return [Series("Error by depth", "call, in order", "relative error", xs, lines, log=True, nodes=at)]
+    return [Series("Error by depth", "call, in order", "relative error", xs, lines, "whole", "relative", True, at)]

@@ -116,14 +116,14 @@ def _cost_figures(comparison: Data | None) -> list[Figure]:
     peaks = f"{in_bytes(comparison['region_peak_bytes'])}, fp32 {in_bytes(comparison['reference_peak_bytes'])}"
     found = [
         Figure(
-            "time", f"{ratio:.2f} x fp32", f"{_time(comparison['region_ms'])}; quartiles {low:.2f} to {high:.2f}", tone
+            "time", ratio, f"{_time(comparison['region_ms'])}; quartiles {low:.2f} to {high:.2f}", tone, "times fp32"
         ),
-        Figure("peak memory", f"{memory:.2f} x fp32", peaks, "good" if memory < 1 else ""),
+        Figure("peak memory", memory, peaks, "good" if memory < 1 else "", "times fp32"),
     ]
     for name, before in comparison["metric_reference"].items():
         after = comparison["metric_found"].get(name)
         change = f"fp32 {before:.6g}" if isinstance(before, float) else f"fp32 {before}"
-        found.append(Figure(name, f"{after:.6g}" if isinstance(after, float) else str(after), change))
+        found.append(Figure(name, after if isinstance(after, float) else str(after), change))
     return found
 
 
@@ -178,7 +178,7 @@ def _backward_figures(graphs: list[Data]) -> list[Figure]:
     if not before:
         return []
     detail = f"forward and backward: {after}, {before} as autograd made them"
-    return [Figure("casts of the backward", str(backward), detail)]
+    return [Figure("casts of the backward", backward, detail)]
 
 
 def _graph_tables(data: Data) -> list[Table]:

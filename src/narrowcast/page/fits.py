@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowcast.ops import named
+from narrowcast.page.ledgers import shares
 from narrowcast.page.model import Figure, Graph, Node, Page, Table, Todo
-from narrowcast.page.tables import finding_table, table
 from narrowcast.page.rules import Shown, call_rule
-from narrowcast.page.words import number, shares, split_identity
+from narrowcast.page.tables import finding_table, table
+from narrowcast.page.words import number, split_identity
 
 Data = Mapping[str, Any]
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
@@ -33,7 +34,7 @@ def fit_page(data: Data) -> Page:
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(FORMATS)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{data['tolerance']:.0%} of a tensor")]
     page.figures = [
-        Figure(name, str(len(found)), "calls would lose something", "bad" if found else "good")
+        Figure(name, len(found), "calls would lose something", "bad" if found else "good")
         for name, found in lost.items()
     ]
     page.bars = [
@@ -41,7 +42,7 @@ def fit_page(data: Data) -> Page:
     ]
     page.todos = [_todo(nodes[key]) for key in dict.fromkeys(row["id"] for row in worst)][:3]
     page.notes = list(data["notes"])
-    page.tables = [*finding_table(list(nodes.values()), _rule), *_tensor_table(rows, nodes)]
+    page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page
 
 
@@ -80,7 +81,7 @@ def _tensor_table(rows: list[Data], nodes: Mapping[str, Node]) -> list[Table]:
         lost = [by_format[name][kind] for name in FORMATS for kind in ("overflow", "underflow")]
         cells.append([node.path, node.op, node.label, argument, headroom, *lost])
     kinds = ", ".join(f"{name} {kind}:share" for name in FORMATS for kind in ("overflow", "underflow"))
-    columns = f"module:module, op:op, call, tensor, bits above it in fp16:number, {kinds}"
+    columns = f"module:module, op:op, call, tensor, headroom in fp16:bits, {kinds}"
     rules = [_rule(nodes[key]) for key, _ in found]
     title = "Each tensor: what each format would lose of it, without a scale"
     return table("fit", title, columns, cells, rules, list(nodes.values()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from narrowcast.output.console import in_bytes
@@ -17,7 +18,6 @@ from narrowcast.page.tables import (
     op_table,
     refusal_table,
 )
-from narrowcast.page.words import shares
 
 Data = Mapping[str, Any]
 ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
@@ -95,12 +95,26 @@ def cast_figures(totals: Data) -> list[Figure]:
     share = f"{totals['share_of_casts']:.0%} of all bytes moved"
     tone = "bad" if totals["share_of_casts"] > 0.2 else ""
     found = [
-        Figure("casts", str(totals["casts"]), how + again),
-        Figure("bytes in casts", in_bytes(totals["cast_bytes"]), share, tone),
-        Figure("calls", str(totals["calls"]), f"{in_bytes(totals['op_bytes'])} read and written"),
+        Figure("casts", totals["casts"], how + again),
+        Figure("bytes in casts", totals["cast_bytes"], share, tone, "bytes"),
+        Figure("calls", totals["calls"], f"{in_bytes(totals['op_bytes'])} read and written"),
     ]
-    refused = [Figure("refusals", str(totals["refusals"]), "calls that were not run", "bad")]
+    refused = [Figure("refusals", totals["refusals"], "calls that were not run", "bad")]
     return [*found, *(refused if totals["refusals"] else [])]
+
+
+def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
+    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
+    left out.
+    """
+    found: dict[str, float] = {}
+    amount_of = attrgetter("times" if unit == "calls" else unit)
+    for node in nodes:
+        amount = amount_of(node)
+        if node.computes and amount:
+            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
+            found[name] = found.get(name, 0.0) + amount
+    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
 
 
 def format_bars(nodes: list[Node]) -> list[Bar]:

@@ -8,10 +8,10 @@ from typing import Any
 from narrowcast.output.console import in_bytes
 from narrowcast.page.ledgers import ORDER, format_bars
 from narrowcast.page.model import Exponents, Figure, Graph, Node, Page, Series, Todo
+from narrowcast.page.rules import Shown, high_rule, rule_of_call
 from narrowcast.page.run_flow import RunFlow, flow_of
 from narrowcast.page.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.page.times import cast_series
-from narrowcast.page.rules import Shown, high_rule, rule_of_call
 from narrowcast.page.words import counted, number, split_identity
 
 Data = Mapping[str, Any]
@@ -37,9 +37,9 @@ def run_page(data: Data) -> Page:
     page.notes = list(data["notes"])
     casts = [e for e in page.graph.edges if e.src != e.dst]
     page.figures = [
-        Figure("calls", str(len(nodes)), f"{sum(n.direction == 'backward' for n in nodes)} backward"),
-        Figure("casts", str(len(casts)), f"move {in_bytes(sum(e.bytes for e in casts))}"),
-        Figure("not finite", str(len(bad)), "calls", "bad" if bad else "good"),
+        Figure("calls", len(nodes), f"{sum(n.direction == 'backward' for n in nodes)} backward"),
+        Figure("casts", len(casts), f"move {in_bytes(sum(e.bytes for e in casts))}"),
+        Figure("not finite", len(bad), "calls", "bad" if bad else "good"),
     ]
     page.bars = format_bars(nodes)
     page.todos = [
@@ -89,18 +89,17 @@ def watch_page(data: Data) -> Page:
     page = Page("watch", "A watched run", verdict, "bad" if made else "good", graph=Graph(nodes, [], note=ORDER))
     page.facts = [("looked at", f"{data['calls']} calls"), ("steps", str(data["steps"]))]
     page.figures = [
-        Figure("findings", str(len(made)), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
-        Figure("passed on", str(data["spread"]), "later calls"),
-        Figure("meant", str(sum(data["meant"].values())), "infinities, as a mask has them"),
+        Figure("findings", len(made), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
+        Figure("passed on", data["spread"], "later calls"),
+        Figure("meant", sum(data["meant"].values()), "infinities, as a mask has them"),
     ]
     page.notes = list(data["notes"])
     page.todos = [
         Todo(_advice(row), row["sentence"], _format_rule(row), n.path)
         for row, n in zip(data["findings"], nodes, strict=True)
     ][:3]
-    rules = iter([_format_rule(row) for row in data["findings"]])
     page.tables = [
-        *finding_table(nodes, lambda node: next(rules)),
+        *finding_table(nodes, map(_format_rule, data["findings"])),
         *table(
             "meant", "Infinities that were meant", "times:number, why", [[n, why] for why, n in data["meant"].items()]
         ),
@@ -129,4 +128,4 @@ def _history(history: list[Data]) -> list[Series]:
         return []
     xs = [float(row.get("step", i)) for i, row in enumerate(history, 1)]
     lines = [(name, [number(row.get(name)) for row in history]) for name in names]
-    return [Series("Over training steps", "step", "figure", xs, lines, log=True)]
+    return [Series("Over training steps", "step", "figure", xs, lines, "whole", log=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from narrowcast.page.model import Column, Edge, Graph, Node, Table
@@ -137,11 +137,14 @@ def advice_table(advice: Iterable[Row]) -> list[Table]:
     return table("advice", "Advice", "kind, what, what to do, times:number, module:module, line:line", rows)
 
 
-def finding_table(nodes: Sequence[Node], rule: Callable[[Node], Shown] = high_rule) -> list[Table]:
-    """The calls that somebody should look at, each with the rule that mends it."""
+def finding_table(nodes: Sequence[Node], rules: Iterable[Shown] | None = None) -> list[Table]:
+    """The calls that somebody should look at, each with the rule that mends it. rules: one for each node."""
     found = [n for n in nodes if n.finding]
+    mending = [
+        rule for n, rule in zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True) if n.finding
+    ]
     rows = [
         [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n in found
     ]
     columns = "module:module, op:op, call, direction, computes:format, verdict, finding, line:line"
-    return table("findings", "Findings", columns, rows, map(rule, found), nodes)
+    return table("findings", "Findings", columns, rows, mending, nodes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
-from narrowcast.page.model import Bar, Node
+from narrowcast.output.console import in_bytes
 
 
 def number(value: Any) -> float | None:
@@ -42,20 +41,6 @@ def place(file: str, line: Any) -> str:
     return f"{file}:{line}" if file else ""
 
 
-def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
-    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
-    left out.
-    """
-    found: dict[str, float] = {}
-    amount_of = attrgetter("times" if unit == "calls" else unit)
-    for node in nodes:
-        amount = amount_of(node)
-        if node.computes and amount:
-            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
-            found[name] = found.get(name, 0.0) + amount
-    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
-
-
 def in_time(ns: float) -> str:
     """`1.2 ms`, `35 us`, `3 s`."""
     for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
@@ -70,6 +55,22 @@ def in_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f}"
+
+
+def in_unit(amount: float | str, unit: str) -> str:
+    """A figure's amount in words; what is not finite, or is a word already, as it came."""
+    if isinstance(amount, str):
+        return amount
+    if isinstance(amount, int) and unit == "":
+        return str(amount)
+    said = _UNITS.get(unit)
+    return f"{amount:.6g}" if said is None or not math.isfinite(amount) else said(amount)
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": in_bytes, "ns": in_time, "relative": error_text, "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
+    "more ns": lambda ns: f"{'-' if ns < 0 else '+'}{in_time(abs(ns))}",
+}  # fmt: skip
 
 
 def without_format(text: str, format: str) -> str:
