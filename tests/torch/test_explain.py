@@ -139,9 +139,12 @@ def test_run_compares_with_fp32():
     (output,) = comparison.outputs
     assert output.found == "bf16" and 20 < output.sqnr_db < 100 and 0 < output.relative_error < 0.1
     assert comparison.metric_reference["sum"] == pytest.approx(4)
+    assert comparison.casts_ms > 0 < comparison.kernels_ms and comparison.spent.startswith("casts ")
+    assert comparison.weight_bytes == sum(t.nbytes for t in (*net.parameters(), *net.buffers()))  # tied ones once
     assert comparison.time_ratio > 0 and comparison.reference_peak_bytes > 0 and comparison.memory_ratio > 0
     text = found.to_text(every=True)
-    for word in ("SQNR", "sum", "peak memory", "alternating pairs"):
+    assert "measured on cpu" in found.ran_on and "no compute" not in text
+    for word in ("SQNR", "sum", "peak memory", "alternating pairs", "Its time: casts", "which the ratio counts"):
         assert word in text
 
 

@@ -46,7 +46,7 @@ from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around as scopes_around
 from narrowcast.scripts.scripted import methods_of
 from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
-from narrowcast.torch_surface.dispatch import tree_leaves
+from narrowcast.torch_surface.dispatch import storage_key, tree_leaves
 
 
 def explain(
@@ -129,7 +129,7 @@ def explain(
         low=str(FORMATS[fast]),
         policy=chosen.name,
         digest=resolved.digest,
-        ran_on=ran.on,
+        ran_on=f"{ran.on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else ran.on,
         note=_sentences(slow, ran.note),
         ledger=ran.ledger,
         comparison=_compare(subject, opened) if run and ran.failure is None else None,
@@ -220,7 +220,7 @@ def _record(
                 run()
             why = _not_shown_by_fakes(ledger)
             if not why or _has_meta(subject):
-                where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
+                where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
                 note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
                 return ledger, where, note, None
         except Exception as error:
@@ -297,6 +297,9 @@ def _script_note(subject: Subject) -> str:
     return _sentences(*[_SCRIPT_NOTE] * bool(scripts), *[_CAST_NOTE] * bool(cast))
 
 
+_NO_COMPUTE = " (no compute)"
+
+
 def _has_meta(subject: Subject) -> bool:
     if not isinstance(subject.model, torch.nn.Module):
         return False
@@ -318,4 +321,11 @@ def _compare(subject: Subject, region: autocast) -> Comparison:
         before = subject.measure()
         with region:
             after = subject.measure()
-        return with_cost(differences, before, after, in_fp32, in_region)
+        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(subject))
+
+
+def _weight_bytes(subject: Subject) -> int:
+    """Of the model's parameters and buffers; of a function none."""
+    model = subject.model
+    kept = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in kept if t.layout is torch.strided}.values())

@@ -68,7 +68,7 @@ def explanation_parts(explanation: Explained) -> list[RenderableType]:
     parts += refusals(explanation.ledger)
     parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:
-        parts += _comparison(explanation.comparison, explanation.low)
+        parts += _comparison(explanation.comparison, explanation.low, explanation.gradients)
     return parts
 
 
@@ -234,7 +234,7 @@ def _worst(comparison: Comparison) -> list[RenderableType]:
     return [made, *faults, f"  {moves} {more}" if differences.band else f"  {more}", ""]
 
 
-def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
+def _comparison(comparison: Comparison, low: str, gradients: bool) -> list[RenderableType]:
     outputs = table(
         "against fp32: outputs", "output", "fp32 run", "region", ">SQNR", ">relative error", ">largest error"
     )
@@ -250,18 +250,18 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
         parts.append(metrics)
     cost = table("against fp32: cost on this machine", "", ">fp32", ">region", ">ratio", "")
     low_q, high_q = comparison.time_quartiles
+    mode = "with gradients" if gradients else "no_grad"
     cost.add_row(
         "time", f"{comparison.reference_ms:.2f} ms", f"{comparison.region_ms:.2f} ms", f"{comparison.time_ratio:.2f} x",
         f"quartiles {low_q:.2f} to {high_q:.2f}, {comparison.repeats} alternating pairs",
     )  # fmt: skip
     cost.add_row(
         "peak memory", in_bytes(comparison.reference_peak_bytes), in_bytes(comparison.region_peak_bytes),
-        f"{comparison.memory_ratio:.2f} x", "allocated during one forward, weights not counted",
+        f"{comparison.memory_ratio:.2f} x",
+        f"beyond weights of {in_bytes(comparison.weight_bytes)}, which the ratio counts; {mode}",
     )  # fmt: skip
     parts.append(cost)
-    if comparison.time_ratio > 1.05:
-        parts.append(
-            f"[red]Autocasting to {low} makes this model slower on this machine: it has no fast units for {low}, "
-            "or the model's calls are too small for them.[/red]"
-        )
+    if comparison.spent:
+        slower = f"[red]In {low} this model is slower here.[/red] " if comparison.time_ratio > 1.05 else ""
+        parts.append(f"{slower}Its time: {comparison.spent}.")
     return parts
