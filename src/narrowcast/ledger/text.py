@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.ledger.records import Advice, Cast, Refusal, Tally, Totals
-from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
+from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
 from narrowcast.output.screen import Part, first_screen, shortened
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.overview import overview_parts
@@ -152,7 +152,7 @@ def argument_text(cast: Cast) -> str:
 
 def line_text(cast: Cast) -> str:
     """`model.py:12`."""
-    return f"{short_file(cast.file)}:{cast.line}"
+    return short_place(cast.file, cast.line)
 
 
 def how_text(cast: Cast) -> str:
@@ -168,7 +168,7 @@ def refusals(ledger: Recorded) -> list[RenderableType]:
     made = table(f"{len(ledger.refusals)} refused calls", "op", "module", "line", "reason")
     for r in ledger.refusals:
         made.add_row(
-            r.op, escape(r.module_path or "(root)"), escape(f"{short_file(r.file)}:{r.line}"), escape(r.reason)
+            r.op, escape(r.module_path or "(root)"), escape(short_place(r.file, r.line)), escape(r.reason)
         )
     return [made]
 
@@ -178,7 +178,7 @@ def advice_parts(ledger: Recorded) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for found, times in ledger.advice.items():
         often = f" ({times} times)" if times > 1 else ""
-        where = f"{short_file(found.file)}:{found.line}" if found.file else "?"
+        where = short_place(found.file, found.line) or "?"
         inside = f" in {found.module_path}" if found.module_path else ""
         parts += [
             f"[bold yellow]advice[/]: {escape(found.kind)}{often}, {escape(where)}{escape(inside)}",

@@ -313,7 +313,7 @@ def _row(row: CallError) -> list[str]:
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in AT_FAULT else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
-    place = cut(f"{file}:{row.line}", COLUMNS - len(figures_first))
+    place = cut(f"{file}:{row.line}" if file else "", COLUMNS - len(figures_first))
     lines = [figures_first + place, *wrapped(f"    {row.id}", f"{'':6}")]
     return [*lines, *wrapped(why, "    ")] if why else lines
 

@@ -17,7 +17,7 @@ from narrowcast.ledger.text import (
     refusals,
     totals_line,
 )
-from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
+from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
 from narrowcast.output.screen import COLUMNS, LINES
 from narrowcast.page.rules import alike_module
 from narrowcast.report.explain_screen import explanation_screen
@@ -197,7 +197,7 @@ def _repeats(explanation: Explained) -> RenderableType:
         made.add_row(
             op.removesuffix(".default"), argument,
             escape((pattern if len(alike) > 1 else alike[0].module_path) or "(root)"),
-            escape(f"{short_file(file)}:{line}"), f"{src} -> {dst}", str(sum(r.times - 1 for r in alike)),
+            escape(short_place(file, line)), f"{src} -> {dst}", str(sum(r.times - 1 for r in alike)),
             in_bytes(sum(r.wasted_bytes for r in alike)),
         )  # fmt: skip
     return made
@@ -225,7 +225,7 @@ def _worst(comparison: Comparison) -> list[RenderableType]:
     made.columns[0].min_width = 14
     for row in comparison.worst:
         made.add_row(
-            escape(str(row.id)), escape(f"{short_file(row.file)}:{row.line}"), _formats(row.computes), f"{row.own:.1e}",
+            escape(str(row.id)), escape(short_place(row.file, row.line)), _formats(row.computes), f"{row.own:.1e}",
             f"{row.total:.1e}", f"{row.band:.1e}", row.verdict,
         )  # fmt: skip
     faults = [f"[red]{escape(str(row.id))}: {escape(row.why)}.[/]" for row in comparison.worst if row.why]
