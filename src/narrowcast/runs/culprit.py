@@ -10,7 +10,7 @@ from narrowcast.eager.kernels import gather
 from narrowcast.formats import Format
 from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import named
-from narrowcast.page.rules import call_rule, rule_in_line
+from narrowcast.page.rules import call_rule, is_low, rule_in_line
 from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
@@ -141,8 +141,18 @@ def find_culprit(call: SeenCall, inputs: Named, results: list[torch.Tensor]) -> 
         return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64."), False
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
-    advice = "No format mends it: keep its inputs off that value (a clamp, an epsilon, where)."
-    return finding_of(call, inputs, what, OP, sentence, advice), not has_nan
+    return finding_of(call, inputs, what, OP, sentence, _off_that_value(call)), not has_nan
+
+
+def _off_that_value(call: SeenCall) -> str:
+    """What to do about inputs at which the op is not finite: they may be there because a low format rounded them."""
+    said = "No format of this call mends it: keep its inputs off that value (a clamp, an epsilon, where)"
+    policy = call.policy
+    lowers = policy is not None and bool(policy.extends or policy.layers)
+    if not (lowers or is_low(call.came)):
+        return f"{said}."
+    finder = "; nc.repair finds the rule" if lowers else ""
+    return f"{said}, or keep what makes them in fp32: a low format may have rounded them to it{finder}."
 
 
 def _cause(call: SeenCall, inputs: Named) -> str:
