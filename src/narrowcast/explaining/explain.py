@@ -36,6 +36,7 @@ from narrowcast.report import (
     decision_differences,
     graph_ledger,
 )
+from narrowcast.report.graphs import other_paths
 from narrowcast.runs.compare import compare_with_fp32
 from narrowcast.runs.cost import with_cost
 from narrowcast.runs.isolation import isolated, restored
@@ -170,8 +171,16 @@ def _run(
     differences: tuple[DecisionDifference, ...] = ()
     if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
         differences = decision_differences(ledger, found)
+    others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
+    other = f"{_OTHER_PATH}: {others}" if others and any(graph.after is not None for graph in graphs) else ""
     ledger, ran_on = _listed(ledger, ran_on, found, graphs)
-    return _Ran(ledger, ran_on, _sentences(note, eager, _script_note(subject)), graphs, differences)
+    return _Ran(ledger, ran_on, _sentences(note, eager, other, _script_note(subject)), graphs, differences)
+
+
+_OTHER_PATH = (
+    "One fused op in eager code, in evaluation and without gradients, and torch's unfused path where it is traced, "
+    "whose last bits differ"
+)
 
 
 def _goal(goal: Goal, front_end: str) -> Goal:

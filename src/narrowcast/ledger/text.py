@@ -167,9 +167,7 @@ def refusals(ledger: Recorded) -> list[RenderableType]:
         return []
     made = table(f"{len(ledger.refusals)} refused calls", "op", "module", "line", "reason")
     for r in ledger.refusals:
-        made.add_row(
-            r.op, escape(r.module_path or "(root)"), escape(short_place(r.file, r.line)), escape(r.reason)
-        )
+        made.add_row(r.op, escape(r.module_path or "(root)"), escape(short_place(r.file, r.line)), escape(r.reason))
     return [made]
 
 

@@ -131,5 +131,5 @@ def short_file(file: str) -> str:
 
 
 def short_place(file: str, line: int | str) -> str:
-    """`model.py:12`; nothing where no line of the user's was on the stack, as of a model that torch's modules make up."""
+    """`model.py:12`; nothing where no line of the user's was on the stack: torch's modules alone make up the model."""
     return f"{short_file(file)}:{line}" if file else ""

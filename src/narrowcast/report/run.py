@@ -241,7 +241,8 @@ def _verdict(run: Run, bad: list[CallRecord]) -> str:
         return "every value is finite"
     made = _made_not_finite(run, bad)
     if made is not None:
-        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id} ({place(made.file, made.line)})"
+        at = place(made.file, made.line)
+        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id}{at and f' ({at})'}"
     if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{len(bad)} calls are not finite; their inputs were not, either"
     return f"every value is finite, but infinities that were given or filled in, as masks are, in {len(bad)} calls"
