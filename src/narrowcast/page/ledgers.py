@@ -145,7 +145,7 @@ def cast_todos(data: Data, in_graph: bool = False, gradients: bool = True) -> li
         found.append(
             Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0]["module_path"])
         )
-    return [*found, *_weights(copied, in_graph, gradients), *_dearest(copied)]
+    return [*_weights(copied, in_graph, gradients), *found, *_dearest(copied)]
 
 
 def _weights(copied: list[Data], in_graph: bool, gradients: bool) -> list[Todo]:

@@ -25,7 +25,7 @@ def overview_parts(page: Page, head: str, rows: list[Part], width: int) -> list[
     figures = [(f.name, f.value, f.detail) for f in page.figures]
     column = max((len(value) for _, value, _ in figures), default=0)
     said = [f"{_WORDS.get(bar.unit, bar.title.split()[0].lower()):{_NAME}}{_shares(bar)}" for bar in page.bars]
-    said += [f"{name:{_NAME}}{value:{column}}  {detail}" for name, value, detail in figures if name != "calls"]
+    said += [f"{name:{_NAME - 1}} {value:{column}}  {detail}" for name, value, detail in figures if name != "calls"]
     return [
         Part(first),
         Part(notes, rank=2, least=2),

@@ -358,11 +358,8 @@ def _spread(found: Differences, worst: CallError) -> str:
     if not worst.alone < HALF_OF_ITS_SQUARE * total < math.inf:
         return ""
     low = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
-    left = math.sqrt(total**2 - worst.alone**2)
-    return (
-        f"alone it makes {number_text(worst.alone)} of {number_text(total)}: the error is spread over {len(low)} ops, "
-        f"and without this one it stays near {number_text(left)}"
-    )
+    made = f"alone it makes {number_text(worst.alone)} of {number_text(total)}"
+    return f"{made}: the error is spread over {len(low)} ops"
 
 
 def _finite(value: float) -> float:
