@@ -26,7 +26,7 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        names = ("3", "a b", 'say "x"', "back\\slash", "[0]", "w*", "which?")
+        names = ("3", 'a "b\\', "[0]", "w*", "which?")
         self.parts = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for name in names})
         setattr(self, "dotted.name", nn.Linear(8, 8))
         self.parts["which?"][0].weight.data *= 1e4
@@ -166,8 +166,7 @@ def wrong_rules(found, ledger):
     return texts, wrong
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "fp16") for name in MODELS), ("stack", "bf16")])
 def test_each_rule_that_is_printed_loads_is_no_lint_and_matches(name, dtype):
     """Of all screens and pages, alone and as they are copied together."""
     torch.manual_seed(1)
