@@ -276,10 +276,19 @@ def test_a_region_is_read_as_a_whole():
     with nc.autocast("cpu", enabled=False):
         assert not nc.explain(net, x).ledger.casts
     with torch.autocast("cpu", torch.float16):
-        assert nc.explain(net, x).low == "fp16"
+        native = nc.explain(net, x)
+    assert (native.low, native.policy) == ("fp16", "native")
     with pytest.warns(UserWarning, match="CUDA is not available"):
         elsewhere = nc.autocast("cuda", "fp16", cache_enabled=False)
     for region in (elsewhere, pickle.loads(pickle.dumps(elsewhere))):
         found = nc.explain(net, x, region=region)
         assert found.ledger.diff(nc.explain(net, x, device_type="cuda", dtype="fp16").ledger) == ()
         assert "cuda" not in found.note and found.ledger.casts
+
+
+def test_what_fakes_do_not_carry_runs_on_the_cpu_with_the_lists_of_the_device():
+    """It says that, and not how slow the device is: this machine has none."""
+    net = LooksAtValues()
+    found = nc.explain(net, x, device_type="cuda", dtype="fp16")
+    assert found.ran_on == "the model itself, on the cpu with cuda's lists"
+    assert found.note.startswith("Fake tensors do not carry it") and "fast units" not in found.note

@@ -77,10 +77,11 @@ def _around(device_type: str) -> AskedRegion | None:
     found = active_region(device_type)
     if found is None and not torch.is_autocast_enabled(device_type):
         return None
-    found = found or native_region(device_type)
-    owner, facts = found.owner, found.prepared.facts
-    ours = owner if isinstance(owner, autocast) else None
+    facts = (found or native_region(device_type)).prepared.facts
+    dtype, owner = DTYPES[facts.low], found.owner if found is not None else None
+    if not isinstance(owner, autocast):  # torch's own, or one that a checkpoint's recomputation carries
+        policy = as_policy(None) if found is None else found.prepared.policy
+        return AskedRegion(policy, True, dtype, device_type, facts.enabled, facts.cache)
     return AskedRegion(
-        found.prepared.policy if ours is None else ours.policy, True, DTYPES[facts.low], device_type, facts.enabled,
-        facts.cache if ours is None else ours.cache, None if ours is None else ours.cache_limit_bytes,
+        owner.policy, True, dtype, device_type, facts.enabled, owner.cache, owner.cache_limit_bytes
     )  # fmt: skip
