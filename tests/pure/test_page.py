@@ -33,9 +33,9 @@ from program_text import parse_program
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.page.html import BUILT
-from narrowcast.page.model import OUTSIDE
+from narrowcast.page.model import OUTSIDE, Node
 from narrowcast.page.read import page_of
-from narrowcast.page.rules import rule_text
+from narrowcast.page.rules import call_rule, rule_text, shared_modules
 from narrowcast.page.words import split_identity
 from narrowcast.policy import Policy
 from narrowcast.report import CompiledGraph
@@ -44,6 +44,7 @@ from narrowcast.report.flow import graph_flow
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
 RESULTS = all_results()
+LINEAR, SOFTMAX = "aten.linear.default", "aten.softmax.int"
 each = pytest.mark.parametrize("name", RESULTS)
 
 
@@ -388,3 +389,17 @@ def test_other_files_and_broken_records_have_no_page():
     broken = {**RESULTS["run"].data(), "calls": [["one", "two"]]}
     with pytest.raises(RunError, match="a record is broken"):
         page_of(broken)
+
+
+def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():
+    """Not for a call besides, nor where rules of several actions are about the op. Casts have none, nor calls of modules."""
+    paths = [f"layers.{n}.up" for n in range(3)]
+    rules = [call_rule(LINEAR, path, "full") for path in paths]
+    shared = [(LINEAR, "layers.*.up")]
+    nodes = [Node(path, LINEAR) for path in paths]
+    assert shared_modules(rules, nodes) == shared and not shared_modules(rules[:1], nodes)
+    assert not shared_modules(rules, [*nodes, Node("layers.3.up", LINEAR)])
+    assert not shared_modules(rules, [*nodes, Node("layers.0.up.inner", LINEAR)])
+    assert shared_modules(rules, [*nodes, Node("layers.3.up", SOFTMAX)]) == shared
+    assert not shared_modules([*rules, call_rule(LINEAR, "head", "follow")], nodes)
+    assert not call_rule("aten._to_copy.default", "a", "full") and not call_rule("module.call.default", "a", "follow")
