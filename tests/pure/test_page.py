@@ -392,7 +392,7 @@ def test_other_files_and_broken_records_have_no_page():
 
 
 def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():
-    """Not for a call besides, nor where rules of several actions are about the op. Casts have none, nor calls of modules."""
+    """Not for a call besides, nor where rules of several actions are about the op. Casts and modules have none."""
     paths = [f"layers.{n}.up" for n in range(3)]
     rules = [call_rule(LINEAR, path, "full") for path in paths]
     shared = [(LINEAR, "layers.*.up")]
