@@ -1,6 +1,7 @@
 """The command line, as a user runs it: exit codes, messages, no tracebacks."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -50,6 +51,19 @@ def test_explain_run_compares(cli, target):
     code, out, _ = cli("explain", target, "--run", "--dtype", "fp16", "--all")
     assert code == 0
     assert "SQNR" in out and "metric" in out and "fp16" in out
+
+
+@pytest.mark.parametrize("command", ["explain", "compare", "capture"])
+def test_a_model_of_torchs_modules_alone_has_no_place(cli, tmp_path, command):
+    """What called the command is no line of the user's: neither typer's, nor the console script's."""
+    made = "nc.Subject(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1)), (torch.ones(2, 8),))"
+    file = tmp_path / "alone.py"
+    file.write_text(f"import torch\nimport narrowcast as nc\n\ndef subject():\n    return {made}\n")
+    output = ["-o", tmp_path / "run.json"] if command == "capture" else []
+    for every in ([], ["--all"]):
+        code, out, err = cli(command, file, *output, *every)
+        assert code == 0, err
+        assert not re.search(r"\.py:\d|:0\b|\?", out), out
 
 
 def test_explain_for_another_device_and_policy_as_json(cli, target, tmp_path):

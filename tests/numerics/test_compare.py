@@ -5,7 +5,7 @@ import math
 import torch
 
 from narrowcast.report.differences import Differences
-from narrowcast.runs.cost import peak_bytes, with_cost
+from narrowcast.runs.cost import observe, with_cost
 from narrowcast.runs.output_errors import output_errors, relative_error, sqnr_db
 
 
@@ -46,12 +46,13 @@ def test_peak_memory_counts_what_lives_at_once():
         c = b + 1  # 8000 again
         return c
 
-    result, peak = peak_bytes(run)
-    assert peak == 8000 and result.shape == (10, 100)
+    found = observe(run)
+    assert found.peak_bytes == 8000 and found.result.shape == (10, 100)
+    assert not found.casts_ns and observe(lambda: x.bfloat16()).casts_ns > 0 < found.kernels_ns
 
 
 def test_the_cost_is_measured_in_pairs_and_metrics_are_kept():
-    """Ratios of alternating pairs; both run once more for memory."""
+    """Ratios of alternating pairs; both run twice more, observed. Weights are in the ratio of peaks."""
     runs = {"fp32": 0, "region": 0}
 
     def run(side):
@@ -59,7 +60,9 @@ def test_the_cost_is_measured_in_pairs_and_metrics_are_kept():
         return torch.ones(4)
 
     found = Differences("model", "cpu", "native", "bf16", "fp32")
-    short = with_cost(found, {"m": 1.0}, {"m": 2.0}, lambda: run("fp32"), lambda: run("region"), repeats=3)
-    assert short.metric_found == {"m": 2.0} and runs == {"fp32": 4, "region": 4}
+    short = with_cost(found, {"m": 1.0}, {"m": 2.0}, lambda: run("fp32"), lambda: run("region"), repeats=3,
+                      weight_bytes=48)  # fmt: skip
+    assert short.metric_found == {"m": 2.0} and runs == {"fp32": 5, "region": 5}
+    assert short.memory_ratio == 1 and short.region_peak_bytes == 16 and "kernels" in short.spent
     low, high = short.time_quartiles
     assert low <= short.time_ratio <= high

@@ -354,3 +354,31 @@ class TestRefused:
         for model in (compiled, torch.jit.trace(nn.Linear(16, 4), x)):
             with pytest.raises(RunError, match="its casts are in it"):
                 nc.repair(model, (x,), dtype="bf16")
+
+
+class TestCompiledParts:
+    """Parts that torch.compile compiled: rules about what they call name no module, since their code says none."""
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_its_policy_runs_them(self, whole):
+        """An op that raises, and others that are off, inside and beside a compiled part."""
+        torch._dynamo.reset()
+
+        class Inner(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+            def forward(self, x):
+                return torch.tensordot(self.linear(x), self.weight, dims=([1], [0]))
+
+        torch.manual_seed(0)
+        x = torch.randn(4, 8)
+        inner = torch.compile(Inner(), backend="eager")
+        model = inner if whole else nn.Sequential(inner, nn.Linear(8, 8), nn.Softmax(-1))
+        with torch.no_grad():
+            found = nc.repair(model, (x,), budget=1e-4)
+            with nc.autocast("cpu", policy=found.policy):
+                mended = model(x)
+            torch.testing.assert_close(mended, model(x), rtol=1e-4, atol=1e-4)  # the budget
+        assert found.verdict == "repaired" and not [r for r in found.rules if "tensordot" in str(r) and r.rule.module]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -348,6 +349,23 @@ class TestWatch:
         with nc.watch() as w:
             kept = x.log() * 2
         assert w.first.id.op == "aten.log.default" and "1 of 3 elements of self are zero" in w.first.sentence, kept
+
+    def test_a_value_that_a_low_format_may_have_rounded_is_not_beyond_mending(self):
+        """acos of a cosine, and what is divided by a root of squares: in fp32 alone no format is to blame."""
+        x = torch.full((4, 8), 1e-4)
+
+        def cosine(x):
+            return torch.acos((x @ torch.eye(8) * 1.01).sum(-1) / x.sum(-1))
+
+        for finds in (True, False):
+            with nc.watch() as w, nc.autocast("cpu") if finds else nullcontext():
+                cosine(x)
+            said = "or keep what makes them in fp32" in w.first.advice
+            assert said is finds and ("nc.repair" in w.first.advice) is finds and w.first.id.op == "aten.acos.default"
+        x = x.half() * torch.tensor([1, -1] * 4)
+        with nc.watch() as w:
+            (x / x.square().mean(-1, keepdim=True).sqrt()).sum()
+        assert "fp32" in w.first.advice and "nc.repair" not in w.first.advice
 
     def test_a_fully_masked_row_is_a_finding(self):
         with nc.watch() as w:

@@ -25,11 +25,11 @@ from page_results import (
 from program_text import parse_program
 
 from narrowcast.errors import RunError
-from narrowcast.page.ledgers import format_bars
+from narrowcast.page.ledgers import format_bars, shares
 from narrowcast.page.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.page.read import page_of
 from narrowcast.page.times import cast_series
-from narrowcast.page.words import in_count, in_time, shares
+from narrowcast.page.words import in_count, in_time
 from narrowcast.report import CompiledGraph
 from narrowcast.report.flow import STEP_COLUMNS, graph_flow
 from narrowcast.report.run import Run, TensorFacts
@@ -69,8 +69,8 @@ class TestRepair:
         ]  # fmt: skip
         errors, low = made.series
         assert errors.lines == [("output error", [0.5, None, 0.01])] and errors.log
-        assert low.lines == [("products in fp16, %", [100.0, None, 75.0])]
-        assert figures(made)["still in fp16"] == "6 of 8" and figures(made)["auc"] == "0.5"
+        assert low.lines == [("products in fp16", [100.0, None, 75.0])]
+        assert figures(made)["still in fp16"] == "6" and figures(made)["auc"] == "0.5"
         assert [bar.parts for bar in made.bars] == [(("fp16", 8.0),), (("fp16", 6.0), ("fp32", 2.0))]
         assert len(table(made, "other rules").rows) == 2
 

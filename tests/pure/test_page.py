@@ -33,9 +33,10 @@ from program_text import parse_program
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import CallId
 from narrowcast.page.html import BUILT
-from narrowcast.page.model import OUTSIDE
+from narrowcast.page.model import OUTSIDE, Node
 from narrowcast.page.read import page_of
-from narrowcast.page.words import rule_text, split_identity
+from narrowcast.page.rules import call_rule, rule_text, shared_modules
+from narrowcast.page.words import split_identity
 from narrowcast.policy import Policy
 from narrowcast.report import CompiledGraph
 from narrowcast.report.flow import graph_flow
@@ -43,6 +44,7 @@ from narrowcast.report.flow import graph_flow
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
 RESULTS = all_results()
+LINEAR, SOFTMAX = "aten.linear.default", "aten.softmax.int"
 each = pytest.mark.parametrize("name", RESULTS)
 
 
@@ -87,6 +89,22 @@ def test_the_data_of_each_page_is_json_and_each_row_has_its_columns(name):
         assert len(table["rules"]) in (0, len(table["rows"])), table["name"]
     for series in data["series"]:
         assert all(len(values) == len(series["xs"]) for _, values in series["lines"])
+
+
+@each
+def test_a_unit_is_a_field_and_stands_in_no_label(name):
+    """Of figures, axes and columns: what shows them has not to read English, and no number of theirs is a text."""
+    made = page_of(RESULTS[name].data())
+    kinds = {"text", "number", "bytes", "ns", "decibels", "bits", "share", "error", "format", "op", "module", "line"}
+    assert {f.unit for f in made.figures} <= {"", "bytes", "ns", "more ns", "relative", "times fp32"}
+    units = {"", "bytes", "ns", "relative", "multiplications", "whole", "percent"}
+    assert {unit for s in made.series for unit in (s.x_unit, s.y_unit)} <= units
+    assert {c.kind for t in made.tables for c in t.columns} <= kinds | {"call", "call_b"}
+    labels = [f.name for f in made.figures] + [label for s in made.series for label in (s.x, s.y, *dict(s.lines))]
+    labels += [c.name for t in made.tables for c in t.columns]
+    assert not [label for label in labels if re.search(r"\b(ms|ns|us|dB|MiB|KiB)\b|%", label)]
+    assert not [f for f in made.figures if isinstance(f.amount, str) and re.match(r"[-+]?\d", f.amount)]
+    assert all(row["value"] and row["amount"] is not None for row in made.data()["figures"])
 
 
 @each
@@ -371,3 +389,17 @@ def test_other_files_and_broken_records_have_no_page():
     broken = {**RESULTS["run"].data(), "calls": [["one", "two"]]}
     with pytest.raises(RunError, match="a record is broken"):
         page_of(broken)
+
+
+def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():
+    """Not for a call besides, nor where rules of several actions are about the op. Casts and modules have none."""
+    paths = [f"layers.{n}.up" for n in range(3)]
+    rules = [call_rule(LINEAR, path, "full") for path in paths]
+    shared = [(LINEAR, "layers.*.up")]
+    nodes = [Node(path, LINEAR) for path in paths]
+    assert shared_modules(rules, nodes) == shared and not shared_modules(rules[:1], nodes)
+    assert not shared_modules(rules, [*nodes, Node("layers.3.up", LINEAR)])
+    assert not shared_modules(rules, [*nodes, Node("layers.0.up.inner", LINEAR)])
+    assert shared_modules(rules, [*nodes, Node("layers.3.up", SOFTMAX)]) == shared
+    assert not shared_modules([*rules, call_rule(LINEAR, "head", "follow")], nodes)
+    assert not call_rule("aten._to_copy.default", "a", "full") and not call_rule("module.call.default", "a", "follow")

@@ -1,5 +1,7 @@
 """Backward precision: under which autocast it is compiled, the check at run time, and rules about its ops."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,29 @@ def test_the_check_holds_for_models_without_regions(case):
     out = nc.compile(layer, backend="aot_eager")(x)
     with torch.autocast("cpu"), pytest.raises(BackwardError):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_inside_a_forward_are_those_of_eager_code(fresh_dynamo, backend):
+    """Forces of an energy: with `same_as_forward` bit for bit; else refused, in words that name no carrier of ours."""
+
+    class Energy(nn.Sequential):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).sum()
+            return energy, -torch.autograd.grad(energy, x)[0]
+
+    torch.manual_seed(0)
+    model, x = Energy(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(4, 3)
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.tanh", "full"))
+    with nc.autocast("cpu", policy=policy):
+        expected = model(x)
+    compiled = nc.compile(model, policy=policy, backend=backend, backward="same_as_forward")
+    assert all(map(torch.equal, compiled(x), expected))
+    torch._dynamo.reset()
+    with pytest.raises(BackwardError, match=r"torch\.autograd\.grad in a model") as caught:
+        nc.compile(model, policy=policy, backend=backend)(x)
+    assert not re.search("maia|mtia|ipu|quint|'off'", str(caught.value))
 
 
 @pytest.mark.parametrize("wrong", ["sometimes", 3, [{"device": "cpu"}], ["cpu"]])

@@ -1,6 +1,7 @@
 """explain: fake where possible, real where not, nothing left behind."""
 
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 import narrowcast as nc
 from narrowcast.errors import NarrowcastError, RegionError
+from narrowcast.testing import take_snapshot
 
 x = torch.randn(4, 8)
 
@@ -137,9 +139,12 @@ def test_run_compares_with_fp32():
     (output,) = comparison.outputs
     assert output.found == "bf16" and 20 < output.sqnr_db < 100 and 0 < output.relative_error < 0.1
     assert comparison.metric_reference["sum"] == pytest.approx(4)
+    assert comparison.casts_ms > 0 < comparison.kernels_ms and comparison.spent.startswith("casts ")
+    assert comparison.weight_bytes == sum(t.nbytes for t in (*net.parameters(), *net.buffers()))  # tied ones once
     assert comparison.time_ratio > 0 and comparison.reference_peak_bytes > 0 and comparison.memory_ratio > 0
     text = found.to_text(every=True)
-    for word in ("SQNR", "sum", "peak memory", "alternating pairs"):
+    assert "measured on cpu" in found.ran_on and "no compute" not in text
+    for word in ("SQNR", "sum", "peak memory", "alternating pairs", "Its time: casts", "which the ratio counts"):
         assert word in text
 
 
@@ -255,3 +260,35 @@ def test_a_fake_run_moves_no_data():
         for p in net.parameters():
             p.fill_(float("nan"))
     assert nc.explain(net, x).ran_on.startswith("fake")
+
+
+def test_a_region_is_read_as_a_whole():
+    """Around the call or given: policy, format and whether it is on, also on a device that is not here."""
+    net, rule = Net(), nc.Rule("aten.linear", "full", module="b")
+    policy = nc.Policy.native().with_rules(rule)
+    with nc.autocast("cpu", torch.float16, policy=policy):
+        around, differences = nc.explain(net, x), nc.compare(net, (x,), isolate=0)
+        formats = take_snapshot(net, (x,)).calls
+    given = nc.explain(net, x, region=nc.autocast("cpu", torch.float16, policy=policy))
+    assert around.low == differences.low == "fp16" and differences.policy == around.policy == policy.name
+    assert around.ledger.diff(given.ledger) == () and around.rule_rows()[0].calls == 1
+    assert {c.computes for c in formats if "linear" in str(c.id)} == {"fp16", "fp32"}
+    with nc.autocast("cpu", enabled=False):
+        assert not nc.explain(net, x).ledger.casts
+    with torch.autocast("cpu", torch.float16):
+        native = nc.explain(net, x)
+    assert (native.low, native.policy) == ("fp16", "native")
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        elsewhere = nc.autocast("cuda", "fp16", cache_enabled=False)
+    for region in (elsewhere, pickle.loads(pickle.dumps(elsewhere))):
+        found = nc.explain(net, x, region=region)
+        assert found.ledger.diff(nc.explain(net, x, device_type="cuda", dtype="fp16").ledger) == ()
+        assert "cuda" not in found.note and found.ledger.casts
+
+
+def test_what_fakes_do_not_carry_runs_on_the_cpu_with_the_lists_of_the_device():
+    """It says that, and not how slow the device is: this machine has none."""
+    net = LooksAtValues()
+    found = nc.explain(net, x, device_type="cuda", dtype="fp16")
+    assert found.ran_on == "the model itself, on the cpu with cuda's lists"
+    assert found.note.startswith("Fake tensors do not carry it") and "fast units" not in found.note

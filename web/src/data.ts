@@ -7,9 +7,9 @@ export type Rule = Record<string, string>;
 export interface Todo { what: string; why: string; rule: Rule; path: string }
 export interface Column { name: string; kind: string }
 export type Cell = string | number | boolean | null;
-export interface TableData { name: string; title: string; columns: Column[]; rows: Cell[][]; rules: Rule[]; texts: number[] }
+export interface TableData { name: string; title: string; columns: Column[]; rows: Cell[][]; rules: Rule[]; shared: [string, string][]; texts: number[] }
 export interface Series {
-  title: string; x: string; y: string; xs: number[]; lines: [string, (number | null)[]][]; log: boolean; nodes: number[];
+  title: string; x: string; y: string; x_unit: string; y_unit: string; xs: number[]; lines: [string, (number | null)[]][]; log: boolean; nodes: number[];
   log_x: boolean; kind: "lines" | "stems"; marks: [number, number, string][]; note: string;
 }
 export interface Exponents { node: number; name: string; format: string; first: number; counts: number[] }

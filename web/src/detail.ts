@@ -70,11 +70,9 @@ function ofCall(model: Model, call: Call, box: Box, doings: Doings): Node[] {
   const links = [doings.has(call) && button("Its exponents", () => doings.histogram(call), { class: "link" }),
     call.path && button("Only its module", () => doings.narrow(box), { class: "link", title: "Restrict graph, search, findings and tables to it (o)" })];
   parts.push(h("p", { class: "actions" }, ...links));
-  if (call.direction === "forward" && call.computes) {
-    const here = ruleText(changingRule(call, false)), everywhere = ruleText(changingRule(call, true));
-    parts.push(h("h4", {}, "The rule that would change it"), ruleBlock(here));
-    if (call.path) parts.push(h("details", {}, h("summary", {}, "In every module"), ruleBlock(everywhere)));
-  }
+  parts.push(...changes(call));
+  if (call.path && changingRule(call, true))
+    parts.push(h("details", {}, h("summary", {}, "In every module"), ruleBlock(ruleText(changingRule(call, true)!))));
   return parts;
 }
 
@@ -86,8 +84,13 @@ function ofCast(model: Model, edge: Edge): Node[] {
     rows([["from", format(edge.src)], ["to", format(edge.dst)], ["what", edge.kind], ["how", edge.how],
       ["times", edge.times > 1 ? String(edge.times) : ""], ["moves", inBytes(edge.bytes)],
       ["why", call.reason], ["rule", call.rule], ["line", place(call)]]),
-    h("h4", {}, "The rule that would change it"), ruleBlock(ruleText(changingRule(call, false))),
+    ...changes(call),
   ];
+}
+
+function changes(call: Call): Node[] {
+  const rule = changingRule(call, false);
+  return rule ? [h("h4", {}, "The rule that would change it"), ruleBlock(ruleText(rule))] : [];
 }
 
 function ofModule(model: Model, box: Box, doings: Doings | null): Node[] {

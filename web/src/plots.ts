@@ -2,24 +2,20 @@
 import uPlot from "uplot";
 import type { Call, Exponents, Model, Series } from "./data";
 import { h, on } from "./dom";
-import { errorText, identity, inCount, inDecimalBytes, inTime } from "./words";
+import { errorText, identity, inCount, inDecimalBytes, inFigure, inTime } from "./words";
 
 const HEIGHT = 300;
 const RANGES = ["fp32", "bf16", "fp16", "e5m2", "e4m3fn"];
 const colour = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const LINES = ["--line1", "--line2", "--line3", "--line4", "--line5"];
 
-// What an axis of that name says of a value; logarithmic ones leave the lines between powers of ten without words.
-function words(name: string, log: boolean): ((value: number) => string) | null {
-  if (name === "bytes") return inDecimalBytes;
-  if (name === "time") return inTime;
-  return name === "relative error" || name === "figure" ? errorText : log ? inCount : null;
-}
+// What is said of a value in a unit; logarithmic axes leave the lines between powers of ten without words.
+const UNITS: Record<string, (value: number) => string> = {
+  bytes: inDecimalBytes, ns: inTime, relative: errorText, multiplications: inCount, whole: (value) => String(value), percent: (value) => `${inFigure(value)} %`,
+};
+const words = (unit: string): ((value: number) => string) => UNITS[unit] ?? inFigure;
 
-function ticks(name: string, log: boolean): uPlot.Axis["values"] {
-  const said = words(name, log);
-  return said === null ? undefined : (_, values) => values.map((v) => (v === null ? "" : said(v)));
-}
+const ticks = (unit: string): uPlot.Axis["values"] => (_, values) => values.map((v) => (v === null ? "" : words(unit)(v)));
 
 // A thin line up to each point, for what happens now and then.
 const stems: uPlot.Series.PathBuilder = (plot, series, from, to) => {
@@ -58,16 +54,15 @@ function drawMarks(plot: uPlot, marks: Series["marks"]): void {
 const lineColour = (label: string, i: number): string =>
   colour(/^(fp|bf)\d+$/.test(label) ? `--${label}` : LINES[i % LINES.length]!);
 
-const WHOLE = new Set(["run", "step", "call, in order"]);
 const MOST_POINTS = 60;
 
-function axis(label: string, values?: uPlot.Axis["values"]): uPlot.Axis {
+function axis(label: string, unit?: string): uPlot.Axis {
   const made: uPlot.Axis = {
     label, stroke: colour("--text"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--grid"), width: 1 },
     font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
   };
-  if (WHOLE.has(label)) made.incrs = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
-  return values ? { ...made, values } : made;
+  if (unit === "whole") made.incrs = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
+  return unit === undefined ? made : { ...made, values: ticks(unit) };
 }
 
 export class Plots {
@@ -117,11 +112,11 @@ export class Plots {
 
   private lines(one: Series, width: number): uPlot {
     const stemmed = one.kind === "stems";
-    const say = words(one.y, one.log) ?? String, sayX = words(one.x, one.log_x) ?? String;
+    const say = words(one.y_unit), sayX = words(one.x_unit);
     const scale = (log: boolean): uPlot.Scale => (log ? { time: false, distr: 3, log: 10 } : { time: false });
     const made = new uPlot({
       width, height: HEIGHT, scales: { x: scale(one.log_x), y: scale(one.log) },
-      axes: [axis(one.x, ticks(one.x, one.log_x)), { ...axis(one.y, ticks(one.y, one.log)), size: 64 }],
+      axes: [axis(one.x, one.x_unit), { ...axis(one.y, one.y_unit), size: 64 }],
       series: [
         { label: one.x, value: (_: uPlot, v: number | null) => (v === null ? "" : sayX(v)) },
         ...one.lines.map(([label], i) => ({
@@ -154,7 +149,7 @@ export class Plots {
 
 function describe(one: Series): string {
   const known = one.lines.flatMap(([, values]) => values).filter((v): v is number => v !== null);
-  const most = known.length > 0 ? (words(one.y, one.log) ?? String)(known.reduce((a, b) => Math.max(a, b))) : "none";
+  const most = known.length > 0 ? words(one.y_unit)(known.reduce((a, b) => Math.max(a, b))) : "none";
   const parts = [`${one.lines.map(([name]) => name).join(", ")} over ${one.xs.length} points; the largest is ${most}.`, one.note];
   if (one.marks.length > 0) parts.push(`Lines cross where ${one.marks.map(([, , said]) => said).join("; ")}.`);
   if (one.nodes.length > 0) parts.push("A click shows the call in the graph.");

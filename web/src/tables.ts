@@ -2,13 +2,15 @@
 import type { Cell, Column, Model, Side, TableData } from "./data";
 import { button, copy, h, on, save } from "./dom";
 import type { Scope } from "./scope";
-import { errorText, formatClass, inBytes, percent, ruleText, shortCall, shortFile, shortOp } from "./words";
+import { errorText, formatClass, inBytes, inTime, percent, rulesText, shortCall, shortFile, shortOp } from "./words";
 
 const SHOWN = 100;
 const SIDES: Record<string, Side> = { module: 0, call: 0, call_b: 1 };
 // The module in an identity, or the path that it is already.
 const pathIn = (name: string): string => (/ #\d+/.test(name) ? name.replace(/(^| )\S+ #\d.*$/, "") : name);
-const NUMBERS = new Set(["number", "bytes", "share", "error"]);
+const NUMBERS = new Set(["number", "bytes", "ns", "decibels", "bits", "share", "error"]);
+// Those that a file of figures names with their columns.
+const UNITS = new Set(["bytes", "ns", "decibels", "bits"]);
 
 // What a cell leads to: a module, or a call of one of the runs (false: it is not drawn), by its identity.
 export interface Places { open: (path: string) => void; has: (name: string, side: Side) => boolean; reveal: (name: string, side: Side) => void }
@@ -34,6 +36,9 @@ function cellText(value: Cell, column: Column): string {
   if (value === null) return "";
   if (typeof value === "number") {
     if (column.kind === "bytes") return inBytes(value);
+    if (column.kind === "ns") return inTime(value);
+    if (column.kind === "decibels") return `${value.toFixed(1)} dB`;
+    if (column.kind === "bits") return `${value.toFixed(1)} bits`;
     if (column.kind === "share") return value === 0 ? "0" : percent(value);
     if (column.kind === "error") return errorText(value);
     return Number.isInteger(value) ? String(value) : value.toPrecision(4);
@@ -138,10 +143,10 @@ class TableView {
       return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
     };
     const lines = this.rows().map((i) => this.table.rows[i]!.map(field).join(","));
-    return [this.table.columns.map((column) => field(column.name)).join(","), ...lines, ""].join("\n");
+    return [this.table.columns.map((column) => field(UNITS.has(column.kind) ? `${column.name} (${column.kind})` : column.name)).join(","), ...lines, ""].join("\n");
   }
 
   private toml(): string {
-    return `${[...new Set(this.rows().map((i) => this.table.rules[i]!).filter((rule) => rule.op).map(ruleText))].join("\n\n")}\n`;
+    return rulesText(this.table, this.rows());
   }
 }

@@ -1,5 +1,5 @@
 // Numbers, names and rules in words; colours by name.
-import type { Call, Edge, Rule } from "./data";
+import type { Call, Edge, Rule, TableData } from "./data";
 
 export function inBytes(count: number): string {
   for (const unit of ["B", "KiB", "MiB"]) {
@@ -12,7 +12,7 @@ export function inBytes(count: number): string {
 const digits = (value: number): string => String(Number(value.toPrecision(3)));
 
 export const inTime = (ns: number): string =>
-  ns >= 1e9 ? `${digits(ns / 1e9)} s` : ns >= 1e6 ? `${digits(ns / 1e6)} ms` : ns >= 1e3 ? `${digits(ns / 1e3)} µs` : `${Math.round(ns)} ns`;
+  ns < 0 ? `-${inTime(-ns)}` : ns >= 1e9 ? `${digits(ns / 1e9)} s` : ns >= 1e6 ? `${digits(ns / 1e6)} ms` : ns >= 1e3 ? `${digits(ns / 1e3)} µs` : `${Math.round(ns)} ns`;
 
 export function inCount(count: number): string {
   for (const unit of ["", " k", " M", " G", " T"]) {
@@ -21,6 +21,10 @@ export function inCount(count: number): string {
   }
   return `${digits(count)} P`;
 }
+
+// A number of any size, in three digits: small ones by their power of ten.
+export const inFigure = (value: number): string =>
+  value !== 0 && Math.abs(value) < 0.01 ? value.toExponential(1) : Math.abs(value) < 1000 ? digits(value) : inCount(value);
 
 // On an axis, whose lines lie at powers of ten.
 export const inDecimalBytes = (count: number): string => `${inCount(count).replace(/([a-zA-Z]?)$/, count < 1000 ? " B" : "$1B")}`;
@@ -75,9 +79,25 @@ const quoted = (value: string): string =>
 export const ruleText = (rule: Rule): string =>
   ["[[rule]]", ...Object.entries(rule).map(([key, value]) => `${key} = ${quoted(value)}`)].join("\n");
 
-// The rule that changes in which format a call computes.
-export function changingRule(call: Call, everywhere: boolean): Rule {
-  const low = ["bf16", "fp16"].some((name) => call.computes.split(",").includes(name));
-  const module: Rule = call.path && !everywhere ? { module: call.path } : {};
-  return { op: call.op, ...module, action: low ? "full" : "lower" };
+// The rules of some rows of a table; modules that differ by the number of their layer share one, if all of them are there.
+export function rulesText(table: Pick<TableData, "rules" | "shared">, kept: number[]): string {
+  const names = table.rules.map((rule) => {
+    const module = (rule.module ?? "").replace(/(?<=\.)\d+(?![^.])/g, "*");
+    return table.shared.some(([op, glob]) => op === rule.op && glob === module) ? { key: `${rule.op} ${module}`, module } : null;
+  });
+  const shown = new Set(kept), rows = table.rules.map((_, i) => i);
+  const parts = new Set(rows.filter((i) => !shown.has(i)).map((i) => names[i]?.key));
+  const texts = kept.filter((i) => table.rules[i]!.op).map((i) => {
+    const name = names[i];
+    return ruleText(name && !parts.has(name.key) ? { ...table.rules[i]!, module: name.module } : table.rules[i]!);
+  });
+  return `${[...new Set(texts)].join("\n\n")}\n`;
+}
+
+// The rule that changes in which format a call computes; none for what no policy is asked about.
+export function changingRule(call: Call, everywhere: boolean): Rule | null {
+  const low = call.computes.split(",").some((name) => ["bf16", "fp16"].includes(name) || formatClass(name) === "fp8");
+  const isAsked = call.direction === "forward" && (low || call.computes === "fp32") && !/^(module\.call|aten\._to_copy)\./.test(call.op);
+  const module: Rule = call.path && !everywhere ? { module: call.path.replace(/[*?[]/g, "[$&]") } : {};
+  return isAsked ? { op: call.op, ...module, action: low ? "full" : "lower" } : null;
 }

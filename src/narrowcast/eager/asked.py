@@ -10,7 +10,8 @@ from narrowcast.eager.region import autocast
 from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.policy import Policy, as_policy
-from narrowcast.torch_surface.state import is_enabled
+from narrowcast.regions.ruling import active_region, native_region
+from narrowcast.torch_bridge import DTYPES
 
 AnyPolicy = Policy | str | None
 AnyDtype = torch.dtype | str | Format | None
@@ -58,6 +59,29 @@ def asked_region(
             advice=f"Give the region alone, or {', '.join(given)}.",
         )  # fmt: skip
     return AskedRegion(
-        region.policy, True, region.fast_dtype, region.device, is_enabled(region), region.cache,
+        region.policy, True, region.fast_dtype, region.device, region.asked_enabled, region.cache,
         region.cache_limit_bytes,
+    )  # fmt: skip
+
+
+def asked_or_around(
+    verb: str, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None, own_device: str
+) -> AskedRegion:
+    """What a user wrote; where they wrote nothing, the region around the call that rules the model's device type."""
+    asked = asked_region(verb, policy, dtype, device_type, region)
+    return asked if asked.is_there else _around(own_device) or asked
+
+
+def _around(device_type: str) -> AskedRegion | None:
+    """The region on this device type that is open here, one of ours or of torch's."""
+    found = active_region(device_type)
+    if found is None and not torch.is_autocast_enabled(device_type):
+        return None
+    facts = (found or native_region(device_type)).prepared.facts
+    dtype, owner = DTYPES[facts.low], found.owner if found is not None else None
+    if not isinstance(owner, autocast):  # torch's own, or one that a checkpoint's recomputation carries
+        policy = as_policy(None) if found is None else found.prepared.policy
+        return AskedRegion(policy, True, dtype, device_type, facts.enabled, facts.cache)
+    return AskedRegion(
+        owner.policy, True, dtype, device_type, facts.enabled, owner.cache, owner.cache_limit_bytes
     )  # fmt: skip

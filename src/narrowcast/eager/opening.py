@@ -31,7 +31,8 @@ from narrowcast.torch_surface.state import caches, is_enabled, is_weight_cache_o
 class Opening:
     """What regions of one policy and the same arguments share.
 
-    dtype: the low format. cache, cache_limit_bytes: as asked. state: what torch is told. carried: how Dynamo is told
+    dtype: the low format. enabled: torch switches off what this machine lacks; asked_enabled, cache,
+    cache_limit_bytes: as asked. state: what torch is told. carried: how Dynamo is told
     of the policy. key: names such regions in graphs. is_changed: whether any op takes another path than under native.
     is_checked_inside: whether a region around it whose weight cache is checked has this one's checked, too.
     counts: whether a rule is about the n-th call of an op.
@@ -41,6 +42,7 @@ class Opening:
     device_type: str
     dtype: torch.dtype
     enabled: bool
+    asked_enabled: bool
     cache: bool | str | None
     cache_limit_bytes: int | None
     prepared: Prepared
@@ -120,15 +122,17 @@ def _make_opening(policy: Policy, asked: Asked) -> Opening:
     grade = checked or ("native" if caches(native) else "off")
     facts = Region(device_type, FORMATS[fast], is_enabled(native), caches(native))
     follow_mutators()
-    return opening_of(policy, prepared_for(policy, facts, grade, limit_bytes), cache_enabled, limit_bytes)
+    return opening_of(policy, prepared_for(policy, facts, grade, limit_bytes), enabled, cache_enabled, limit_bytes)
 
 
-def opening_of(policy: Policy, prepared: Prepared, cache: bool | str | None, limit_bytes: int | None) -> Opening:
+def opening_of(
+    policy: Policy, prepared: Prepared, asked_enabled: bool, cache: bool | str | None, limit_bytes: int | None
+) -> Opening:
     """The opening of regions for which this is prepared."""
     facts, seen = prepared.facts, prepared.for_graphs
     dtype = DTYPES[facts.low]
     return Opening(
-        facts.device_type, dtype, facts.enabled, cache, limit_bytes, prepared,
+        facts.device_type, dtype, facts.enabled, asked_enabled, cache, limit_bytes, prepared,
         state=(facts.device_type, facts.enabled, dtype, facts.cache),
         carried=carried_by(seen.policy.digest, facts.device_type) if seen.differs else (),
         key=f"{facts} {prepared.grade} {limit_bytes} {policy.digest}",

@@ -204,6 +204,11 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         return self._made.enabled
 
     @property
+    def asked_enabled(self) -> bool:
+        """`enabled` as given; torch switches a region off whose device this machine lacks."""
+        return self._made.asked_enabled
+
+    @property
     def cache(self) -> bool | str | None:
         """The grade of the weight cache, as given: a bool, `checked`, `checksum`, or None."""
         return self._made.cache
@@ -221,7 +226,8 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
 
     def _like(self, policy: Policy | str) -> autocast:
         limit = self.cache_limit_bytes
-        return autocast(self.device, self.fast_dtype, self._enabled, self.cache, policy=policy, cache_limit_bytes=limit)
+        enabled = self.asked_enabled
+        return autocast(self.device, self.fast_dtype, enabled, self.cache, policy=policy, cache_limit_bytes=limit)
 
     def with_eager_policy(self, policy: Policy) -> autocast:
         """A region like this one in which eager code runs under `policy`; graphs that are captured inside keep this
@@ -229,12 +235,12 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
         """
         made = self._like(policy)
         prepared = replace(made.prepared, graphs=self.prepared)
-        made._made = opening_of(policy, prepared, self.cache, self.cache_limit_bytes)
+        made._made = opening_of(policy, prepared, self.asked_enabled, self.cache, self.cache_limit_bytes)
         return made
 
     def __reduce__(self) -> Any:
         limit = self.cache_limit_bytes
-        return _rebuilt, (self.device, self.fast_dtype, self._enabled, self.cache, self.policy, limit)
+        return _rebuilt, (self.device, self.fast_dtype, self.asked_enabled, self.cache, self.policy, limit)
 
     def __repr__(self) -> str:
         cache = "" if self.prepared.grade == "native" else f", cache={self.prepared.grade}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from narrowcast.eager import autocast, record
-from narrowcast.eager.asked import asked_region
+from narrowcast.eager.asked import asked_or_around
 from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of
@@ -36,6 +36,7 @@ from narrowcast.report import (
     decision_differences,
     graph_ledger,
 )
+from narrowcast.report.graphs import other_paths
 from narrowcast.runs.compare import compare_with_fp32
 from narrowcast.runs.cost import with_cost
 from narrowcast.runs.isolation import isolated, restored
@@ -46,7 +47,7 @@ from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around as scopes_around
 from narrowcast.scripts.scripted import methods_of
 from narrowcast.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
-from narrowcast.torch_surface.dispatch import tree_leaves
+from narrowcast.torch_surface.dispatch import storage_key, tree_leaves
 
 
 def explain(
@@ -67,7 +68,8 @@ def explain(
     """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
 
     model:  a Module, a callable, or a Subject (then without args).
-    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type.
+    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type. Without any of
+            them, the region around the call, ours or torch's; where there is none, the policy native.
     device_type: whose lists hold; None is the model's own. One that this machine lacks, or that the model is not on, is
             stood in for: the device's policy decides over fake tensors on the cpu.
     run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
@@ -95,8 +97,8 @@ def explain(
             asked="explain(subject, ...) with arguments", found="a Subject brings its own",
             advice="Put them into the Subject.",
         )  # fmt: skip
-    asked = asked_region("explain", policy, dtype, device_type, region)
     own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
+    asked = asked_or_around("explain", policy, dtype, device_type, region, own_device)
     device_type = asked.device_type or own_device
     stands_in = device_type != own_device or not is_here(device_type)
     _check(front_end, device_type, own_device, run or times, stands_in)
@@ -128,7 +130,7 @@ def explain(
         low=str(FORMATS[fast]),
         policy=chosen.name,
         digest=resolved.digest,
-        ran_on=ran.on,
+        ran_on=f"{ran.on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else ran.on,
         note=_sentences(slow, ran.note),
         ledger=ran.ledger,
         comparison=_compare(subject, opened) if run and ran.failure is None else None,
@@ -138,6 +140,7 @@ def explain(
         rules=chosen.rules,
         failure=ran.failure,
         timed=timed,
+        gradients=torch.is_grad_enabled(),
     )
 
 
@@ -168,8 +171,16 @@ def _run(
     differences: tuple[DecisionDifference, ...] = ()
     if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
         differences = decision_differences(ledger, found)
+    others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
+    other = f"{_OTHER_PATH}: {others}" if others and any(graph.after is not None for graph in graphs) else ""
     ledger, ran_on = _listed(ledger, ran_on, found, graphs)
-    return _Ran(ledger, ran_on, _sentences(note, eager, _script_note(subject)), graphs, differences)
+    return _Ran(ledger, ran_on, _sentences(note, eager, other, _script_note(subject)), graphs, differences)
+
+
+_OTHER_PATH = (
+    "One fused op in eager code, in evaluation and without gradients, and torch's unfused path where it is traced, "
+    "whose last bits differ"
+)
 
 
 def _goal(goal: Goal, front_end: str) -> Goal:
@@ -218,12 +229,13 @@ def _record(
                 run()
             why = _not_shown_by_fakes(ledger)
             if not why or _has_meta(subject):
-                where = f"fake cpu tensors standing in for {device_type}" if stands_in else "fake tensors (no compute)"
+                where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
                 note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
                 return ledger, where, note, None
         except Exception as error:
             failed = error
             why = f"Fake tensors do not carry it: {first_line(error)}"
+    itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
     if _has_meta(subject):
         advice = "Omit real, or load the weights."
         raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
@@ -233,14 +245,14 @@ def _record(
         except Exception as error:
             failed = error
         else:
-            return ledger, "the model itself", why, None
+            return ledger, itself, why, None
     if ledger.refusals:
         note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
-        return ledger, "the model itself", note, None
+        return ledger, itself, note, None
     failure = failure_of((subject.model, subject.args, subject.kwargs), region, failed, fake=False)
     if failure is None:
         raise failed
-    return ledger, "the model itself", "", failure
+    return ledger, itself, "", failure
 
 
 def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
@@ -294,6 +306,9 @@ def _script_note(subject: Subject) -> str:
     return _sentences(*[_SCRIPT_NOTE] * bool(scripts), *[_CAST_NOTE] * bool(cast))
 
 
+_NO_COMPUTE = " (no compute)"
+
+
 def _has_meta(subject: Subject) -> bool:
     if not isinstance(subject.model, torch.nn.Module):
         return False
@@ -315,4 +330,11 @@ def _compare(subject: Subject, region: autocast) -> Comparison:
         before = subject.measure()
         with region:
             after = subject.measure()
-        return with_cost(differences, before, after, in_fp32, in_region)
+        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(subject))
+
+
+def _weight_bytes(subject: Subject) -> int:
+    """Of the model's parameters and buffers; of a function none."""
+    model = subject.model
+    kept = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in kept if t.layout is torch.strided}.values())

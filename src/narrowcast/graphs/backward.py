@@ -20,7 +20,8 @@ import torch
 from torch.fx import GraphModule
 
 from narrowcast.errors import BackwardError, RegionError
-from narrowcast.torch_surface.dynamo import functorch_config
+from narrowcast.regions.identity import CARRIERS
+from narrowcast.torch_surface.dynamo import functorch_config, never_trace
 from narrowcast.torch_surface.state import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
@@ -141,11 +142,25 @@ class _Check:
         if found != self.expected:
             raise BackwardError(
                 asked=f"a backward compiled for {_text(self.expected)} (backward={self.choice.kind!r})",
-                found=f"it was called under {_text(found)}",
-                advice="Call backward() where it was compiled for, or compile with backward='same_as_forward', 'off', "
-                "or a list of keyword sets of torch.autocast.",
+                found=f"it was called under {_text(found)}{_under_another(found, self.expected)}",
+                advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
+                "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
+                "for; or give a list of keyword sets of torch.autocast.",
             )
 
 
+never_trace(_Check.__call__)  # where Dynamo meets the backward in the code that it traces
+
+
 def _text(state: State) -> str:
-    return " and ".join(f"autocast({d!r}, {t})" for d, t in state) if state else "no autocast"
+    """The state in words; without device types that are not here, whose state carries a policy's identity."""
+    said = " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state))
+    return said or "no autocast"
+
+
+def _own(state: State) -> State:
+    return tuple((device, dtype) for device, dtype in state if device not in CARRIERS)
+
+
+def _under_another(found: State, expected: State) -> str:
+    return ", of another policy" if found and _own(found) == _own(expected) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -11,12 +10,12 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.ledger.records import Advice, Cast, Refusal, Tally, Totals
-from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
+from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
 from narrowcast.output.screen import Part, first_screen, shortened
 from narrowcast.page.ledgers import ledger_page
 from narrowcast.page.overview import overview_parts
+from narrowcast.page.rules import alike_module
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
 LEAST_OF_PATH = 12
 """So many letters of a module's path are shown, however narrow it is."""
 LINES_SHOWN = 25
@@ -73,11 +72,6 @@ def cast_part(kinds: Iterable[tuple[Cast, Tally]], width: int) -> Part:
         rest = f" {short_op(c.op)} {c.argument}  {line_text(c)}"
         lines.append(figures + shortened(path or "(root)", max(width - len(figures) - len(rest), LEAST_OF_PATH)) + rest)
     return Part(["", f"{'bytes':>10} {'times':>5}  casts that move most", *lines] if lines else [], 3, 2, least=5)
-
-
-def alike_module(path: str) -> str:
-    """The path without the numbers of layers: modules that differ by these share a line."""
-    return _NUMBER.sub("*", path)
 
 
 def short_op(op: str) -> str:
@@ -158,7 +152,7 @@ def argument_text(cast: Cast) -> str:
 
 def line_text(cast: Cast) -> str:
     """`model.py:12`."""
-    return f"{short_file(cast.file)}:{cast.line}"
+    return short_place(cast.file, cast.line)
 
 
 def how_text(cast: Cast) -> str:
@@ -173,9 +167,7 @@ def refusals(ledger: Recorded) -> list[RenderableType]:
         return []
     made = table(f"{len(ledger.refusals)} refused calls", "op", "module", "line", "reason")
     for r in ledger.refusals:
-        made.add_row(
-            r.op, escape(r.module_path or "(root)"), escape(f"{short_file(r.file)}:{r.line}"), escape(r.reason)
-        )
+        made.add_row(r.op, escape(r.module_path or "(root)"), escape(short_place(r.file, r.line)), escape(r.reason))
     return [made]
 
 
@@ -184,7 +176,7 @@ def advice_parts(ledger: Recorded) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for found, times in ledger.advice.items():
         often = f" ({times} times)" if times > 1 else ""
-        where = f"{short_file(found.file)}:{found.line}" if found.file else "?"
+        where = short_place(found.file, found.line) or "?"
         inside = f" in {found.module_path}" if found.module_path else ""
         parts += [
             f"[bold yellow]advice[/]: {escape(found.kind)}{often}, {escape(where)}{escape(inside)}",

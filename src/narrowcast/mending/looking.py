@@ -21,6 +21,7 @@ from narrowcast.runs.trial import tensors_of
 from narrowcast.runs.watch_calls import WatchCalls
 from narrowcast.torch_bridge import op_id
 from narrowcast.torch_surface.dispatch import OpOverload
+from narrowcast.torch_surface.dynamo import in_compiled_code
 
 LOW = ("bf16", "fp16")
 
@@ -66,7 +67,8 @@ class Looking(WatchCalls):
 
     low, forward: the forward's calls in low formats, and all. calls: all in order, also those of several models that
     have one identity. largest: on request, the largest magnitude that a call reads or gives. converted: of conversions,
-    the model's own too, who made what they read. raising: what raised.
+    the model's own too, who made what they read. compiled: the ops that code of torch.compile calls. raising: what
+    raised.
     """
 
     def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
@@ -77,7 +79,8 @@ class Looking(WatchCalls):
         self.calls: list[tuple[CallId, ForwardCall]] = []
         self.largest: dict[CallId, float] = {}
         self.converted: dict[CallId, CallId] = {}
-        self.raising = Raising()
+        self.compiled: set[str] = set()
+        self.raising = Raising(self.compiled)
         self._ranges = ranges
         self._makers: ByStorage[CallId] = ByStorage()
         self._returned: ByStorage[str] = ByStorage()
@@ -97,6 +100,8 @@ class Looking(WatchCalls):
             self._pass_on_makers(call.id, read, results)
             return
         if call.id.direction == FORWARD:
+            if call.facts.id not in self.compiled and in_compiled_code():
+                self.compiled.add(call.facts.id)
             shapes = tuple(tuple(t.shape) for t in read)
             result = tuple(results[0].shape) if results else ()
             self.forward[call.id] = ForwardCall(call.computes, call.rule, shapes, result)

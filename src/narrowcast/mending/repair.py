@@ -16,7 +16,7 @@ import torch
 
 from narrowcast.api.compiled_model import asked_before
 from narrowcast.eager import autocast
-from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_or_around
 from narrowcast.errors import RunError
 from narrowcast.mending.checking import HIGHER, LOWER, Checks, Wanted
 from narrowcast.mending.repairing import Repairing
@@ -65,7 +65,7 @@ def repair(
     trial = Trial.of("repair", model, args, kwargs, backward)
     _check_model(trial.model)
     wanted = _wanted(budget, metric, subject, better, tolerance)
-    asked = asked_region("repair", policy, dtype, device_type, region)
+    asked = asked_or_around("repair", policy, dtype, device_type, region, trial.device_type)
     device = asked.device_type or trial.device_type
     if device != trial.device_type:
         raise RunError(

@@ -59,6 +59,7 @@ class Repairing:
         self._clean: dict[frozenset[Rule], Ran] = {}
         self._worth: Worth | None = None
         self._needed: dict[Rule, str] = {}
+        self._compiled: set[str] = set()
 
     def run(self) -> None:
         """Until it is clean, or out of ideas; then with as few rules as do."""
@@ -89,6 +90,7 @@ class Repairing:
         region = self._region_with(rules)
         ran = self._checks.run(region, Looking((region.policy,)), functions)
         problem = self._checks.judge(ran)
+        self._compiled |= ran.look.compiled
         said = problem.said if problem is not None else "clean"
         self._found.steps.append(RepairStep(what, said, (), (), ran.relative, ran.metric, _products(ran.look)))
         return ran
@@ -179,7 +181,7 @@ class Repairing:
 
     def _mend(self, ran: Ran, problem: Problem | None) -> tuple[Ran, Problem | None]:
         while problem is not None:
-            rules = self._propose(ran, problem)
+            rules = self._reaching(self._propose(ran, problem))
             if not rules:
                 break
             if not may_run(self._checks.count, len(self._rules) + len(rules)):
@@ -192,6 +194,22 @@ class Repairing:
             self._found.steps[-1] = replace(self._found.steps[-1], added=tuple(str(rule) for rule in rules))
             problem = self._judge(ran, self._rules)
         return ran, problem
+
+    def _reaching(self, rules: list[Rule]) -> list[Rule]:
+        """The rules without a place where they are about ops that compiled code calls: it does not say where."""
+        found: dict[Rule, None] = {}
+        for rule in rules:
+            reaches = rule
+            if not rule.is_module_call and any(map(rule.matches_op, self._compiled)):
+                reaches = replace(rule, module=None, call=None)
+            cause, part = self._causes[rule]
+            if reaches is not rule:
+                self._tried.add(rule)
+                part += self._causes[reaches][1] if reaches in found else 0.0
+                self._causes[reaches] = (cause, part)
+                self._ranked |= {reaches} if rule in self._ranked else set()
+            found[reaches] = None
+        return [rule for rule in found if rule not in self._rules]
 
     def _propose(self, ran: Ran, problem: Problem) -> list[Rule]:
         if problem.cause == RAISED:

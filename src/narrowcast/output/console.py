@@ -128,3 +128,8 @@ def in_bytes(count: float) -> str:
 def short_file(file: str) -> str:
     """The name of the file; the JSON and `Cast.site` have the whole path."""
     return Path(file).name if file else "?"
+
+
+def short_place(file: str, line: int | str) -> str:
+    """`model.py:12`; nothing where no line of the user's was on the stack: torch's modules alone make up the model."""
+    return f"{short_file(file)}:{line}" if file else ""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from narrowcast.page.ledgers import ORDER
+from narrowcast.page.ledgers import ORDER, shares
 from narrowcast.page.model import Figure, Graph, Node, Page, Series, Todo
+from narrowcast.page.rules import Shown, is_low, rule_of_call
 from narrowcast.page.tables import finding_table, module_table, op_table, table
-from narrowcast.page.words import call_rule, error_text, number, place, shares, split_identity
+from narrowcast.page.words import error_text, number, place, split_identity
 
 Data = Mapping[str, Any]
 AT_FAULT = ("fault", "not finite", "kernel")
@@ -32,15 +33,16 @@ def comparison_page(data: Data) -> Page:
     faults = sum(row["verdict"] in AT_FAULT for row in data["rows"])
     page.figures = [
         *output_figures(data),
-        Figure("faults", str(faults), "calls beyond round-off", "bad" if faults else "good"),
-        Figure("calls", str(len(nodes)), f"{differ} differ, {len(data['unmatched'])} without a partner"),
+        Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
+        Figure("calls", len(nodes), f"{differ} differ, {len(data['unmatched'])} without a partner"),
     ]
     page.bars = [bar for bar in [shares(nodes, "calls", "Calls by format")] if bar.parts]
     page.todos = error_todos(_worst(data["rows"]))[:3]
+    rules = [_rule(row) for row in data["rows"]]
     page.tables = [
-        *finding_table(nodes), *_error_table(data["rows"]), *op_table(nodes), *module_table(nodes),
+        *finding_table(nodes, rules), *_error_table(data["rows"], rules, nodes), *op_table(nodes), *module_table(nodes),
         *table("outputs", "Outputs", "output, reference, found, relative error:error, "
-               "SQNR dB:number, largest error:error",
+               "SQNR:decibels, largest error:error",
                [[o["name"], o["reference"], o["found"], number(o["relative_error"]), number(o["sqnr_db"]),
                  number(o["largest_error"])] for o in data["outputs"]]),
         *table("gradients", "Gradients", "parameter, format:format, relative error:error, cosine:number, "
@@ -104,7 +106,7 @@ def output_figures(comparison: Data | None) -> list[Figure]:
     detail = f"{worst['name']}, {sqnr:.1f} dB" if sqnr is not None else worst["name"]
     band = f"; round-off may make {error_text(comparison['band'])}" if comparison["band"] else ""
     tone = "bad" if comparison["verdict"] in AT_FAULT else ""
-    return [Figure("output error", error_text(worst["relative_error"]), detail + band, tone)]
+    return [Figure("output error", worst["relative_error"], detail + band, tone, "relative")]
 
 
 def error_todos(worst: Iterable[Data], faults_only: bool = False) -> list[Todo]:
@@ -112,16 +114,22 @@ def error_todos(worst: Iterable[Data], faults_only: bool = False) -> list[Todo]:
     found = []
     for row in worst:
         at_fault = row["verdict"] in AT_FAULT
-        if row["computes"] == row["reference"] or at_fault < faults_only or row["verdict"] == PASSED_ON:
+        if not is_low(row["computes"]) or at_fault < faults_only or row["verdict"] == PASSED_ON:
             continue
-        path, op, _, _ = split_identity(row["forward"] or row["id"])
         alone = number(row["alone"])
         why = f"its own error is {error_text(row['own'])}"
         why = f"alone it moves the output by {error_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row['why']}" if at_fault else why
-        rule = call_rule(op, path, "full", why.partition(":")[0])
-        found.append(Todo(f"Keep {op} in {path or 'the root'} in fp32", why, rule, path))
+        rule = _rule(row, why.partition(":")[0])
+        if rule:
+            path, op, _, _ = split_identity(row["forward"] or row["id"])
+            found.append(Todo(f"Keep {op} in {path or 'the root'} in fp32", why, rule, path))
     return found
+
+
+def _rule(row: Data, reason: str = "") -> Shown:
+    """The rule that keeps a call, or the forward's call of its backward, in fp32; none for one that is not lower."""
+    return rule_of_call(row["forward"] or row["id"], row["computes"], reason)
 
 
 def _worst(rows: Iterable[Data]) -> list[Data]:
@@ -134,7 +142,7 @@ def _worst(rows: Iterable[Data]) -> list[Data]:
     return sorted((row for row in rows if row["own"]), key=key)
 
 
-def _error_table(rows: Iterable[Data]) -> list[Any]:
+def _error_table(rows: Iterable[Data], rules: Iterable[Shown], nodes: Sequence[Node]) -> list[Any]:
     figures = ("own", "inherited", "total", "band", "kernel", "alone")
     columns = "module:module, op:op, call, direction, computes:format, verdict, " + ", ".join(
         f"{f}:error" for f in figures
@@ -145,8 +153,7 @@ def _error_table(rows: Iterable[Data]) -> list[Any]:
          place(row["file"], row["line"])]
         for (path, op, label, direction), row in ids
     ]  # fmt: skip
-    rules = [call_rule(op, path, "full") for (path, op, _, _), _ in ids]
-    return table("errors", "Each call: its errors", columns + ", line:line", found, rules)
+    return table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes)
 
 
 def error_series(nodes: list[Node]) -> list[Series]:
@@ -160,4 +167,4 @@ def error_series(nodes: list[Node]) -> list[Series]:
         ("total", [nodes[i].total or None for i in at]),
     ]
     xs = [float(n) for n in range(1, len(at) + 1)]
-    return [Series("Error by depth", "call, in order", "relative error", xs, lines, log=True, nodes=at)]
+    return [Series("Error by depth", "call, in order", "relative error", xs, lines, "whole", "relative", True, at)]

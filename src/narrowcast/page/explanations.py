@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from narrowcast.page.placements import (
 )
 from narrowcast.page.tables import edge_cast_table, table
 from narrowcast.page.times import cast_series
-from narrowcast.page.words import counted, place
+from narrowcast.page.words import counted, number, place, spent_text
 
 Data = Mapping[str, Any]
 SLOWER = 1.05
@@ -57,7 +58,11 @@ def explanation_page(data: Data) -> Page:
     page = Page("explanation", data["subject"], verdict, tone, graph=graph)
     page.facts = _facts(data)
     page.notes = [note for note in (data["note"], *ledger.get("notes", ())) if note]
-    page.figures = [*placement_figures(data["placements"]), *_cost_figures(comparison), *cast_figures(ledger["totals"])]
+    page.figures = [
+        *placement_figures(data["placements"]),
+        *_cost_figures(comparison, data.get("gradients", True)),
+        *cast_figures(ledger["totals"]),
+    ]
     page.figures += [*_backward_figures(data["graphs"]), *output_figures(comparison)]
     page.bars = [*placement_bars(data["placements"]), *format_bars(graph.nodes)]
     page.todos = _todos(data, graph.nodes)[:3]
@@ -107,24 +112,32 @@ def _verdict(data: Data) -> tuple[str, str]:
     )
 
 
-def _cost_figures(comparison: Data | None) -> list[Figure]:
+def _cost_figures(comparison: Data | None, gradients: bool) -> list[Figure]:
     if comparison is None:
         return []
     ratio, (low, high) = comparison["time_ratio"], comparison["time_quartiles"]
     tone = "bad" if ratio > SLOWER else "good" if ratio < 1 else ""
     memory = comparison["memory_ratio"]
-    peaks = f"{in_bytes(comparison['region_peak_bytes'])}, fp32 {in_bytes(comparison['reference_peak_bytes'])}"
+    weights = f" + weights {in_bytes(comparison['weight_bytes'])}" if comparison.get("weight_bytes") else ""
+    peaks = f"{in_bytes(comparison['region_peak_bytes'])}{weights}, fp32 {in_bytes(comparison['reference_peak_bytes'])}"
+    peaks += "; with gradients" if gradients else "; no_grad"
     found = [
         Figure(
-            "time", f"{ratio:.2f} x fp32", f"{_time(comparison['region_ms'])}; quartiles {low:.2f} to {high:.2f}", tone
+            "time", ratio, f"{_time(comparison['region_ms'])}; quartiles {low:.2f} to {high:.2f}", tone, "times fp32"
         ),
-        Figure("peak memory", f"{memory:.2f} x fp32", peaks, "good" if memory < 1 else ""),
+        Figure("peak memory", memory, peaks, "good" if memory < 1 else "", "times fp32"),
     ]
     for name, before in comparison["metric_reference"].items():
         after = comparison["metric_found"].get(name)
         change = f"fp32 {before:.6g}" if isinstance(before, float) else f"fp32 {before}"
-        found.append(Figure(name, f"{after:.6g}" if isinstance(after, float) else str(after), change))
+        found.append(Figure(name, after if isinstance(after, float) else str(after), change))
     return found
+
+
+def _spent(comparison: Data) -> str:
+    """On what the region's time is spent; nothing of files that do not say it."""
+    times = [number(comparison.get(name)) for name in ("casts_ms", "kernels_ms", "reference_kernels_ms", "region_ms")]
+    return spent_text(*(math.nan if ms is None else ms for ms in times))
 
 
 def _time(ms: float) -> str:
@@ -149,10 +162,15 @@ def _todos(data: Data, nodes: list[Node]) -> list[Todo]:
                 Todo(f"Mend or delete the rule {row['rule']}", f"it matched nothing ({row['origin'] or 'no file'})")
             )
     found += advice_todos(data["ledger"])
+    of_casts = cast_todos(data["ledger"], data["front_end"] in ("compile", "export"), data.get("gradients", True))
     if comparison is not None and comparison["time_ratio"] > SLOWER:
-        why = f"under this policy a run takes {comparison['time_ratio']:.2f} times what fp32 takes on this machine"
-        found.append(Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why))
-    found += cast_todos(data["ledger"], in_graph=data["front_end"] in ("compile", "export"))
+        spent = _spent(comparison)
+        why = f"a run takes {comparison['time_ratio']:.2f} times what fp32 takes on this machine"
+        fast = Todo('Choose formats by measured time: nc.compile(model, goal="fast").', f"{why}{spent and ': '}{spent}")
+        more_ms = comparison["region_ms"] - comparison["reference_ms"]
+        is_by_casts = (number(comparison.get("casts_ms")) or 0.0) > more_ms / 2
+        of_casts = [*of_casts, fast] if is_by_casts and of_casts else [fast, *of_casts]
+    found += of_casts
     if comparison is not None:
         found += error_todos(comparison["worst"])[:1]
     elif failure is None:
@@ -178,7 +196,7 @@ def _backward_figures(graphs: list[Data]) -> list[Figure]:
     if not before:
         return []
     detail = f"forward and backward: {after}, {before} as autograd made them"
-    return [Figure("casts of the backward", str(backward), detail)]
+    return [Figure("casts of the backward", backward, detail)]
 
 
 def _graph_tables(data: Data) -> list[Table]:
@@ -220,12 +238,12 @@ def flow_graph(flows: list[Data], ledger: Data) -> Graph:
     edges: list[Edge] = []
     for flow in flows:
         first = len(nodes)
-        for path, op, file, line, number, way, came, computes, result, moved, multiplied in flow["steps"]:
+        for path, op, file, line, turn, way, came, computes, result, moved, multiplied in flow["steps"]:
             direction = "forward" if way == "forward" else "backward"
             alike = kinds.get((path, op, file, line), [])
             row = next((k for k in alike if k["computes"] == computes), alike[0] if alike else None)
             decided = replace(call_node(row)) if row is not None else Node(path, op)
-            label = f"#{number}" if number else ""
+            label = f"#{turn}" if turn else ""
             nodes.append(
                 Node(path, op, label, 1, direction, came, computes, result, decided.action, "", decided.reason, file,
                      line, moved, multiplied, facts=_MAKES.get(way, ()))

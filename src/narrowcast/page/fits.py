@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from narrowcast.ops import named
+from narrowcast.page.ledgers import shares
 from narrowcast.page.model import Figure, Graph, Node, Page, Table, Todo
+from narrowcast.page.rules import Shown, call_rule
 from narrowcast.page.tables import finding_table, table
-from narrowcast.page.words import call_rule, number, shares, split_identity
+from narrowcast.page.words import number, split_identity
 
 Data = Mapping[str, Any]
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
@@ -31,7 +34,7 @@ def fit_page(data: Data) -> Page:
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(FORMATS)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{data['tolerance']:.0%} of a tensor")]
     page.figures = [
-        Figure(name, str(len(found)), "calls would lose something", "bad" if found else "good")
+        Figure(name, len(found), "calls would lose something", "bad" if found else "good")
         for name, found in lost.items()
     ]
     page.bars = [
@@ -39,7 +42,7 @@ def fit_page(data: Data) -> Page:
     ]
     page.todos = [_todo(nodes[key]) for key in dict.fromkeys(row["id"] for row in worst)][:3]
     page.notes = list(data["notes"])
-    page.tables = [*finding_table(nodes.values()), *_tensor_table(rows, nodes)]
+    page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page
 
 
@@ -57,7 +60,13 @@ def _loss(row: Data) -> str:
 
 def _todo(node: Node) -> Todo:
     what = f"Keep {node.op} in {node.path or 'the root'} in fp32 beside fp16"
-    return Todo(what, node.finding, call_rule(node.op, node.path, "full", node.finding), node.path)
+    return Todo(what, node.finding, _rule(node, node.finding), node.path)
+
+
+def _rule(node: Node, reason: str = "") -> Shown:
+    """The rule that keeps the call in fp32 beside fp16; none for one of the backward, or that is another op in fp16."""
+    is_same_op = node.op.split(".")[1] not in named("multiplies.recurrent")
+    return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
 def _tensor_table(rows: list[Data], nodes: Mapping[str, Node]) -> list[Table]:
@@ -72,6 +81,7 @@ def _tensor_table(rows: list[Data], nodes: Mapping[str, Node]) -> list[Table]:
         lost = [by_format[name][kind] for name in FORMATS for kind in ("overflow", "underflow")]
         cells.append([node.path, node.op, node.label, argument, headroom, *lost])
     kinds = ", ".join(f"{name} {kind}:share" for name in FORMATS for kind in ("overflow", "underflow"))
-    columns = f"module:module, op:op, call, tensor, bits above it in fp16:number, {kinds}"
-    rules = [call_rule(row[1], row[0], "full") for row in cells]
-    return table("fit", "Each tensor: what each format would lose of it, without a scale", columns, cells, rules)
+    columns = f"module:module, op:op, call, tensor, headroom in fp16:bits, {kinds}"
+    rules = [_rule(nodes[key]) for key, _ in found]
+    title = "Each tensor: what each format would lose of it, without a scale"
+    return table("fit", title, columns, cells, rules, list(nodes.values()))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from narrowcast.output.console import in_bytes
 from narrowcast.page.model import OUTSIDE, Bar, Edge, Figure, Graph, Node, Page, Table, Todo
+from narrowcast.page.rules import call_rule, cast_changes
 from narrowcast.page.tables import (
     advice_table,
-    cast_changes,
     cast_table,
     finding_table,
     matched_table,
@@ -17,7 +18,6 @@ from narrowcast.page.tables import (
     op_table,
     refusal_table,
 )
-from narrowcast.page.words import call_rule, shares
 
 Data = Mapping[str, Any]
 ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
@@ -95,12 +95,26 @@ def cast_figures(totals: Data) -> list[Figure]:
     share = f"{totals['share_of_casts']:.0%} of all bytes moved"
     tone = "bad" if totals["share_of_casts"] > 0.2 else ""
     found = [
-        Figure("casts", str(totals["casts"]), how + again),
-        Figure("bytes in casts", in_bytes(totals["cast_bytes"]), share, tone),
-        Figure("calls", str(totals["calls"]), f"{in_bytes(totals['op_bytes'])} read and written"),
+        Figure("casts", totals["casts"], how + again),
+        Figure("bytes in casts", totals["cast_bytes"], share, tone, "bytes"),
+        Figure("calls", totals["calls"], f"{in_bytes(totals['op_bytes'])} read and written"),
     ]
-    refused = [Figure("refusals", str(totals["refusals"]), "calls that were not run", "bad")]
+    refused = [Figure("refusals", totals["refusals"], "calls that were not run", "bad")]
     return [*found, *(refused if totals["refusals"] else [])]
+
+
+def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
+    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
+    left out.
+    """
+    found: dict[str, float] = {}
+    amount_of = attrgetter("times" if unit == "calls" else unit)
+    for node in nodes:
+        amount = amount_of(node)
+        if node.computes and amount:
+            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
+            found[name] = found.get(name, 0.0) + amount
+    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
 
 
 def format_bars(nodes: list[Node]) -> list[Bar]:
@@ -120,8 +134,8 @@ def advice_todos(data: Data) -> list[Todo]:
     ]
 
 
-def cast_todos(data: Data, in_graph: bool = False) -> list[Todo]:
-    """Casts that are made again, and the op whose casts move most."""
+def cast_todos(data: Data, in_graph: bool = False, gradients: bool = True) -> list[Todo]:
+    """Casts that are made again, those of weights, and the op that has most of its own arguments made wider."""
     found: list[Todo] = []
     copied = [cast for cast in data["casts"] if cast["how"] == "copied"]
     again = [cast for cast in copied if cast.get("repeated")]
@@ -131,24 +145,38 @@ def cast_todos(data: Data, in_graph: bool = False) -> list[Todo]:
         found.append(
             Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0]["module_path"])
         )
-    return [*found, *_dearest(copied)]
+    return [*_weights(copied, in_graph, gradients), *found, *_dearest(copied)]
+
+
+def _weights(copied: list[Data], in_graph: bool, gradients: bool) -> list[Todo]:
+    """What spares the casts of weights, where they are most of what casts move; in training nothing does."""
+    whole = sum(cast["moved_bytes"] for cast in copied)
+    weights = sum(cast["moved_bytes"] for cast in copied if cast["kind"] == "weight")
+    if gradients or in_graph or not weights or weights < whole / 2:
+        return []
+    low = next(cast["dst"] for cast in copied if cast["kind"] == "weight")
+    what = f"Keep the weights in {low}: one region around the loop of calls, or nc.compile"
+    why = (
+        f"{weights / whole:.0%} of the bytes in casts are of weights, cast once in each region; nc.compile casts them "
+        "once and keeps them"
+    )
+    return [Todo(what, why)]
 
 
 def _dearest(copied: list[Data]) -> list[Todo]:
-    """The op whose casts move most, if that is much, and how it does without."""
+    """The op whose casts to a wider format move most, if that is much, and how it does without."""
     moved: dict[tuple[str, str, str], int] = {}
     for cast in copied:
-        if cast["direction"] == "forward":
+        if cast["direction"] == "forward" and cast_changes(cast["src"], cast["dst"]) == "follow":
             key = cast["op"], cast["src"], cast["dst"]
             moved[key] = moved.get(key, 0) + cast["moved_bytes"]
     if not moved:
         return []
     (op, src, dst), most = max(moved.items(), key=lambda item: item[1])
     share = most / (sum(cast["moved_bytes"] for cast in copied) or 1)
-    action = cast_changes(src, dst)
     why = f"its casts from {src} to {dst} move {in_bytes(most)}, {share:.0%} of the bytes in casts"
-    what = f"See what {op} costs and gives in {src}: with this rule it is not cast"
-    return [Todo(what, why, call_rule(op, "", action, f"no casts to {dst}"))]
+    rule = call_rule(op, "", "follow", f"no casts to {dst}")
+    return [Todo(f"See what {op} costs and gives in {src}: with this rule it is not cast", why, rule)] if rule else []
 
 
 def ledger_tables(data: Data, graph: Graph, own_rules: Any = ()) -> list[Table]:
@@ -156,7 +184,7 @@ def ledger_tables(data: Data, graph: Graph, own_rules: Any = ()) -> list[Table]:
     return [
         *finding_table(graph.nodes),
         *op_table(graph.nodes),
-        *cast_table(data["casts"], data.get("counted", ())),
+        *cast_table(data["casts"], graph.nodes, data.get("counted", ())),
         *module_table(graph.nodes),
         *matched_table(data.get("matches", {}), own_rules),
         *refusal_table(data["refusals"]),

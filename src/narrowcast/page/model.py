@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from narrowcast.formats import FORMATS
+from narrowcast.page.words import in_unit
 
 SCHEMA = "narrowcast.page/1"
 OUTSIDE = -1
@@ -20,12 +21,21 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number worth reading first. tone: `good`, `bad`, or nothing to say."""
+    """A number worth reading first. tone: `good`, `bad`, or nothing to say.
+
+    unit: of the amount: `bytes`, `ns`, `more ns` (what is added), `relative` (an error), `times fp32`; nothing for a
+    count, or a number of the user's own. value: both in words.
+    """
 
     name: str
-    value: str
+    amount: float | str
     detail: str = ""
     tone: str = ""
+    unit: str = ""
+    value: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", in_unit(self.amount, self.unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +61,9 @@ class Todo:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. kind: `text`, `number`, `bytes`, `share`, `error`, `format`, `op`, `module` or `line`;
-    `call` or `call_b`: identities of calls of the first run, or of the second, with ` + ` between several.
+    """A column of a table. kind: `text`, `number`, `bytes`, `ns`, `decibels`, `bits`, `share`, `error`, `format`, `op`,
+    `module` or `line`; `call` or `call_b`: identities of calls of the first run, or of the second, with ` + ` between
+    several.
     """
 
     name: str
@@ -62,7 +73,7 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
-    where none does; or none at all.
+    where none does; or none at all. shared: ops, and globs on modules that stand for all rules of alike modules.
     """
 
     name: str
@@ -70,6 +81,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: list[list[Any]]
     rules: list[Mapping[str, str]] = field(default_factory=list)
+    shared: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -139,9 +151,9 @@ class Graph:
 class Series:
     """Figures over a common axis; nodes: the call that each stands for, if it is one.
 
-    x, y: what the axes say; `time` (in ns) and `bytes` are shown in units that fit. kind: `lines`, or `stems`: a thin
-    line up to each point, for what happens now and then. marks: points to be marked, each with its words. note: what a
-    reader has to know.
+    x, y: what the axes say. x_unit, y_unit: `bytes`, `ns`, `relative` (an error), `multiplications`, `whole` (numbers
+    of calls, steps, runs), `percent`; nothing for any number. kind: `lines`, or `stems`: a thin line up to each point,
+    for what happens now and then. marks: points to be marked, each with its words. note: what a reader has to know.
     """
 
     title: str
@@ -149,6 +161,8 @@ class Series:
     y: str
     xs: list[float]
     lines: list[tuple[str, list[float | None]]]
+    x_unit: str = ""
+    y_unit: str = ""
     log: bool = False
     nodes: list[int] = field(default_factory=list)
     log_x: bool = False
@@ -254,7 +268,7 @@ def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
     ]  # fmt: skip
     columns = [_plain(column) for column in table.columns]
     packed = {"columns": columns, "rows": rows, "texts": [n for n, is_text in enumerate(are_texts) if is_text]}
-    return {"name": table.name, "title": table.title, **packed, "rules": _plain(table.rules)}
+    return {"name": table.name, "title": table.title, **packed, "rules": table.rules, "shared": _plain(table.shared)}
 
 
 def _packed(graph: Graph) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from html import escape
 
 from narrowcast.output.console import in_bytes
 from narrowcast.page.model import Bar, Page, Table
-from narrowcast.page.words import rule_text
+from narrowcast.page.rules import rule_text
 
 ROWS = 12
 COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}

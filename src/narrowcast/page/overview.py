@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from narrowcast.output.console import in_bytes
 from narrowcast.output.screen import Part, wrapped
 from narrowcast.page.model import Bar, Page, Todo
-from narrowcast.page.words import in_count, rule_text
+from narrowcast.page.rules import rule_text
+from narrowcast.page.words import in_count
 
 TODOS = 3
 _NAME = 15
@@ -24,7 +25,7 @@ def overview_parts(page: Page, head: str, rows: list[Part], width: int) -> list[
     figures = [(f.name, f.value, f.detail) for f in page.figures]
     column = max((len(value) for _, value, _ in figures), default=0)
     said = [f"{_WORDS.get(bar.unit, bar.title.split()[0].lower()):{_NAME}}{_shares(bar)}" for bar in page.bars]
-    said += [f"{name:{_NAME}}{value:{column}}  {detail}" for name, value, detail in figures if name != "calls"]
+    said += [f"{name:{_NAME - 1}} {value:{column}}  {detail}" for name, value, detail in figures if name != "calls"]
     return [
         Part(first),
         Part(notes, rank=2, least=2),
@@ -51,10 +52,9 @@ def _todos(todos: Sequence[Todo], width: int) -> list[Part]:
     """What to do, and why; the first one has its rule, to copy."""
     parts = []
     for number, todo in enumerate(todos, 1):
-        rule = rule_text(todo.rule).split("\n") if todo.rule else []
-        inline = f" ({', '.join(rule[1:])})" if number > 1 and rule else ""
-        said = wrapped(f"{number}. {todo.what.rstrip('.')}{inline}: {todo.why}", "   ", width)
+        said = wrapped(f"{number}. {todo.what.rstrip('.')}: {todo.why}", "   ", width)
         lines = ["", *said] if number == 1 else said
         parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
-        parts += [Part(rule, 2, step=len(rule), is_copied=True)] if number == 1 and rule else []
+        rule = rule_text(todo.rule).split("\n") if number == 1 and todo.rule else []
+        parts += [Part(rule, 2, step=len(rule), is_copied=True)] if rule else []
     return parts

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowcast.output.console import in_bytes
 from narrowcast.page.model import Bar, Figure, Node, Table
 from narrowcast.page.tables import table
-from narrowcast.page.words import counted, in_time, place
+from narrowcast.page.words import counted, in_unit, place
 
 Data = Mapping[str, Any]
 
@@ -20,27 +19,26 @@ def placement_verdict(placed: Sequence[Data]) -> str:
     calls = [call for each in placed for call in each["calls"]]
     raised = sum(call["chosen"] != call["policy"] for call in calls)
     said = f"Goal {placed[0]['goal']}: {raised} of {counted(len(calls), 'call')} run higher than the policy asks"
-    chosen, policy = _costs(placed)
+    chosen, policy = (in_unit(cost, placed[0]["unit"]) for cost in _costs(placed))
     return f"{said}; predicted {chosen}, against {policy} as the policy says"
 
 
-def _costs(placed: Sequence[Data]) -> tuple[str, str]:
+def _costs(placed: Sequence[Data]) -> tuple[float, float]:
     """Of the placement and of the policy's own, over all graphs, casts included."""
-    shown = in_time if placed[0]["unit"] == "ns" else in_bytes
     chosen, policy = (sum(float(each[name]) for each in placed) for name in ("cost", "policy_cost"))
-    return shown(chosen), shown(policy)
+    return chosen, policy
 
 
 def placement_figures(placed: Sequence[Data]) -> list[Figure]:
     """The predicted costs; and what was measured of the candidates that are kept."""
     if not placed:
         return []
-    chosen, policy = _costs(placed)
-    found = [Figure("predicted", chosen, f"as the policy says: {policy}")]
+    (chosen, policy), unit = _costs(placed), placed[0]["unit"]
+    found = [Figure("predicted", chosen, f"as the policy says: {in_unit(policy, unit)}", unit=unit)]
     kept = [c for each in placed for c in each["candidates"] if c["name"] == each["chosen"] and c["measured_ns"]]
     if kept and len(kept) == len(placed):
         names = ", ".join(dict.fromkeys(c["name"] for c in kept))
-        found.append(Figure("measured", in_time(sum(c["measured_ns"] for c in kept)), f"kept: {names}"))
+        found.append(Figure("measured", sum(c["measured_ns"] for c in kept), f"kept: {names}", unit="ns"))
     return found
 
 
@@ -62,14 +60,14 @@ def placement_tables(placed: Sequence[Data]) -> list[Table]:
         for each in placed
         for c in each["calls"]
     ]
-    columns = "module:module, op:op, policy says:format, chosen:format, saved ns:number, line:line"
+    columns = "module:module, op:op, policy says:format, chosen:format, saved:ns, line:line"
     ways = [
-        [each["graph"], c["name"], c["name"] == each["chosen"], c["casts"], c["predicted_ns"] / 1e6,
-         c["measured_ns"] and c["measured_ns"] / 1e6, c["spread"] if c["measured_ns"] else None, c["dropped"]]
+        [each["graph"], c["name"], c["name"] == each["chosen"], c["casts"], c["predicted_ns"],
+         c["measured_ns"] or None, c["spread"] if c["measured_ns"] else None, c["dropped"]]
         for each in placed
         for c in each["candidates"]
     ]  # fmt: skip
-    said = "graph:number, candidate, kept, casts:number, predicted ms:number, measured ms:number, spread:share, dropped"
+    said = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, dropped"
     return [
         *table("placement", "Formats chosen by cost", columns, calls),
         *table("candidates", "Each way that was considered", said, ways),

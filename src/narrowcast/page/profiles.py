@@ -68,7 +68,7 @@ def profile_page(data: Data) -> Page:
         *table("faster", "A low format's time over fp32's, by family", "family, direction, format:format, "
                "calls:number, median:number, least:number, most:number", ratios),
         *table("crossings", "Where lines cross: the faster format below and above that size", "family, direction, "
-               "format:format, size:number, of, ms:number, faster below:format, faster above:format", crossings),
+               "format:format, size:number, of, time:ns, faster below:format, faster above:format", crossings),
         *_abilities(data["abilities"]), *_calls(groups),
     ]  # fmt: skip
     return page
@@ -141,17 +141,17 @@ def _verdict(ratios: list[list[Any]]) -> str:
 
 
 def _figures(data: Data, ratios: list[list[Any]]) -> list[Figure]:
-    found = [Figure("samples", str(len(data["samples"])), "calls in one format and direction")]
+    found = [Figure("samples", len(data["samples"]), "calls in one format and direction")]
     for family, direction, low, calls, median, *_ in ratios:
         if family == GEMM and direction == "forward":
             tone = "good" if median < 1 else "bad"
-            found.append(Figure(f"{low} products", f"{median:.2f} x fp32", f"median of {counted(calls, 'call')}", tone))
+            found.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
     for row in data.get("emulated", ()):
         found.append(Figure(f"{row['format']} {row['family']}", "emulated", f"{row['ratio']:.1f} x fp32's time", "bad"))
     raises = sum(row["state"] == "raises" for row in data["abilities"])
     if data["abilities"]:
         tone = "bad" if raises else "good"
-        found.append(Figure("refused", str(raises), f"of {len(data['abilities'])} asked: op, format, direction", tone))
+        found.append(Figure("refused", raises, f"of {len(data['abilities'])} asked: op, format, direction", tone))
     return found
 
 
@@ -191,7 +191,9 @@ def _plot(family: str, backward: bool, calls: list[Call]) -> tuple[list[Series],
     marks = [(c.size, c.ns, f"{c.above} faster above {in_count(c.size)}") for c in crossings]
     title = f"{family}: time over size" + (", with backward" if backward else "")
     lines: list[tuple[str, list[float | None]]] = [(name, list(times[name])) for name in order]
-    series = Series(title, _unit(family), "time", xs, lines, log=True, log_x=True, marks=marks, note=POINTS)
+    series = Series(
+        title, _unit(family), "time", xs, lines, "multiplications", "ns", log=True, log_x=True, marks=marks, note=POINTS
+    )
     return [series], crossings
 
 
@@ -217,7 +219,7 @@ def _crossings(
 
 
 def _crossing_row(family: str, backward: bool, at: Crossing) -> list[Any]:
-    return [family, _direction(backward), at.low, at.size, _unit(family), at.ns / 1e6, at.below, at.above]
+    return [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above]
 
 
 def _abilities(rows: Iterable[Data]) -> list[Table]:
@@ -236,7 +238,7 @@ def _calls(groups: Groups) -> list[Table]:
             for name, sample in call.samples.items():
                 high = call.samples.get(HIGH)
                 ratio = sample["ns"] / high["ns"] if high is not None and name != HIGH else None
-                rows.append([family, _direction(backward), call.text, name, call.size, sample["ns"] / 1e3, ratio,
+                rows.append([family, _direction(backward), call.text, name, call.size, sample["ns"], ratio,
                              _spread(sample)])  # fmt: skip
-    columns = "family, direction, call, format:format, size:number, us:number, over fp32:number, spread:share"
+    columns = "family, direction, call, format:format, size:number, time:ns, over fp32:number, spread:share"
     return table("samples", "Every call that was measured", columns, rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowcast.page.model import Bar, Figure, Page, Series, Table, Todo
 from narrowcast.page.tables import table
-from narrowcast.page.words import counted, error_text, in_time, number
+from narrowcast.page.words import counted, error_text, number
 
 Data = Mapping[str, Any]
 CLEAN, REPAIRED = "nothing to repair", "repaired"
@@ -50,19 +50,18 @@ def _verdict(data: Data) -> str:
 def _figures(data: Data) -> list[Figure]:
     """What was wrong and what is left of it, and what it costs."""
     before, after = data["before"], data["after"]
-    found = [Figure("runs", str(data["runs"]), "of the model, its metric included")]
-    found += [Figure("rules", str(len(data["rules"])), f"tried, and not needed: {len(data['dropped'])}")]
+    found = [Figure("runs", data["runs"], "of the model, its metric included")]
+    found += [Figure("rules", len(data["rules"]), f"tried, and not needed: {len(data['dropped'])}")]
     if number(after["error"]) is not None:
-        found.append(Figure("output error", error_text(after["error"]), f"before: {error_text(before['error'])}"))
+        found.append(Figure("output error", after["error"], f"before: {error_text(before['error'])}", unit="relative"))
     for name, value in after["metric"].items():
         known = [("fp32", data["reference"].get(name)), ("before", before["metric"].get(name))]
         detail = ", ".join(f"{said} {_metric(figure)}" for said, figure in known if figure is not None)
-        found.append(Figure(name, _metric(value), detail))
+        found.append(Figure(name, value, detail))
     cost = sum(float(row["cost_ns"]) for row in data["rules"])
     if data["rules"] and math.isfinite(cost):
-        said = in_time(abs(cost))
         detail = "by the profile of the device, casts left out"
-        found.append(Figure("the rules cost a run", f"{'-' if cost < 0 else '+'}{said}", detail))
+        found.append(Figure("the rules cost a run", cost, detail, unit="more ns"))
     return found
 
 
@@ -76,8 +75,9 @@ def _product_figures(data: Data) -> list[Figure]:
     if not after["all"]:
         return []
     went_through = before["all"] == after["all"]
-    detail = f"products; before: {before['low']}" if went_through else "products; before it did not run to its end"
-    return [Figure(f"still in {data['low']}", f"{after['low']} of {after['all']}", detail)]
+    detail = f"of {after['all']} products; before"
+    detail += f": {before['low']}" if went_through else " it did not run to its end"
+    return [Figure(f"still in {data['low']}", after["low"], detail)]
 
 
 def _bars(data: Data) -> list[Bar]:
@@ -92,7 +92,7 @@ def _bars(data: Data) -> list[Bar]:
 
 
 def _rule(row: Data) -> dict[str, str]:
-    return {key: str(row[key]) for key in _RULE if row[key]}
+    return {key: str(row[key]) for key in _RULE if row[key] or (key == "module" and row[key] is not None)}
 
 
 def _todo(row: Data, rule: Mapping[str, str]) -> Todo:
@@ -112,7 +112,7 @@ def _rule_table(rows: list[Data], rules: list[dict[str, str]]) -> list[Table]:
          number(float(row["cost_ns"])), row["reason"], row["needed"]]
         for row in rows
     ]  # fmt: skip
-    columns = "module, op:op, argument, action, mends, share:share, calls:number, cost ns:number, reason, without it"
+    columns = "module, op:op, argument, action, mends, share:share, calls:number, cost:ns, reason, without it"
     return table("rules", "The rules that it ends with", columns, cells, rules)
 
 
@@ -150,9 +150,11 @@ def _series(data: Data) -> list[Series]:
     found = []
     if sum(error is not None for error in errors) > 1:
         lines: list[tuple[str, list[float | None]]] = [("output error", [error or None for error in errors])]
-        found.append(Series("Error by run", "run", "relative error", xs, lines, log=True))
+        found.append(Series("Error by run", "run", "relative error", xs, lines, "whole", "relative", log=True))
     if sum(share is not None for share in shares) > 1:
-        name = f"products in {data['low']}, %"
+        name = f"products in {data['low']}"
         note = "Runs in fp32, and runs that raised before their end, have none or fewer."
-        found.append(Series("What stays low, by run", "run", "% of products", xs, [(name, shares)], note=note))
+        found.append(
+            Series("What stays low, by run", "run", "of products", xs, [(name, shares)], "whole", "percent", note=note)
+        )
     return found

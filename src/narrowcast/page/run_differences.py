@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from narrowcast.page.ledgers import shares
 from narrowcast.page.model import Bar, Figure, Page, Pair, PairRow, Series, Table, Todo
 from narrowcast.page.run_sides import SideGraph
 from narrowcast.page.tables import table
-from narrowcast.page.words import counted, error_text, number, shares, split_identity
+from narrowcast.page.words import counted, error_text, number, split_identity
 
 Data = Mapping[str, Any]
 DIFFERS, INHERITED = "differs", "inherited"
@@ -99,21 +100,21 @@ def _figures(data: Data) -> list[Figure]:
     alone = [sum(one["run"] == run for one in data["unaligned"]) for run in "ab"]
     compared = sum(bool(row["measured_by"]) for row in rows)
     found = [
-        Figure("pairs of calls", str(len(rows)), f"{compared} compared"),
-        Figure("make a difference", str(len(made)), f"{inherit} inherit one", "bad" if made else "good"),
-        Figure("in other formats", str(formats), "pairs"),
-        Figure("without a partner", str(sum(alone)), f"{alone[0]} of a, {alone[1]} of b"),
+        Figure("pairs of calls", len(rows), f"{compared} compared"),
+        Figure("make a difference", len(made), f"{inherit} inherit one", "bad" if made else "good"),
+        Figure("in other formats", formats, "pairs"),
+        Figure("without a partner", sum(alone), f"{alone[0]} of a, {alone[1]} of b"),
     ]
     if known:
-        found.append(Figure("largest difference", error_text(max(known)), "relative, of what a call gives"))
+        found.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
     if data["gradients"]:
         far = [g for g in data["gradients"] if _is_beyond(g)]
         tone = "bad" if far else "good"
-        found.append(Figure("gradients", str(len(data["gradients"])), f"{len(far)} beyond round-off", tone))
+        found.append(Figure("gradients", len(data["gradients"]), f"{len(far)} beyond round-off", tone))
     tokens = data["tokens"]
     if tokens and tokens["count"]:
         detail = f"rms, in nats, of {counted(tokens['count'], 'token')}; largest {error_text(tokens['largest'])}"
-        found.append(Figure("log-probabilities", error_text(tokens["rms"]), detail))
+        found.append(Figure("log-probabilities", tokens["rms"], detail, unit="relative"))
     return found
 
 
@@ -211,5 +212,5 @@ def _series(rows: list[PairRow]) -> list[Series]:
         ("round-off", [r.band or None for r in forward]),
     ]
     xs = [float(n) for n in range(1, len(forward) + 1)]
-    return [Series("Difference by depth", "pair, in order of a", "relative difference", xs, lines, log=True,
-                   nodes=[row.a[0] for row in forward])]  # fmt: skip
+    return [Series("Difference by depth", "pair, in order of a", "relative difference", xs, lines, "whole", "relative",
+                   log=True, nodes=[row.a[0] for row in forward])]  # fmt: skip

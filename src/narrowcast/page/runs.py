@@ -8,10 +8,11 @@ from typing import Any
 from narrowcast.output.console import in_bytes
 from narrowcast.page.ledgers import ORDER, format_bars
 from narrowcast.page.model import Exponents, Figure, Graph, Node, Page, Series, Todo
+from narrowcast.page.rules import Shown, high_rule, rule_of_call
 from narrowcast.page.run_flow import RunFlow, flow_of
 from narrowcast.page.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.page.times import cast_series
-from narrowcast.page.words import call_rule, counted, number, split_identity
+from narrowcast.page.words import counted, number, split_identity
 
 Data = Mapping[str, Any]
 CASTS = "Each cast: read off the formats that came and were read"
@@ -36,14 +37,14 @@ def run_page(data: Data) -> Page:
     page.notes = list(data["notes"])
     casts = [e for e in page.graph.edges if e.src != e.dst]
     page.figures = [
-        Figure("calls", str(len(nodes)), f"{sum(n.direction == 'backward' for n in nodes)} backward"),
-        Figure("casts", str(len(casts)), f"move {in_bytes(sum(e.bytes for e in casts))}"),
-        Figure("not finite", str(len(bad)), "calls", "bad" if bad else "good"),
+        Figure("calls", len(nodes), f"{sum(n.direction == 'backward' for n in nodes)} backward"),
+        Figure("casts", len(casts), f"move {in_bytes(sum(e.bytes for e in casts))}"),
+        Figure("not finite", len(bad), "calls", "bad" if bad else "good"),
     ]
     page.bars = format_bars(nodes)
     page.todos = [
-        Todo(f"Keep {n.op} in {n.path or 'the root'} in fp32", n.finding, call_rule(n.op, n.path, "full"), n.path)
-        for n in [n for n in bad if n.computes not in ("", "fp32", "fp64")][:3]
+        Todo(f"Keep {n.op} in {n.path or 'the root'} in fp32", n.finding, high_rule(n), n.path)
+        for n in [n for n in bad if high_rule(n)][:3]
     ]
     page.tables = [
         *finding_table(nodes), *op_table(nodes), *edge_cast_table("casts", CASTS, page.graph, page.graph.edges),
@@ -88,17 +89,17 @@ def watch_page(data: Data) -> Page:
     page = Page("watch", "A watched run", verdict, "bad" if made else "good", graph=Graph(nodes, [], note=ORDER))
     page.facts = [("looked at", f"{data['calls']} calls"), ("steps", str(data["steps"]))]
     page.figures = [
-        Figure("findings", str(len(made)), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
-        Figure("passed on", str(data["spread"]), "later calls"),
-        Figure("meant", str(sum(data["meant"].values())), "infinities, as a mask has them"),
+        Figure("findings", len(made), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
+        Figure("passed on", data["spread"], "later calls"),
+        Figure("meant", sum(data["meant"].values()), "infinities, as a mask has them"),
     ]
     page.notes = list(data["notes"])
     page.todos = [
-        Todo(_advice(row, n), row["sentence"], _format_rule(row, n), n.path)
+        Todo(_advice(row), row["sentence"], _format_rule(row), n.path)
         for row, n in zip(data["findings"], nodes, strict=True)
     ][:3]
     page.tables = [
-        *finding_table(nodes),
+        *finding_table(nodes, map(_format_rule, data["findings"])),
         *table(
             "meant", "Infinities that were meant", "times:number, why", [[n, why] for why, n in data["meant"].items()]
         ),
@@ -107,15 +108,16 @@ def watch_page(data: Data) -> Page:
     return page
 
 
-def _format_rule(row: Data, node: Node) -> dict[str, str]:
+def _format_rule(row: Data) -> Shown:
     """The rule that keeps what a format or a cast ruins in fp32."""
-    return call_rule(node.op, node.path, "full") if row["made_by"] in ("cast", "format") else {}
+    return rule_of_call(row["forward"] or row["id"], row["formats"] if row["made_by"] in ("cast", "format") else "")
 
 
-def _advice(row: Data, node: Node) -> str:
+def _advice(row: Data) -> str:
     """What to do: in the words of the finding, unless these are the rule that stands below."""
-    if _format_rule(row, node):
-        return f"Keep {node.op} in {node.path or 'the root'} in fp32"
+    rule = _format_rule(row)
+    if rule:
+        return f"Keep {rule['op']} in {rule.get('module', 'the root')} in fp32"
     return str(row["advice"] or row["sentence"])
 
 
@@ -126,4 +128,4 @@ def _history(history: list[Data]) -> list[Series]:
         return []
     xs = [float(row.get("step", i)) for i, row in enumerate(history, 1)]
     lines = [(name, [number(row.get(name)) for row in history]) for name in names]
-    return [Series("Over training steps", "step", "figure", xs, lines, log=True)]
+    return [Series("Over training steps", "step", "figure", xs, lines, "whole", log=True)]

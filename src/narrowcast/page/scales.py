@@ -18,12 +18,12 @@ def scaler_page(data: Mapping[str, Any]) -> Page:
     page = Page("scaler", "A loss scale", verdict, "" if skipped else "good")
     page.facts = [("steps", str(data["steps"]))]
     last = rows[-1]["scale"] if rows else 0.0
-    page.figures = [Figure("skipped", str(skipped), "steps"), Figure("scale", f"{last:g}", "of the last step")]
+    page.figures = [Figure("skipped", skipped, "steps"), Figure("scale", last, "of the last step")]
     for loss in dict.fromkeys(row["loss"] for row in rows):
         own = [row for row in rows if row["loss"] == loss]
         title = f"Scale by step: {loss}" if loss else "Scale by step"
         lines: list[tuple[str, list[float | None]]] = [("scale", [row["scale"] for row in own])]
-        page.series.append(Series(title, "step", "scale", [row["step"] for row in own], lines, log=True))
+        page.series.append(Series(title, "step", "scale", [row["step"] for row in own], lines, "whole", log=True))
     lost = [[r["step"], r["loss"], r["scale"], ", ".join(r["parameters"]), r["why"]] for r in rows if r["skipped"]]
     page.tables = table("skipped", "Skipped steps", "step:number, loss, scale:number, parameters, why", lost, [])
     return page

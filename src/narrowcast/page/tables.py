@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from narrowcast.formats import FORMATS
 from narrowcast.page.model import Column, Edge, Graph, Node, Table
-from narrowcast.page.words import call_rule, place
+from narrowcast.page.rules import (
+    Shown,
+    agreeing,
+    call_rule,
+    cast_changes,
+    changing_action,
+    high_rule,
+    shared_modules,
+)
+from narrowcast.page.words import place
 
 Row = Mapping[str, Any]
 
 
 def table(
-    name: str, title: str, columns: str, rows: Iterable[Sequence[Any]], rules: Iterable[Mapping[str, str]] = ()
-) -> list[Table]:
-    """A table, if it has rows. columns: `name:kind` with commas between."""
+    name: str, title: str, columns: str, rows: Iterable[Sequence[Any]], rules: Iterable[Shown] = (),
+    nodes: Sequence[Node] = (),
+) -> list[Table]:  # fmt: skip
+    """A table, if it has rows. columns: `name:kind` with commas between. nodes: all calls, if rules are about some."""
     found = [list(row) for row in rows]
     made = tuple(Column(*column.strip().split(":")) for column in columns.split(","))
-    return [Table(name, title, made, found, list(rules))] if found else []
+    kept = agreeing(rules)
+    shown = kept if any(kept) else []
+    return [Table(name, title, made, found, list(shown), shared_modules(shown, nodes))] if found else []
 
 
 def op_table(nodes: Iterable[Node]) -> list[Table]:
@@ -36,7 +47,7 @@ def op_table(nodes: Iterable[Node]) -> list[Table]:
     columns = (
         "op:op, direction, calls:number, came:format, computes:format, gave:format, bytes:bytes, modules:number, why"
     )
-    rules = [call_rule(row[0], "", "full" if row[4] != "fp32" else "lower") if row[4] else {} for row in rows]
+    rules = [call_rule(row[0], "", changing_action(row[4], row[1])) for row in rows]
     return table("ops", "Each op: in which format it computes, and why", columns, rows, rules)
 
 
@@ -58,7 +69,7 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
     return table("modules", "Each module: its own calls", columns, rows)
 
 
-def cast_table(casts: Iterable[Row], counted: Iterable[Row] = ()) -> list[Table]:
+def cast_table(casts: Iterable[Row], nodes: Sequence[Node], counted: Iterable[Row] = ()) -> list[Table]:
     """Casts; alike ones of one place together."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for cast in casts:
@@ -76,8 +87,10 @@ def cast_table(casts: Iterable[Row], counted: Iterable[Row] = ()) -> list[Table]
         "module:module, op:op, argument, kind, from:format, to:format, how, direction, times:number, bytes:bytes, "
         "rule, reason, line:line"
     )
-    rules = [{**call_rule(key[1], key[0], cast_changes(key[4], key[5]))} for key, _ in ordered]
-    return table("casts", "Each cast: who asked for it, and what it moves", columns, rows, rules)
+    rules = [
+        call_rule(key[1], key[0], cast_changes(key[4], key[5]) if key[7] == "forward" else "") for key, _ in ordered
+    ]
+    return table("casts", "Each cast: who asked for it, and what it moves", columns, rows, rules, nodes)
 
 
 def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) -> list[Table]:
@@ -86,12 +99,6 @@ def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) 
     rows = [[n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)] for e, n in casts]
     columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
     return table(name, title, columns, rows)
-
-
-def cast_changes(src: str, dst: str) -> str:
-    """The action that does without a cast: full where it lowers, follow where it widens."""
-    lowers = src in FORMATS and dst in FORMATS and FORMATS[dst].bits < FORMATS[src].bits
-    return "full" if lowers else "follow"
 
 
 def _cast_key(cast: Row, how: str) -> tuple[Any, ...]:
@@ -130,12 +137,14 @@ def advice_table(advice: Iterable[Row]) -> list[Table]:
     return table("advice", "Advice", "kind, what, what to do, times:number, module:module, line:line", rows)
 
 
-def finding_table(nodes: Iterable[Node]) -> list[Table]:
-    """The calls that somebody should look at."""
+def finding_table(nodes: Sequence[Node], rules: Iterable[Shown] | None = None) -> list[Table]:
+    """The calls that somebody should look at, each with the rule that mends it. rules: one for each node."""
     found = [n for n in nodes if n.finding]
+    mending = [
+        rule for n, rule in zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True) if n.finding
+    ]
     rows = [
         [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n in found
     ]
     columns = "module:module, op:op, call, direction, computes:format, verdict, finding, line:line"
-    rules = [call_rule(n.op, n.path, "full") for n in found]
-    return table("findings", "Findings", columns, rows, rules)
+    return table("findings", "Findings", columns, rows, mending, nodes)

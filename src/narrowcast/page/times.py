@@ -29,10 +29,10 @@ def cast_series(graph: Graph) -> list[Series]:
     lines: list[tuple[str, list[float | None]]] = [(name, [moved[n].get(name) for n in nodes]) for name in shown]
     begins = _begins(graph)
     if begins is None:
-        xs, x, note = [float(n + 1) for n in nodes], "call, in order", ""
+        xs, x, unit, note = [float(n + 1) for n in nodes], "call, in order", "whole", ""
     else:
-        xs, x, note = [begins[n] for n in nodes], "time", TIMED
-    return [Series("Casts along the run", x, "bytes", xs, lines, log=True, nodes=nodes, kind="stems", note=note)]
+        xs, x, unit, note = [begins[n] for n in nodes], "time", "ns", TIMED
+    return [Series("Casts along the run", x, "bytes", xs, lines, unit, "bytes", True, nodes, kind="stems", note=note)]
 
 
 TIMED = (

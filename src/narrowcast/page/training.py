@@ -18,9 +18,9 @@ def training_page(data: Mapping[str, Any]) -> Page:
     page = Page("training-check", "A training loop", verdict, "bad" if number else "good")
     page.facts = [("steps", str(data["steps"]))]
     page.figures = [
-        Figure("findings", str(number), "", "bad" if number else "good"),
-        Figure("calls in a region", str(calls.get("inside", 0)), "of the forward"),
-        Figure("calls outside", str(calls.get("outside", 0)), "that a region would lower"),
+        Figure("findings", number, "", "bad" if number else "good"),
+        Figure("calls in a region", calls.get("inside", 0), "of the forward"),
+        Figure("calls outside", calls.get("outside", 0), "that a region would lower"),
     ]
     page.todos = [
         Todo(row["todo"], f"{row['kind']}, {place(row['file'], row['line'])}: {row['what']}", {}, row["module_path"])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
-from narrowcast.page.model import Bar, Node
+from narrowcast.output.console import in_bytes
 
 
 def number(value: Any) -> float | None:
@@ -42,38 +41,6 @@ def place(file: str, line: Any) -> str:
     return f"{file}:{line}" if file else ""
 
 
-def call_rule(op: str, path: str, action: str, reason: str = "") -> dict[str, str]:
-    """The rule that gives an op in a module another action."""
-    rule = {"op": op, "module": path, "action": action, "reason": reason}
-    return {key: value for key, value in rule.items() if value}
-
-
-def rule_text(rule: Mapping[str, str]) -> str:
-    """The rule as a policy file has it."""
-    return "\n".join(["[[rule]]", *(f"{key} = {_quoted(value)}" for key, value in rule.items())])
-
-
-def _quoted(value: str) -> str:
-    """A basic string of TOML."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
-    return f'"{plain}"'
-
-
-def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
-    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
-    left out.
-    """
-    found: dict[str, float] = {}
-    amount_of = attrgetter("times" if unit == "calls" else unit)
-    for node in nodes:
-        amount = amount_of(node)
-        if node.computes and amount:
-            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
-            found[name] = found.get(name, 0.0) + amount
-    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
-
-
 def in_time(ns: float) -> str:
     """`1.2 ms`, `35 us`, `3 s`."""
     for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
@@ -82,12 +49,38 @@ def in_time(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
+def spent_text(casts_ms: float, kernels_ms: float, reference_ms: float, whole_ms: float) -> str:
+    """On what the time of a run is spent: what is not casts and not kernels is calls, and overhead."""
+    if not math.isfinite(casts_ms):
+        return ""
+    rest = whole_ms - casts_ms - kernels_ms
+    casts, kernels, reference, left = (in_time(1e6 * ms) for ms in (casts_ms, kernels_ms, reference_ms, rest))
+    left = left if rest > 0 else "too little to tell"
+    return f"casts {casts}, kernels {kernels} (fp32: {reference}), the rest (calls, overhead) {left}"
+
+
 def in_count(count: float) -> str:
     """`950`, `16.8 M`, `1.2 G`."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f}"
+
+
+def in_unit(amount: float | str, unit: str) -> str:
+    """A figure's amount in words; what is not finite, or is a word already, as it came."""
+    if isinstance(amount, str):
+        return amount
+    if isinstance(amount, int) and unit == "":
+        return str(amount)
+    said = _UNITS.get(unit)
+    return f"{amount:.6g}" if said is None or not math.isfinite(amount) else said(amount)
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": in_bytes, "ns": in_time, "relative": error_text, "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
+    "more ns": lambda ns: f"{'-' if ns < 0 else '+'}{in_time(abs(ns))}",
+}  # fmt: skip
 
 
 def without_format(text: str, format: str) -> str:

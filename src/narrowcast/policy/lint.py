@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from narrowcast.errors import Origin
 from narrowcast.policy.known_ops import known_ops, unknown_op
@@ -31,7 +32,6 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
     Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
     """
     ops = known_ops()
-    bases = [Policy("base", extends=policy.extends).resolve(d).table for d in DEVICE_TYPES]
     findings: list[Finding] = []
     for number, layer in enumerate(policy.layers):
         for rule in layer:
@@ -40,16 +40,23 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
                 findings.append(Finding("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
                 continue
             is_name = rule.is_pattern and not rule.is_glob  # of a module's call, or of an op that is not listed
-            covered = [op for op in ops if rule.matches_op(op)] or [rule.target + ".default" * is_name]
+            named = [op for op in ops if rule.matches_op(op)] if rule.is_pattern else [rule.target]
+            covered = named or [rule.target + ".default" * is_name]
             shadow = _shadow(policy, number, rule, covered)
             if shadow is not None:
                 message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"
                 findings.append(Finding("never matches", rule, message, rule.origin))
-            elif rule.is_unconditional and _changes_nothing(rule, covered, bases):
+            elif rule.is_unconditional and _changes_nothing(rule, covered, _bases(policy.extends)):
                 message = f"{rule} is what {', '.join(policy.extends)} says anyway, on every device"
                 findings.append(Finding("changes nothing", rule, message, rule.origin))
         findings += _overlaps(layer)
     return tuple(findings)
+
+
+@lru_cache(maxsize=16)
+def _bases(extends: tuple[str, ...]) -> tuple[Table, ...]:
+    """What built-in policies say on each device."""
+    return tuple(Policy("base", extends=extends).resolve(device).table for device in DEVICE_TYPES)
 
 
 def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | None:
@@ -66,7 +73,7 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     return winners[0]
 
 
-def _changes_nothing(rule: Rule, ops: list[str], bases: list[Table]) -> bool:
+def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[Table, ...]) -> bool:
     if rule.argument is not None or rule.action.kind is Kind.REFUSE:
         return False
     for table in bases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import glob
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -335,6 +336,11 @@ class Rule:
         if self.function is not None:
             parts.append(f"in function {self.function}")
         return f"{' '.join(parts)}: {self.action}"
+
+
+def naming(module_path: str) -> str | None:
+    """The glob that names the module of that path, whatever letters are in it; none for the root."""
+    return glob.escape(module_path) or None
 
 
 def find_allowance(rules: tuple[Rule, ...], op: str, site: Site, argument: str = "", number: int = 0) -> Rule | None:

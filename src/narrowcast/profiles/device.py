@@ -26,7 +26,7 @@ def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
         major, minor = torch.cuda.get_device_capability()
         cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")
         return Device("cuda", torch.cuda.get_device_name(), cuda_units, 1, torch.__version__)
-    if device_type not in ("cpu", "cuda"):
+    if device_type != "cpu":
         return Device(device_type, device_type, (), 1, torch.__version__)
     count = threads if threads is not None else torch.get_num_threads()
     name, units = _processor()

@@ -15,15 +15,15 @@ from narrowcast.torch_surface.dynamo import never_trace
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers
-_AT_REST = {name: (name, False, _dtype(name)) for name in _CARRIERS}
+CARRIERS = ("ipu", "maia", "mtia")  # no longer made, and not to be had outside their makers
+_AT_REST = {name: (name, False, _dtype(name)) for name in CARRIERS}
 
 
 def carriers(device_type: str) -> tuple[str, ...]:
     """The device types whose state carries the identity: absent ones, and not the region's own."""
     accelerator = torch.accelerator.current_accelerator()
     taken = (device_type, accelerator.type if accelerator is not None else "")
-    return tuple(name for name in _CARRIERS if name not in taken)
+    return tuple(name for name in CARRIERS if name not in taken)
 
 
 Carried = tuple[tuple[str, torch.dtype], ...]

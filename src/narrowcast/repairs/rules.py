@@ -6,9 +6,11 @@ A rule names a module and an op, and never a line: so it holds for other inputs,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from narrowcast.formats import fp32
 from narrowcast.policy import MODULE_CALL, RESULT, Action, Kind, Policy, Rule
+from narrowcast.policy.rules import naming
 from narrowcast.policy.settings import BUILTIN
 
 SOURCE = "narrowcast repair"
@@ -19,7 +21,7 @@ def rule_about(op: str, module_path: str, kind: Kind = Kind.FULL, reason: str = 
 
     All rules about ops are made here.
     """
-    return Rule(op, Action(kind), module=module_path or None, call=call, reason=reason, source=SOURCE)
+    return Rule(op, Action(kind), module=naming(module_path), call=call, reason=reason, source=SOURCE)
 
 
 def rule_about_result(op: str, module_path: str, reason: str = "") -> Rule:
@@ -27,13 +29,15 @@ def rule_about_result(op: str, module_path: str, reason: str = "") -> Rule:
 
     op: MODULE_CALL for the result of the module itself.
     """
-    module = module_path if op == MODULE_CALL else module_path or None
+    module = naming(module_path)
+    if op == MODULE_CALL:
+        module = module or ""
     return Rule(op, Action(Kind.TO, fp32), module=module, argument=RESULT, reason=reason, source=SOURCE)
 
 
 def rule_about_module(module_path: str, reason: str = "") -> Rule:
     """The rule that runs a module, and all inside it, in fp32."""
-    return Rule(MODULE_CALL, Action(Kind.FULL), module=module_path, reason=reason, source=SOURCE)
+    return Rule(MODULE_CALL, Action(Kind.FULL), module=naming(module_path) or "", reason=reason, source=SOURCE)
 
 
 def with_repairs(policy: Policy, rules: tuple[Rule, ...], name: str = "") -> Policy:
@@ -66,7 +70,7 @@ def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tupl
             if not set(inside) <= set(chosen):
                 break
             if len(inside) > len(covered):
-                best, covered = rule_about(first.op, path, first.action.kind, call=first.call), inside
+                best, covered = replace(first, module=path or None, reason=""), inside
         found[best] = tuple(rule for rule in left if rule in covered)
         left = [rule for rule in left if rule not in covered]
     return found

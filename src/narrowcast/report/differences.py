@@ -11,6 +11,7 @@ from typing import Any
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
+from narrowcast.page.rules import rule_of_call, rule_text
 from narrowcast.page.shown import Shown
 from narrowcast.report.lines import cut, number_text, without_specials
 from narrowcast.report.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
@@ -316,7 +317,7 @@ def _row(row: CallError) -> list[str]:
     why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in AT_FAULT else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
-    place = cut(f"{file}:{row.line}", COLUMNS - len(figures_first))
+    place = cut(f"{file}:{row.line}" if file else "", COLUMNS - len(figures_first))
     lines = [figures_first + place, *wrapped(f"    {row.id}", f"{'':6}")]
     return [*lines, *wrapped(why, "    ")] if why else lines
 
@@ -352,13 +353,14 @@ def _advice(found: Differences) -> tuple[list[str], list[str]]:
         return [], []
     row, before = low[0], _before_fault(found)
     row = before or row
-    of = row.forward or row.id
-    module = [f'module = "{of.module_path}"'] if of.module_path else []
+    rule = rule_of_call(str(row.forward or row.id), row.computes)
+    if not rule:
+        return [], []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
     why = "it is at fault" if row.verdict in AT_FAULT else _spread(found, row) or why
     why = "it rounds what the call at fault reads" if before else why
     said = ["", *wrapped(f"To keep the worst in fp32 ({why}):")]
-    return said, ["[[rule]]", f'op = "{of.op}"', *module, 'action = "full"']
+    return said, rule_text(rule).split("\n")
 
 
 def _before_fault(found: Differences) -> CallError | None:
@@ -375,11 +377,8 @@ def _spread(found: Differences, worst: CallError) -> str:
     if not worst.alone < HALF_OF_ITS_SQUARE * total < math.inf:
         return ""
     low = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
-    left = math.sqrt(total**2 - worst.alone**2)
-    return (
-        f"alone it makes {number_text(worst.alone)} of {number_text(total)}: the error is spread over {len(low)} ops, "
-        f"and without this one it stays near {number_text(left)}"
-    )
+    made = f"alone it makes {number_text(worst.alone)} of {number_text(total)}"
+    return f"{made}: the error is spread over {len(low)} ops"
 
 
 def _finite(value: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ledger.text import LEAST_OF_PATH, cast_part, short_op
-from narrowcast.output.console import short_file
+from narrowcast.output.console import short_file, short_place
 from narrowcast.output.screen import LINES, Part, first_screen, shortened, wrapped
 from narrowcast.page.overview import overview_parts
 from narrowcast.page.read import page_of
@@ -37,7 +37,7 @@ def _errors(worst: Iterable[CallError], width: int) -> Part:
     lines = []
     for row in worst:
         figures = f"{number_text(row.own):>8} {number_text(row.total):>8}  {row.computes or '-'}  "
-        at = f"  {short_file(row.file)}:{row.line}  {row.verdict}"
+        at = f"  {short_place(row.file, row.line)}  {row.verdict}"
         op = f" {short_op(row.id.op)} #{row.id.number}{' backward' * (row.id.direction == BACKWARD)}"
         room = max(width - len(figures) - len(op) - len(at), LEAST_OF_PATH)
         lines.append(figures + shortened(row.id.module_path or "(root)", room) + op + at)

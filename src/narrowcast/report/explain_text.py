@@ -10,7 +10,6 @@ from rich.markup import escape
 from narrowcast.ledger import Cast
 from narrowcast.ledger.text import (
     advice_parts,
-    alike_module,
     argument_text,
     cast_table,
     how_text,
@@ -18,8 +17,9 @@ from narrowcast.ledger.text import (
     refusals,
     totals_line,
 )
-from narrowcast.output.console import WIDTH, as_text, in_bytes, short_file, table
+from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
 from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.page.rules import alike_module
 from narrowcast.report.explain_screen import explanation_screen
 from narrowcast.report.explanation import Comparison, Explained, RepeatRow
 from narrowcast.report.graph_text import graph_parts, short_site
@@ -68,7 +68,7 @@ def explanation_parts(explanation: Explained) -> list[RenderableType]:
     parts += refusals(explanation.ledger)
     parts += ["[bold]totals[/bold]", totals_line(explanation.ledger), ""]
     if explanation.comparison is not None:
-        parts += _comparison(explanation.comparison, explanation.low)
+        parts += _comparison(explanation.comparison, explanation.low, explanation.gradients)
     return parts
 
 
@@ -197,7 +197,7 @@ def _repeats(explanation: Explained) -> RenderableType:
         made.add_row(
             op.removesuffix(".default"), argument,
             escape((pattern if len(alike) > 1 else alike[0].module_path) or "(root)"),
-            escape(f"{short_file(file)}:{line}"), f"{src} -> {dst}", str(sum(r.times - 1 for r in alike)),
+            escape(short_place(file, line)), f"{src} -> {dst}", str(sum(r.times - 1 for r in alike)),
             in_bytes(sum(r.wasted_bytes for r in alike)),
         )  # fmt: skip
     return made
@@ -225,7 +225,7 @@ def _worst(comparison: Comparison) -> list[RenderableType]:
     made.columns[0].min_width = 14
     for row in comparison.worst:
         made.add_row(
-            escape(str(row.id)), escape(f"{short_file(row.file)}:{row.line}"), _formats(row.computes), f"{row.own:.1e}",
+            escape(str(row.id)), escape(short_place(row.file, row.line)), _formats(row.computes), f"{row.own:.1e}",
             f"{row.total:.1e}", f"{row.band:.1e}", row.verdict,
         )  # fmt: skip
     faults = [f"[red]{escape(str(row.id))}: {escape(row.why)}.[/]" for row in comparison.worst if row.why]
@@ -234,7 +234,7 @@ def _worst(comparison: Comparison) -> list[RenderableType]:
     return [made, *faults, f"  {moves} {more}" if differences.band else f"  {more}", ""]
 
 
-def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
+def _comparison(comparison: Comparison, low: str, gradients: bool) -> list[RenderableType]:
     outputs = table(
         "against fp32: outputs", "output", "fp32 run", "region", ">SQNR", ">relative error", ">largest error"
     )
@@ -250,18 +250,18 @@ def _comparison(comparison: Comparison, low: str) -> list[RenderableType]:
         parts.append(metrics)
     cost = table("against fp32: cost on this machine", "", ">fp32", ">region", ">ratio", "")
     low_q, high_q = comparison.time_quartiles
+    mode = "with gradients" if gradients else "no_grad"
     cost.add_row(
         "time", f"{comparison.reference_ms:.2f} ms", f"{comparison.region_ms:.2f} ms", f"{comparison.time_ratio:.2f} x",
         f"quartiles {low_q:.2f} to {high_q:.2f}, {comparison.repeats} alternating pairs",
     )  # fmt: skip
     cost.add_row(
         "peak memory", in_bytes(comparison.reference_peak_bytes), in_bytes(comparison.region_peak_bytes),
-        f"{comparison.memory_ratio:.2f} x", "allocated during one forward, weights not counted",
+        f"{comparison.memory_ratio:.2f} x",
+        f"beyond weights of {in_bytes(comparison.weight_bytes)}, which the ratio counts; {mode}",
     )  # fmt: skip
     parts.append(cost)
-    if comparison.time_ratio > 1.05:
-        parts.append(
-            f"[red]Autocasting to {low} makes this model slower on this machine: it has no fast units for {low}, "
-            "or the model's calls are too small for them.[/red]"
-        )
+    if comparison.spent:
+        slower = f"[red]In {low} this model is slower here.[/red] " if comparison.time_ratio > 1.05 else ""
+        parts.append(f"{slower}Its time: {comparison.spent}.")
     return parts

@@ -59,7 +59,7 @@ class Finding:
     def __str__(self) -> str:
         if self.made_by == TREND:
             return f"{self.what}, step {self.step}: {self.sentence}\n  {self.advice}"
-        lines = [f"{self.what} made by {self.id}", f"  {self.file}:{self.line}", f"  {self.sentence}"]
+        lines = [self.in_short()]
         lines += [f"  {name}: {tensor_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
         return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
 
@@ -67,7 +67,8 @@ class Finding:
         """What was made, where and how, without the ranges of its tensors."""
         if self.made_by == TREND:
             return str(self)
-        return f"{self.what} made by {self.id}\n  {self.file}:{self.line}\n  {self.sentence}"
+        at = f"\n  {self.file}:{self.line}" if self.file else ""
+        return f"{self.what} made by {self.id}{at}\n  {self.sentence}"
 
     def data(self) -> dict[str, Any]:
         """The finding as JSON has it."""

@@ -16,7 +16,7 @@ from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
 from narrowcast.policy import Kind, Policy, Rule
-from narrowcast.policy.rules import Action
+from narrowcast.policy.rules import Action, naming
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts, short_file
 
@@ -91,7 +91,7 @@ class Fit(Shown):
             if row.id.direction == FORWARD:
                 worst.setdefault((row.id.op, row.id.module_path), row)
         rules = tuple(
-            Rule(op, Action(Kind.FULL), module=path or None, reason=_evidence(row), source="narrowcast fit")
+            Rule(op, Action(Kind.FULL), module=naming(path), reason=_evidence(row), source="narrowcast fit")
             for (op, path), row in worst.items()
         )
         return Policy(name or f"fits-{low.name}", (rules,) if rules else (), low=low.name)

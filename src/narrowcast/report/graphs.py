@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowcast.decide import Plan, decide
 from narrowcast.ledger import CallKind, Cast, EditRecord, HidingBlock, Ledger
-from narrowcast.ops import multiplications
+from narrowcast.ops import multiplications, named
 from narrowcast.passes import call_of
 from narrowcast.placement.peak import Peak
 from narrowcast.placement.place import Placement
@@ -205,7 +205,18 @@ def decision_differences(eager: Ledger, graph: Ledger) -> tuple[DecisionDifferen
             if kind.action != "unlisted" and kind.direction == "forward" and kind.op != MODULE_CALL_OP:
                 count[kind.op, kind.module_path, kind.computes] += tally.calls
     keys = list(dict.fromkeys([*counts[0], *counts[1]]))
-    return tuple(DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k])
+    found = [DecisionDifference(*k, counts[0][k], counts[1][k]) for k in keys if counts[0][k] != counts[1][k]]
+    others = [f"{path}." if path else "" for path in other_paths(eager, graph)]
+    return tuple(d for d in found if not any(f"{d.module_path}.".startswith(path) for path in others))
+
+
+def other_paths(eager: Ledger, graph: Ledger) -> list[str]:
+    """The modules that are one fused op in eager code, and several calls where torch traces them: that is torch's own
+    choice, and no fault of what is decided.
+    """
+    ops = {f"aten.{name}.default" for name in named("inside.fused_in_eager_code")}
+    fused, kept = ({k.module_path for k in ledger.calls if k.op in ops} for ledger in (eager, graph))
+    return sorted(fused - kept)
 
 
 PLACED = "placed"

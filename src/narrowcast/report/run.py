@@ -15,6 +15,7 @@ from narrowcast.ledger.identity import CallId
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.page.shown import Shown
+from narrowcast.page.words import place
 from narrowcast.report.run_records import (
     CALL_COLUMNS,
     TENSOR_COLUMNS,
@@ -240,7 +241,8 @@ def _verdict(run: Run, bad: list[CallRecord]) -> str:
         return "every value is finite"
     made = _made_not_finite(run, bad)
     if made is not None:
-        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id} ({made.file}:{made.line})"
+        at = place(made.file, made.line)
+        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id}{at and f' ({at})'}"
     if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
         return f"{len(bad)} calls are not finite; their inputs were not, either"
     return f"every value is finite, but infinities that were given or filled in, as masks are, in {len(bad)} calls"
@@ -280,11 +282,11 @@ def call_line(run: Run, call: CallRecord) -> str:
     results = [run.tensors[n] for _, n in call.outputs]
     gave = ", ".join(tensor_text(t) for t in results if t.fits() and t.elements)
     formats = call.computes or call.came or "-"
-    return f"  {call.id}  {formats}  {gave}  {short_file(call.file)}:{call.line}"
+    return f"  {call.id}  {formats}  {gave}  {place(short_file(call.file), call.line)}"
 
 
 def _call_lines(run: Run, call: CallRecord) -> list[str]:
     """The same on two lines, of its first result alone."""
     gave = next((tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].elements), "")
     file = short_file(call.file).rpartition("/")[2]
-    return [f"  {call.id}", f"    {call.computes or call.came or '-'}  {gave}  {file}:{call.line}"]
+    return [f"  {call.id}", f"    {call.computes or call.came or '-'}  {gave}  {place(file, call.line)}"]

@@ -49,6 +49,7 @@ def explanation_of(data: Data) -> Explanation:
         ledger=Ledger.from_json(json.dumps(data["ledger"])),
         comparison=None if comparison is None else _comparison(data, comparison),
         front_end=data["front_end"],
+        gradients=data.get("gradients", True),
         graphs=tuple(_graph(row, placed.get(row["number"])) for row in data["graphs"]),
         differences=tuple(record_of(DecisionDifference, row) for row in data["differences"]),
         failure=None if failure is None else _failure(failure),

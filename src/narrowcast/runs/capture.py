@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 
 from narrowcast.eager import autocast
-from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_or_around
 from narrowcast.eager.door import Door
 from narrowcast.eager.words import format_names
 from narrowcast.errors import RunError
@@ -75,8 +75,8 @@ def capture(
 
     model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject. It runs on a copy
             that shares its weights, and leaves gradients and random state alone.
-    policy, dtype, device_type, region: as for `explain`; without any, the model runs in a region that casts nothing, in
-            which calls have the identities that they have under a policy.
+    policy, dtype, device_type, region: as for `explain`; without any, and no region around the call, the model runs in
+            one that casts nothing, in which calls have the identities that they have under a policy.
     backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
             outputs; or a function that makes the loss of the output.
     statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
@@ -137,13 +137,14 @@ NOTHING = Policy("fp32", extends=())
 
 
 def observed_region(
-    verb: str, trial: Trial, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None
-) -> autocast:
-    """The region that was asked for, or one that casts nothing."""
-    asked = asked_region(verb, policy, dtype, device_type, region)
+    verb: str, trial: Trial, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None,
+    default: AnyPolicy = None,
+) -> autocast:  # fmt: skip
+    """The region that was asked for, or the one around the call; or else under `default`, or one that casts nothing."""
+    asked = asked_or_around(verb, policy, dtype, device_type, region, trial.device_type)
     device = asked.device_type or trial.device_type
     if not asked.is_there:
-        return autocast(device, policy=NOTHING)
+        return autocast(device, policy=default or NOTHING)
     chosen = asked.policy
     fast = default_dtype(chosen, device) if asked.dtype is None else to_dtype(asked.dtype)
     return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)

@@ -90,8 +90,8 @@ def compare(
     """Compare `model(*args, **kwargs)` in a region with a reference run, call by call.
 
     model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject.
-    policy, dtype, device_type, region: as for `explain`; without any, the policy native, or no region for a model that
-            has its own (compiled, exported) or where the reference is another model.
+    policy, dtype, device_type, region: as for `explain`; without any, and no region around the call, the policy native,
+            or no region for a model that has its own (compiled, exported) or where the reference is another model.
     reference: `fp32`, the same model in a region that casts nothing: a copy in fp32 of one whose weights are low, the
             original of one that was compiled; `fp64`, a copy of it in fp64; or another model that takes the same
             arguments, run in the same region if it has none of its own: exported code against what it was made of.
@@ -109,10 +109,8 @@ def compare(
     _check(reference, by)
     trial = Trial.of("compare", model, args, kwargs, backward)
     is_own = isinstance(reference, str)
-    wants = any(v is not None for v in (policy, dtype, device_type, region))
-    if is_own and not wants and not trial.is_made:
-        policy = "native"
-    opened = observed_region("compare", trial, policy, dtype, device_type, region)
+    default = "native" if is_own and not trial.is_made else None
+    opened = observed_region("compare", trial, policy, dtype, device_type, region, default)
     other = trial.original() if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
     name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
     found = _nothing_yet(name, opened, str(reference) if is_own else "another model", by)

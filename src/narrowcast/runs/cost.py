@@ -1,4 +1,4 @@
-"""What a region costs against fp32: time, in alternating pairs, and peak memory."""
+"""What a region costs against fp32: time, in alternating pairs, with what it is spent on, and peak memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from narrowcast.profiles.clock import elapsed_ns
+from narrowcast.profiles.device import synchronize
 from narrowcast.report import Comparison
 from narrowcast.report.differences import Differences
 from narrowcast.torch_bridge import tensors_in
-from narrowcast.torch_surface.dispatch import DispatchMode, storage_key
+from narrowcast.torch_surface.dispatch import TO_COPY, DispatchMode, storage_key
 
 Run = Callable[[], Any]
 
@@ -29,12 +30,13 @@ def with_cost(
     region: Run,
     repeats: int = 7,
     seconds: float = 10.0,
+    weight_bytes: int = 0,
 ) -> Comparison:
-    """The differences with the model's metric, and what the region costs. Both are run once for peak memory, then in
-    alternating pairs for time: `repeats` of them, or after the third as many as fit into these seconds.
+    """The differences with the model's metric, and what the region costs. Both are run once observed, for peak memory
+    and what time is spent on, then in alternating pairs for time: `repeats` of them, or after the third as many as fit
+    into these seconds.
     """
-    _, reference_peak = peak_bytes(reference)
-    _, region_peak = peak_bytes(region)
+    observed = [(observe(reference), observe(region)) for _ in range(2)][-1]  # what is set up at first is not counted
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     for number in range(repeats):
@@ -44,6 +46,7 @@ def with_cost(
         elapsed = {run: elapsed_ns(run) / 1e6 for run in order}
         times.append((elapsed[reference], elapsed[region]))
     ratios = sorted(b / a for a, b in times)
+    peaks = [weight_bytes + each.peak_bytes for each in observed]
     return Comparison(
         differences=differences,
         metric_reference=dict(metric_reference),
@@ -53,35 +56,52 @@ def with_cost(
         time_ratio=statistics.median(ratios),
         time_quartiles=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
         repeats=len(times),
-        reference_peak_bytes=reference_peak,
-        region_peak_bytes=region_peak,
-        memory_ratio=region_peak / reference_peak if reference_peak else math.nan,
+        reference_peak_bytes=observed[0].peak_bytes,
+        region_peak_bytes=observed[1].peak_bytes,
+        memory_ratio=peaks[1] / peaks[0] if peaks[0] else math.nan,
+        weight_bytes=weight_bytes,
+        casts_ms=observed[1].casts_ns / 1e6,
+        kernels_ms=observed[1].kernels_ns / 1e6,
+        reference_kernels_ms=(observed[0].kernels_ns + observed[0].casts_ns) / 1e6,
     )
 
 
-def peak_bytes(run: Run) -> tuple[Any, int]:
-    """The result of `run()`, and the most bytes that tensors made during it held at one time."""
+def observe(run: Run) -> Observed:
+    """What `run()` gives, op by op."""
     gc.collect()
-    mode = _PeakMemory()
+    mode = Observed()
     with mode:
-        result = run()
-    return result, mode.peak
+        mode.result = run()
+    return mode
 
 
-class _PeakMemory(DispatchMode):
-    """Adds up the storages of results while they live; what existed before is not counted."""
+class Observed(DispatchMode):
+    """The most bytes that tensors made during a run held at one time, and the time that its casts and kernels took.
+
+    It adds up the storages of results while they live; what existed before is not counted. casts_ns: of conversions
+    from one floating format to another, the user's own among them. kernels_ns: of all other ops.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = 0
-        self.peak = 0
+        self.result: Any = None
+        self.peak_bytes = self.casts_ns = self.kernels_ns = 0
+        self._held = 0
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         before = {storage_key(t) for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
+        synchronize()
+        began = time.perf_counter_ns()
         result = func(*args, **(kwargs or {}))
+        synchronize()
+        elapsed = time.perf_counter_ns() - began
+        if func is TO_COPY and args[0].is_floating_point() and result.is_floating_point():
+            self.casts_ns += elapsed
+        else:
+            self.kernels_ns += elapsed
         for tensor in tensors_in(result):
             if tensor.layout is not torch.strided:
                 continue
@@ -90,11 +110,11 @@ class _PeakMemory(DispatchMode):
             if key in self._seen or key in before:
                 continue
             size = storage.nbytes()
-            self.held += size
+            self._held += size
             self._seen[key] = weakref.finalize(storage, self._release, key, size)
-        self.peak = max(self.peak, self.held)
+        self.peak_bytes = max(self.peak_bytes, self._held)
         return result
 
     def _release(self, key: int, size: int) -> None:
         if self._seen.pop(key, None) is not None:
-            self.held -= size
+            self._held -= size

@@ -11,6 +11,7 @@ from narrowcast.eager.kernels import gather
 from narrowcast.formats import Format
 from narrowcast.ledger.identity import BACKWARD
 from narrowcast.ops import named
+from narrowcast.page.rules import call_rule, rule_in_line
 from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
@@ -104,14 +105,10 @@ FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
 
 
 def keep_high(call: SeenCall) -> str:
-    """The rule that keeps the call in fp32, as a policy file has it."""
+    """The rule that keeps the call in fp32, as a policy file has it; none for what autograd makes by itself."""
     of = call.forward or call.id
-    return f"Keep it in fp32: {_full(of.op, of.module_path)}."
-
-
-def _full(op: str, path: str) -> str:
-    module = f', module = "{path}"' if path else ""
-    return f'[[rule]] with op = "{op}"{module}, action = "full"'
+    rule = call_rule(of.op, of.module_path, "full" * (of.direction != BACKWARD))
+    return f"Keep it in fp32: {rule_in_line(rule)}." if rule else "Keep in fp32 what it is the backward of."
 
 
 def is_quotient(call: SeenCall) -> bool:
@@ -175,7 +172,7 @@ def _advice(call: SeenCall, inputs: Named, rounded: Sequence[tuple[str, str]]) -
         came = "" if low is None else f" Its inputs came in {low}, whose rounding may have put them there."
         return f"No format of this call mends it: {off}{came}"
     made = " of ".join(f"{op} in {path}" if path else op for op, path in rounded)
-    rules = ", ".join(dict.fromkeys(_full(*maker) for maker in rounded))
+    rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(*maker, "full")) for maker in rounded))
     where = "" if call.policy is not None else " in a region (none is open here)"
     return (
         f"No format of this call mends it: {off} If rounding or underflow put them there, keep in fp32 what made them, "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from narrowcast.eager import autocast
 from narrowcast.policy import Kind, Policy, Rule
-from narrowcast.policy.rules import Action
+from narrowcast.policy.rules import Action, naming
 from narrowcast.report.differences import CallError
 from narrowcast.torch_bridge import find_op, op_facts
 
@@ -51,8 +51,8 @@ def _low_in(places: list[Place], region: autocast) -> autocast:
         rule
         for path, op in places
         for rule in (
-            Rule(op, Action(Kind.LOWER), module=path or None),
-            Rule(op, Action(Kind.FOLLOW), module=path or None, argument="result"),
+            Rule(op, Action(Kind.LOWER), module=naming(path)),
+            Rule(op, Action(Kind.FOLLOW), module=naming(path), argument="result"),
         )
     ]
     return autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))

@@ -15,6 +15,7 @@ from narrowcast.policy import Site
 from narrowcast.sites.python_stack import find_site
 from narrowcast.torch_bridge import find_op, op_id, tensors_in
 from narrowcast.torch_surface.dispatch import DispatchMode, OpOverload
+from narrowcast.torch_surface.dynamo import in_compiled_code
 from narrowcast.torch_surface.state import autocast_key, autocast_was_on, switched_on
 
 
@@ -34,16 +35,17 @@ def said_of(error: RuntimeError) -> str:
 
 
 class Raising:
-    """The innermost call that raised: its op, or function, the formats that it got, where it was made, and what was
-    called with what.
+    """The innermost call that raised: its op, or function, the formats that it got, where it was made, what was called
+    with what. compiled: ops to which its own is added, if torch.compile compiled the code that calls it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: set[str] | None = None) -> None:
         self.op, self.formats = "", ""
         self.site: Site | None = None
         self.called: Callable[..., Any] | None = None
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
+        self._compiled = set() if compiled is None else compiled
 
     def note(self, op: str, called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call raised; calls around it raise after it."""
@@ -54,6 +56,7 @@ class Raising:
                 find_site(),
             )
             self.called, self.args, self.kwargs = called, args, kwargs
+            self._compiled |= {op} if in_compiled_code() else set()
 
 
 class SeeFunctions(TorchFunctionMode):

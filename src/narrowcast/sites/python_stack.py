@@ -25,6 +25,7 @@ _LIBRARIES = tuple(
         sysconfig.get_paths()["stdlib"],
     )
 )
+_COMMANDS = f"{FilePath(__file__).parent.parent / 'cli'}{os.sep}"
 _PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule",
@@ -52,6 +53,12 @@ def is_user_file(file: str) -> bool:
 def _may_call_modules(file: str) -> bool:
     """Whether the methods in this file may be a user's module's: those of IPython and exec, too, which have no file."""
     return is_user_file(file) or (file.startswith("<") and not file.startswith("<eval_with_key>"))
+
+
+@cache
+def _runs_commands(file: str) -> bool:
+    """Whether code in this file is our command line's: what called it is no part of the user's program."""
+    return file.startswith(_COMMANDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,8 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if carried is not None:
             modules += carried.modules
             break
+        if _runs_commands(code.co_filename):
+            break
         if code is _CALL:
             modules.append(frame.f_locals["self"])
             callers.clear()
@@ -170,7 +179,7 @@ def user_line() -> Site:
     """The file and line of the user's code that called this, and nothing else: a microsecond."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = None if _runs_commands(frame.f_code.co_filename) else frame.f_back
     return NOWHERE if frame is None else Site(file=frame.f_code.co_filename, line=frame.f_lineno)
 
 
@@ -181,13 +190,13 @@ def loop_line(frame: FrameType | None = None) -> Site:
     """
     frame = frame or sys._getframe(1)
     first: FrameType | None = None
-    while frame is not None:
+    while frame is not None and not _runs_commands(frame.f_code.co_filename):
         if is_user_file(frame.f_code.co_filename):
             if not _runs_loops(frame.f_globals.get("__name__", "")):
                 break
             first = first or frame
         frame = frame.f_back
-    found = frame or first
+    found = first if frame is None or _runs_commands(frame.f_code.co_filename) else frame
     return NOWHERE if found is None else Site(file=found.f_code.co_filename, line=found.f_lineno)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.eager import autocast
-from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_or_around
 from narrowcast.errors import CheckError, Origin, SnapshotError
 from narrowcast.explaining.explain import explain
 from narrowcast.formats import parse_format
@@ -65,7 +65,8 @@ def take_snapshot(
         )  # fmt: skip
     if not any(kind.came or kind.result for kind in found.ledger.calls):
         raise CheckError(asked, "no call with floating tensors was seen", advice="Give inputs on which it computes.")
-    resolved = asked_region("take_snapshot", policy, dtype, device_type, region).policy.resolve(found.device_type)
+    opened = asked_or_around("take_snapshot", policy, dtype, device_type, region, found.device_type)
+    resolved = opened.policy.resolve(found.device_type)
     made = snapshot_of(found, resolved.rules, minor_of(installed_torch()), torch.is_grad_enabled())
     slow = slow_note(found.device_type, parse_format(found.low))  # of this machine, and of no format
     return replace(made, notes=found.note.removeprefix(slow).strip())

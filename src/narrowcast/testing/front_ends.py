@@ -59,9 +59,7 @@ def assert_front_ends_agree(
             advice=f"Give some of: {', '.join(FRONT_ENDS)}; eager code is what they are held against.",
         )  # fmt: skip
     trial = Trial.of("assert_front_ends_agree", model, args, kwargs, False)
-    if policy is None and dtype is None and device_type is None and region is None:
-        policy = "native"
-    opened = observed_region("assert_front_ends_agree", trial, policy, dtype, device_type, region)
+    opened = observed_region("assert_front_ends_agree", trial, policy, dtype, device_type, region, "native")
     eager = _calls(trial, opened, opened.policy)
     found: dict[str, Compared] = {}
     not_taken: dict[str, str] = {}

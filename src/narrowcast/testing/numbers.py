@@ -107,9 +107,7 @@ def _asked(
 ) -> tuple[Trial, autocast]:  # fmt: skip
     """The model with its input, and the region: native's where none is named."""
     trial = Trial.of(verb, model, args, kwargs, backward)
-    if policy is None and dtype is None and device_type is None and region is None:
-        policy = "native"
-    return trial, observed_region(verb, trial, policy, dtype, device_type, region)
+    return trial, observed_region(verb, trial, policy, dtype, device_type, region, "native")
 
 
 def _check_budget(budget: float, reference: Any) -> None:

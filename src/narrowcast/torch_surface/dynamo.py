@@ -6,13 +6,14 @@ Importing Dynamo takes a second: only what runs it already does, so its classes 
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -207,6 +208,21 @@ class CompiledCode:
                     CompiledCode._first.__exit__(None, None, None)
             elif CompiledCode._holders:
                 torch.compiler.set_stance("force_eager")
+
+
+def in_compiled_code() -> bool:
+    """Whether torch.compile compiled the code that calls this, be it that it runs as eager code now."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILED_CALLS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_COMPILED_CALLS = f"torch{os.sep}_dynamo{os.sep}eval_frame.py"
 
 
 def missing_cpp_compiler(named: str | None) -> str:
