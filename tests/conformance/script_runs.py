@@ -1,0 +1,259 @@
+"""A random program in eager code and in the front ends: what each gives, and where they differ.
+
+script:     nc.script
+saved:      what nc.script gives, from a file
+converted:  nc.convert of that file
+jit:        nc.convert of what torch.jit.script gives
+trace:      nc.trace, for the flag and the number that it is called with
+compile:    nc.compile, with the backend aot_eager
+export:     nc.export
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import narrowcast as nc
+from script_programs import drawn, uses_all
+
+FRONT_ENDS = ("script", "saved", "converted", "jit", "trace", "compile", "export")
+CALLS = ((True, 2), (False, 1))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that docs/limits.md explains, or that is torch's own.
+
+    tolerance: of gradients, in relation to their size; None where anything may differ. Both are run, and counted.
+    """
+
+    name: str
+    holds: Callable[[str, str], bool]
+    tolerance: float | None
+
+
+ONE_CALL = ("trace", "compile", "export")
+DECORATED = re.compile(r"^ *@", re.MULTILINE)
+KNOWN = [
+    # docs/limits.md
+    Known("a trace records a composite op as one call, without the casts of a region inside",
+          lambda front, text: front == "trace" and "einsum" in text, None),
+    Known("gradients of leaves that go into forks add up in any order",
+          lambda front, text: "fork" in text, 0.05),
+    Known("torch.jit.script has no code for nc.autocast, and drops decorators",
+          lambda front, text: front == "jit" and ("nc.autocast" in text or bool(DECORATED.search(text))), None),
+    # torch's
+    Known("a size or branch that depends on values cannot be exported (torch.export's)",
+          lambda front, text: front == "export" and "v0.sum() > 0" in text, None),
+    Known("gradients add up in another order in compiled code (the same with torch.compile alone)",
+          lambda front, text: front == "compile", 0.05),
+]  # fmt: skip
+"""What differs, by name."""
+
+
+class Fixed(nn.Module):
+    """A program as a function of tensors alone."""
+
+    def __init__(self, program: Any, flag: bool, n: int):
+        super().__init__()
+        self.program, self.flag, self.n = program, flag, n
+
+    def forward(self, x, w, b):
+        return tuple(self.program(x, w, b, self.flag, self.n))
+
+
+def inputs():
+    torch.manual_seed(0)
+    return [t.requires_grad_() for t in (torch.randn(4, 4), torch.randn(4, 4) / 2, torch.randn(4))]
+
+
+def run(function, arguments=(), around=contextlib.nullcontext):
+    """Outputs and gradients, or "error: ..."."""
+    leaves = inputs()
+    weights = list(function.parameters()) if isinstance(function, nn.Module) else []
+    for weight in weights:
+        weight.grad = None
+    try:
+        with around():
+            found = function(*leaves, *arguments)
+        torch.stack([o.double().tanh().sum() for o in found]).sum().backward()
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"
+    return [*found, *[leaf.grad for leaf in (*leaves, *weights)]]
+
+
+def differences(expected, found, rounded=0.0, whole=True, gradients=3):
+    """What differs: an output's dtype or bits, a gradient by more than a part of it.
+
+    whole: eager code has no errors in what nothing uses.
+    """
+    if isinstance(expected, str) or isinstance(found, str):
+        alike = isinstance(expected, str) == isinstance(found, str) or (isinstance(expected, str) and not whole)
+        said = [one[:600] if isinstance(one, str) else "no error" for one in (expected, found)]
+        return [] if alike else [f"{said[0]}, in eager code; {said[1]}"]
+    if len(expected) != len(found):
+        return [f"{len(expected)} values in eager code, {len(found)}"]
+    wrong = []
+    for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+        name = f"output {n}" if n < len(expected) - gradients else f"gradient {n - len(expected) + gradients}"
+        if (a is None) != (b is None) or (a is not None and a.dtype is not b.dtype):
+            wrong.append((name, a if a is None else a.dtype, b if b is None else b.dtype))
+        elif a is not None:
+            a, b = a.detach().nan_to_num(), b.detach().nan_to_num()
+            close = "gradient" in name and (a - b).norm() <= rounded * a.norm() + bool(rounded) * 1e-6
+            if not close and not torch.equal(a, b):
+                wrong.append((name, (a - b).abs().max().item()))
+    return wrong
+
+
+def known(front_end: str, text: str) -> list[Known]:
+    """What is known about a program in a front end."""
+    return [one for one in KNOWN if one.holds(front_end, drawn(text))]
+
+
+def arounds(low, dtypes=("alone", "inside")):
+    found = {"alone": contextlib.nullcontext, "inside": lambda: nc.autocast("cpu", low)}
+    return {name: found[name] for name in dtypes}
+
+
+class Runs:
+    """The runs of one program. What eager code gives is computed once."""
+
+    def __init__(self, module: Any, text: str):
+        self.module, self.text = module, text
+        self.arounds = arounds(module.LOW)
+        self.expected = {
+            (call, name): run(module.program, call, around)
+            for call in CALLS for name, around in self.arounds.items()
+        }  # fmt: skip
+        self.gradients = 3 + len(self.weights())
+        self.raises = any(isinstance(one, str) for one in self.expected.values())
+        self.no_form: dict[str, str] = {}
+
+    def weights(self):
+        return list(self.module.program.parameters()) if isinstance(self.module.program, nn.Module) else []
+
+    def wrong(self, front_end: str, calls=CALLS) -> tuple[list[Any], list[str]]:
+        """What differs in a front end, and the names of what is known and left out or rounded."""
+        held = known(front_end, self.text)
+        any_may = any(one.tolerance is None for one in held)
+        tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
+        exact, close = [], []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call, name, times, found in getattr(self, f"_{front_end}")(calls):
+                expected = self.expected[call, name]
+                if front_end in ONE_CALL and isinstance(expected, str):
+                    continue  # what they record they have run
+                for n in range(times):
+                    result = found if isinstance(found, str) else found()
+                    where = f"flag={call[0]} n={call[1]} {name} call {n + 1}"
+                    whole = uses_all(self.text)
+                    for rounded, into in ((0.0, exact), (tolerance, close)):
+                        wrong = differences(expected, result, rounded, whole, self.gradients)
+                        into += [f"{where}: {one}" for one in wrong]
+        wrong = [] if any_may else close
+        return wrong, [one.name for one in held] * (len(exact) > len(wrong))
+
+    def refused(self, front_end: str) -> str:
+        """Why torch has no such form of the program; empty where it has."""
+        return self.no_form.get(front_end, "")
+
+    def _each(self, function, calls, names=("alone", "inside")):
+        for call in calls:
+            for name in names:
+                yield call, name, 2, lambda call=call, name=name: run(function, call, self.arounds[name])
+
+    def _script(self, calls):
+        try:
+            self.made = nc.script(self.module.program)
+        except Exception as error:
+            yield calls[0], "alone", 1, f"refused: {type(error).__name__}: {error}"
+            return
+        yield from self._each(self.made, calls)
+
+    def _file(self):
+        """What nc.script gives, from a file; None where it gives nothing, which is counted there."""
+        with contextlib.suppress(Exception):
+            self.made = getattr(self, "made", None) or nc.script(self.module.program)
+        if not hasattr(self, "made"):
+            return None
+        buffer = io.BytesIO()
+        torch.jit.save(self.made, buffer)
+        buffer.seek(0)
+        return torch.jit.load(buffer)
+
+    def _saved(self, calls):
+        """As TorchScript interprets it: its second call otherwise adds up gradients by rules of torch's own."""
+        with torch.jit.optimized_execution(False):
+            yield from self._made(self._file, calls, ("alone",))
+
+    def _converted(self, calls):
+        try:
+            loaded = self._file()
+        except Exception:
+            return  # it is counted as saved
+        if loaded is not None:
+            yield from self._made(lambda: nc.convert(loaded), calls)
+
+    def _made(self, make, calls, names=("alone", "inside")):
+        try:
+            made = make()
+        except Exception as error:
+            yield calls[0], "alone", 1, f"refused: {type(error).__name__}: {error}"
+            return
+        if made is not None:
+            yield from self._each(made, calls, names)
+
+    def _jit(self, calls):
+        try:
+            made = torch.jit.script(self.module.program)
+        except Exception as error:
+            self.no_form["jit"] = f"{type(error).__name__}: {error}"[:200]  # torch cannot script it
+            return
+        yield from self._made(lambda: nc.convert(made), calls)
+
+    def _fixed(self, calls, make, times=2, inside=True):
+        for call in calls:
+            for name, around in self.arounds.items():
+                fixed = Fixed(self.module.program, *call)
+                if isinstance(self.expected[call, name], str):
+                    continue
+                try:
+                    made = make(fixed, around)
+                except Exception as error:
+                    yield call, name, 1, f"refused: {type(error).__name__}: {error}"
+                    continue
+                called = around if inside else contextlib.nullcontext
+                yield call, name, times, lambda made=made, called=called: run(made, (), called)
+
+    def _trace(self, calls):
+        def make(fixed, around):
+            with around():
+                return nc.trace(fixed, tuple(inputs()), check_trace=False)
+
+        yield from self._fixed(calls, make)
+
+    def _compile(self, calls):
+        def make(fixed, around):
+            torch._dynamo.reset()
+            return nc.compile(fixed, backend="aot_eager")
+
+        yield from self._fixed(calls, make)
+
+    def _export(self, calls):
+        def make(fixed, around):
+            with around():
+                made = nc.export(fixed, tuple(inputs())).module()
+            return made
+
+        yield from self._fixed(calls, make, 1, inside=False)  # its region is in the program

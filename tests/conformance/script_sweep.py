@@ -1,0 +1,243 @@
+"""Many random programs through the front ends, in parts, each in a process of its own; goes on where it ended.
+
+    python tests/conformance/script_sweep.py --count 10000 --shard 1/4 --state build/script_sweep
+    python tests/conformance/script_sweep.py --state build/script_sweep --summary
+    python tests/conformance/script_sweep.py --state build/script_sweep --reduce 17 script
+
+Programs are known by their numbers: shard 1/4 has every fourth. All run in nc.script, as saved files, in nc.convert of
+these and of torch.jit.script (where torch has code for them), and in nc.trace; every tenth (--slow) is compiled and
+exported, too. The state folder gets a file of JSON lines (one for each program and front end), and the sources of the
+programs that differ. A crash, or a program that runs for minutes, is a line like others. The summary counts by front
+end and cause. Exits with 1 if anything differs that script_runs.KNOWN does not name. Rows of another generator, told
+by a digest of its source, do not count: a changed generator starts anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import script_programs
+from script_runs import FRONT_ENDS, Runs
+from sources import load
+
+FAST, SLOW = FRONT_ENDS[:5], FRONT_ENDS[5:]
+BATCH, SECONDS = 40, 600
+DIGEST = hashlib.sha256((HERE / "script_programs.py").read_bytes()).hexdigest()[:12]
+
+
+def front_ends(number: int, slow: int, chosen: list[str]) -> list[str]:
+    """Where a program runs."""
+    found = (*FAST, *SLOW) if number // 16 % slow == 0 else FAST  # whatever the shards are
+    return [name for name in found if name in chosen]
+
+
+def rows(state: Path) -> list[dict]:
+    """The lines of all shards, of this generator."""
+    found = []
+    for file in sorted(state.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # of a process that was ended as it wrote
+                row = json.loads(line)
+                found += [row] if row["generator"] == DIGEST else []
+    return found
+
+
+def cause(wrong: list[str]) -> str:
+    """What differs, without what is different in each program: numbers, names, files."""
+    text = re.sub(r"^flag=\w+ n=\d+ (\w+) call (\d)", r"\1", wrong[0])
+    place = r'File "[^"]*", line \d+.*|/\S+\.py:\d+(:\d+)?|0x[0-9a-f]+'
+    text = re.sub(place, "", text.replace("\\n", "\n"))
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)
+    return " ".join(text.split())[:160]
+
+
+# -- the process that runs a batch
+
+
+def run_batch(numbers: list[int], options: argparse.Namespace, file: Path) -> None:
+    """A line for each program and front end, as soon as it is known; the one that runs stands in a file beside it."""
+    from narrowcast.eager.record import _native_ops
+    from narrowcast.eager.registered import install_visiting
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    install_visiting(_native_ops("cpu"), "cpu")  # one weight cache for all ops, whatever ran before
+    done = {(row["number"], row["front_end"]) for row in rows(options.state)}
+    with file.open("a", encoding="utf-8") as stream:
+        for number in numbers:
+            todo = [f for f in front_ends(number, options.slow, options.front_ends) if (number, f) not in done]
+            runs = None
+            for front_end in todo:
+                file.with_suffix(".running").write_text(f"{number} {front_end}")
+                text = script_programs.numbered(number)
+                runs = runs or Runs(load(text), text)
+                wrong, known = runs.wrong(front_end)
+                row = {"generator": DIGEST, "number": number, "front_end": front_end, "known": known,
+                       "refused": runs.refused(front_end), "eager_raises": runs.raises}  # fmt: skip
+                if wrong:
+                    row |= {"cause": cause(wrong), "wrong": wrong[:4]}
+                    keep(options.state, number, front_end, wrong, text)
+                print(json.dumps(row), file=stream, flush=True)
+
+
+def keep(state: Path, number: int, front_end: str, wrong: list[str], text: str) -> None:
+    """The source of a program that differs."""
+    folder = state / "failures"
+    folder.mkdir(exist_ok=True)
+    said = "\n".join(f"# {line}" for one in wrong[:4] for line in str(one).splitlines())
+    (folder / f"{number}_{front_end}.py").write_text(f"{said}\n{text}", encoding="utf-8")
+
+
+# -- the process that starts them
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """All batches of a shard."""
+    part, parts = map(int, options.shard.split("/"))
+    file = options.state / f"shard_{part}_of_{parts}.jsonl"
+    done = {(row["number"], row["front_end"]) for row in rows(options.state)}
+    numbers = [
+        number
+        for number in range(part - 1, options.count, parts)
+        if any((number, f) not in done for f in front_ends(number, options.slow, options.front_ends))
+    ]
+    while numbers:
+        batch = numbers[:BATCH]
+        command = [sys.executable, __file__, "--state", str(options.state), "--slow", str(options.slow),
+                   "--numbers", ",".join(map(str, batch)), "--into", str(file),
+                   "--front-ends", *options.front_ends]  # fmt: skip
+        ended = ""
+        with Path(os.devnull).open("w") as nothing, (options.state / f"stderr_{part}").open("w") as stderr:
+            try:
+                code = subprocess.run(command, stdout=nothing, stderr=stderr, timeout=SECONDS, check=False).returncode
+                ended = f"the process ended with {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                ended = f"no end after {SECONDS} s for a batch"
+        if not ended:
+            numbers = numbers[BATCH:]
+            continue
+        number, front_end = file.with_suffix(".running").read_text().split()
+        text = script_programs.numbered(int(number))
+        last = (options.state / f"stderr_{part}").read_text(encoding="utf-8").strip().splitlines()[-1:]
+        keep(options.state, int(number), front_end, [ended, *last], text)
+        with file.open("a", encoding="utf-8") as stream:
+            row = {"generator": DIGEST, "number": int(number), "front_end": front_end, "known": [],
+                   "cause": ended, "wrong": [ended, *last]}  # fmt: skip
+            print(json.dumps(row), file=stream)
+        numbers = numbers[numbers.index(int(number)) :]
+
+
+def summary(state: Path) -> int:
+    """Printed by front end and cause; how many differ."""
+    found = {(row["number"], row["front_end"]): row for row in rows(state)}.values()
+    different = [row for row in found if "cause" in row]
+    for front_end in FRONT_ENDS:
+        here = [row for row in found if row["front_end"] == front_end]
+        if not here:
+            continue
+        left = collections.Counter(name for row in here for name in set(row["known"]))
+        print(f"{front_end}: {len(here)} programs, {sum('cause' in row for row in here)} differ, "
+              f"{sum(bool(row.get('refused')) for row in here)} have no such form")  # fmt: skip
+        for name, count in left.most_common():
+            print(f"    known, {count}: {name}")
+        causes = collections.defaultdict(list)
+        for row in here:
+            if "cause" in row:
+                causes[row["cause"]].append(row["number"])
+        for text, numbers in sorted(causes.items(), key=lambda item: -len(item[1])):
+            print(f"    DIFFERS, {len(numbers)}: {text} ({', '.join(map(str, numbers[:6]))})")
+    return len(different)
+
+
+# -- small programs
+
+
+def lines_with_blocks(lines: list[str]) -> list[tuple[int, int]]:
+    """What may be left out: a line with all that is deeper below it; the largest first."""
+    found = []
+    for n, line in enumerate(lines):
+        depth = len(line) - len(line.lstrip())
+        end = n + 1
+        while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > depth):
+            end += 1
+        found.append((n, end))
+    return sorted(found, key=lambda span: span[0] - span[1])
+
+
+def reduced(text: str, front_end: str) -> str:
+    """The smallest program that is found by leaving out lines, and regions around lines, that differs alike."""
+
+    def differs(lines: list[str]) -> str:
+        text = "\n".join(lines) + "\n"
+        try:
+            module = load(text)
+            wrong, _ = Runs(module, text).wrong(front_end)
+        except Exception:
+            return ""
+        return cause(wrong) if wrong else ""
+
+    lines = text.splitlines()
+    wanted = differs(lines)
+    changed = bool(wanted)
+    while changed:
+        changed = False
+        for start, end in lines_with_blocks(lines):
+            block = lines[start + 1 : end]
+            for inside in ([], [line[4:] for line in block]) if block else ([],):
+                fewer = [*lines[:start], *inside, *lines[end:]]
+                if differs(fewer) == wanted:
+                    lines, changed = fewer, True
+                    break
+            if changed:
+                break
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """The sweep, its summary, or a small program; 1 if anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--shard", default="1/1", help="K/N: every N-th program from the K-th on")
+    parser.add_argument("--state", type=Path, default=Path("build/script_sweep"))
+    parser.add_argument("--slow", type=int, default=10, help="compile and export one program in so many")
+    parser.add_argument("--front-ends", nargs="*", default=list(FRONT_ENDS), choices=FRONT_ENDS)
+    parser.add_argument("--summary", action="store_true")
+    parser.add_argument("--reduce", nargs=2, metavar=("NUMBER", "FRONT_END"))
+    parser.add_argument("--numbers", help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.state.mkdir(parents=True, exist_ok=True)
+    if options.numbers:
+        run_batch([int(number) for number in options.numbers.split(",")], options, options.into)
+        return 0
+    if options.reduce:
+        from narrowcast.eager.record import _native_ops
+        from narrowcast.eager.registered import install_visiting
+
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        install_visiting(_native_ops("cpu"), "cpu")
+        text = reduced(script_programs.numbered(int(options.reduce[0])), options.reduce[1])
+        print(text)
+        print(*Runs(load(text), text).wrong(options.reduce[1])[0][:3], sep="\n")
+        return 0
+    if not options.summary:
+        sweep(options)
+    return int(summary(options.state) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
