@@ -41,23 +41,31 @@ class Known:
     tolerance: float | None
 
 
-ONE_CALL = ("trace", "compile", "export")
-DECORATED = re.compile(r"^ *@", re.MULTILINE)
+SCRIPTS = ("script", "saved", "converted", "jit")
 KNOWN = [
     # docs/limits.md
     Known("a trace records a composite op as one call, without the casts of a region inside",
           lambda front, text: front == "trace" and "einsum" in text, None),
-    Known("gradients of leaves that go into forks add up in any order",
-          lambda front, text: "fork" in text, 0.05),
-    Known("torch.jit.script has no code for nc.autocast, and drops decorators",
-          lambda front, text: front == "jit" and ("nc.autocast" in text or bool(DECORATED.search(text))), None),
+    Known("only the running script knows whether a region is on: its casts are kept apart",
+          lambda front, text: front in SCRIPTS and ("enabled=flag" in text or "first if" in text), 0.05),
+    Known("torch.jit.script has no code for nc.autocast, drops decorators, and knows no dtype by a name",
+          lambda front, text: front == "jit" and bool(re.search("nc.autocast|LOW|^ *@", text, re.MULTILINE)), None),
+    Known("nc.convert does not know device types that torch.jit.script left open, and names the line",
+          lambda front, text: front == "jit" and "x.device.type" in text, None),
+    # what runs at the same time
+    Known("gradients of leaves that go into forks add up in any order", lambda front, text: "fork" in text, 0.05),
+    # casts that a file has are calls like others: a region around it makes casts of its own
+    Known("the casts in a saved script are not those of a region around it",
+          lambda front, text: front == "converted", 0.05),
     # torch's
-    Known("a size or branch that depends on values cannot be exported (torch.export's)",
+    Known("torch.jit.script drops cache_enabled",
+          lambda front, text: front == "jit" and "cache_enabled" in text, 0.05),
+    Known("a branch that depends on values cannot be exported (torch.export's)",
           lambda front, text: front == "export" and "v0.sum() > 0" in text, None),
     Known("gradients add up in another order in compiled code (the same with torch.compile alone)",
           lambda front, text: front == "compile", 0.05),
 ]  # fmt: skip
-"""What differs, by name."""
+"""What differs, by name. A program that is left with nothing else is counted by these."""
 
 
 class Fixed(nn.Module):
@@ -87,37 +95,51 @@ def run(function, arguments=(), around=contextlib.nullcontext):
             found = function(*leaves, *arguments)
         torch.stack([o.double().tanh().sum() for o in found]).sum().backward()
     except Exception as error:
-        return f"error: {type(error).__name__}: {error}"
+        return f"error: {said(error)}"
     return [*found, *[leaf.grad for leaf in (*leaves, *weights)]]
 
 
-def differences(expected, found, rounded=0.0, whole=True, gradients=3):
-    """What differs: an output's dtype or bits, a gradient by more than a part of it.
+def said(error: Exception) -> str:
+    """The type and message of an error; the last line where TorchScript tells where it was first."""
+    lines = str(error).strip().splitlines() or [""]
+    if "in the TorchScript interpreter" in str(error):
+        lines = lines[-1:]
+    return f"{type(error).__name__}: {' '.join(lines)[:400]}"
+
+
+def differences(expected, found, whole=True, gradients=3):
+    """What differs, and of a gradient by how much, as a part of it: an output's dtype or bits, a gradient, an error.
 
     whole: eager code has no errors in what nothing uses.
     """
     if isinstance(expected, str) or isinstance(found, str):
         alike = isinstance(expected, str) == isinstance(found, str) or (isinstance(expected, str) and not whole)
-        said = [one[:600] if isinstance(one, str) else "no error" for one in (expected, found)]
-        return [] if alike else [f"{said[0]}, in eager code; {said[1]}"]
+        texts = [one if isinstance(one, str) else "no error" for one in (expected, found)]
+        return [] if alike else [(f"{texts[0]}, in eager code; {texts[1]}", None)]
     if len(expected) != len(found):
-        return [f"{len(expected)} values in eager code, {len(found)}"]
+        return [(f"{len(expected)} values in eager code, {len(found)}", None)]
     wrong = []
     for n, (a, b) in enumerate(zip(expected, found, strict=True)):
-        name = f"output {n}" if n < len(expected) - gradients else f"gradient {n - len(expected) + gradients}"
+        is_gradient = n >= len(expected) - gradients
+        name = f"gradient {n - len(expected) + gradients}" if is_gradient else f"output {n}"
         if (a is None) != (b is None) or (a is not None and a.dtype is not b.dtype):
-            wrong.append((name, a if a is None else a.dtype, b if b is None else b.dtype))
-        elif a is not None:
-            a, b = a.detach().nan_to_num(), b.detach().nan_to_num()
-            close = "gradient" in name and (a - b).norm() <= rounded * a.norm() + bool(rounded) * 1e-6
-            if not close and not torch.equal(a, b):
-                wrong.append((name, (a - b).abs().max().item()))
+            kinds = ["None" if one is None else str(one.dtype) for one in (a, b)]
+            wrong.append((f"{name}: {kinds[0]}, in eager code; {kinds[1]}", None))
+        elif a is not None and not torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()):
+            a, b = a.detach().nan_to_num().double(), b.detach().nan_to_num().double()
+            part = ((a - b).norm() / a.norm().clamp(min=1e-6)).item()
+            wrong.append((f"{name} differs", part) if is_gradient else (f"{name} differs by {part:.1e}", None))
     return wrong
 
 
-def known(front_end: str, text: str) -> list[Known]:
-    """What is known about a program in a front end."""
-    return [one for one in KNOWN if one.holds(front_end, drawn(text))]
+def judged(wrong, front_end: str, text: str):
+    """What is left of the differences without what is known, and the names of that."""
+    held = [one for one in KNOWN if one.holds(front_end, drawn(text))] if wrong else []
+    if any(one.tolerance is None for one in held):
+        return [], [one.name for one in held if one.tolerance is None]
+    tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
+    left = [one for one in wrong if one[1] is None or one[1] > tolerance]
+    return left, [] if left else [one.name for one in held]
 
 
 def arounds(low, dtypes=("alone", "inside")):
@@ -142,27 +164,17 @@ class Runs:
     def weights(self):
         return list(self.module.program.parameters()) if isinstance(self.module.program, nn.Module) else []
 
-    def wrong(self, front_end: str, calls=CALLS) -> tuple[list[Any], list[str]]:
-        """What differs in a front end, and the names of what is known and left out or rounded."""
-        held = known(front_end, self.text)
-        any_may = any(one.tolerance is None for one in held)
-        tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
-        exact, close = [], []
+    def wrong(self, front_end: str, calls=CALLS) -> list[tuple[str, float | None]]:
+        """What differs in a front end, and of a gradient by which part of it."""
+        found = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for call, name, times, found in getattr(self, f"_{front_end}")(calls):
-                expected = self.expected[call, name]
-                if front_end in ONE_CALL and isinstance(expected, str):
-                    continue  # what they record they have run
+            for call, name, times, made in getattr(self, f"_{front_end}")(calls):
                 for n in range(times):
-                    result = found if isinstance(found, str) else found()
-                    where = f"flag={call[0]} n={call[1]} {name} call {n + 1}"
-                    whole = uses_all(self.text)
-                    for rounded, into in ((0.0, exact), (tolerance, close)):
-                        wrong = differences(expected, result, rounded, whole, self.gradients)
-                        into += [f"{where}: {one}" for one in wrong]
-        wrong = [] if any_may else close
-        return wrong, [one.name for one in held] * (len(exact) > len(wrong))
+                    result = made if isinstance(made, str) else made()
+                    wrong = differences(self.expected[call, name], result, uses_all(self.text), self.gradients)
+                    found += [(f"flag={call[0]} n={call[1]} {name} call {n + 1}: {what}", part) for what, part in wrong]
+        return found
 
     def refused(self, front_end: str) -> str:
         """Why torch has no such form of the program; empty where it has."""
@@ -177,7 +189,7 @@ class Runs:
         try:
             self.made = nc.script(self.module.program)
         except Exception as error:
-            yield calls[0], "alone", 1, f"refused: {type(error).__name__}: {error}"
+            yield calls[0], "alone", 1, f"refused: {said(error)}"
             return
         yield from self._each(self.made, calls)
 
@@ -185,6 +197,8 @@ class Runs:
         """What nc.script gives, from a file; None where it gives nothing, which is counted there."""
         with contextlib.suppress(Exception):
             self.made = getattr(self, "made", None) or nc.script(self.module.program)
+            for call in CALLS:  # as a user does who saves what he has trained
+                run(self.made, call)
         if not hasattr(self, "made"):
             return None
         buffer = io.BytesIO()
@@ -209,7 +223,7 @@ class Runs:
         try:
             made = make()
         except Exception as error:
-            yield calls[0], "alone", 1, f"refused: {type(error).__name__}: {error}"
+            yield calls[0], "alone", 1, f"refused: {said(error)}"
             return
         if made is not None:
             yield from self._each(made, calls, names)
@@ -231,7 +245,7 @@ class Runs:
                 try:
                     made = make(fixed, around)
                 except Exception as error:
-                    yield call, name, 1, f"refused: {type(error).__name__}: {error}"
+                    yield call, name, 1, f"refused: {said(error)}"
                     continue
                 called = around if inside else contextlib.nullcontext
                 yield call, name, times, lambda made=made, called=called: run(made, (), called)

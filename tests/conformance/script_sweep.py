@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import script_programs
-from script_runs import FRONT_ENDS, Runs
+from script_runs import FRONT_ENDS, Runs, judged
 from sources import load
 
 FAST, SLOW = FRONT_ENDS[:5], FRONT_ENDS[5:]
@@ -55,13 +55,12 @@ def rows(state: Path) -> list[dict]:
     return found
 
 
-def cause(wrong: list[str]) -> str:
+def cause(wrong: list) -> str:
     """What differs, without what is different in each program: numbers, names, files."""
-    text = re.sub(r"^flag=\w+ n=\d+ (\w+) call (\d)", r"\1", wrong[0])
+    text = re.sub(r"^flag=\w+ n=\d+ (\w+) call (\d)", r"\1", min(wrong, key=lambda one: one[1] is not None)[0])
     place = r'File "[^"]*", line \d+.*|/\S+\.py:\d+(:\d+)?|0x[0-9a-f]+'
-    text = re.sub(place, "", text.replace("\\n", "\n"))
-    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)
-    return " ".join(text.split())[:160]
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", re.sub(place, "", text))
+    return " ".join(text.split())[:260]
 
 
 # -- the process that runs a batch
@@ -84,21 +83,10 @@ def run_batch(numbers: list[int], options: argparse.Namespace, file: Path) -> No
                 file.with_suffix(".running").write_text(f"{number} {front_end}")
                 text = script_programs.numbered(number)
                 runs = runs or Runs(load(text), text)
-                wrong, known = runs.wrong(front_end)
-                row = {"generator": DIGEST, "number": number, "front_end": front_end, "known": known,
-                       "refused": runs.refused(front_end), "eager_raises": runs.raises}  # fmt: skip
-                if wrong:
-                    row |= {"cause": cause(wrong), "wrong": wrong[:4]}
-                    keep(options.state, number, front_end, wrong, text)
+                wrong = runs.wrong(front_end)
+                row = {"generator": DIGEST, "number": number, "front_end": front_end, "eager_raises": runs.raises,
+                       "no_form": runs.no_form.get(front_end, ""), "wrong": wrong[:60]}  # fmt: skip
                 print(json.dumps(row), file=stream, flush=True)
-
-
-def keep(state: Path, number: int, front_end: str, wrong: list[str], text: str) -> None:
-    """The source of a program that differs."""
-    folder = state / "failures"
-    folder.mkdir(exist_ok=True)
-    said = "\n".join(f"# {line}" for one in wrong[:4] for line in str(one).splitlines())
-    (folder / f"{number}_{front_end}.py").write_text(f"{said}\n{text}", encoding="utf-8")
 
 
 # -- the process that starts them
@@ -130,36 +118,44 @@ def sweep(options: argparse.Namespace) -> None:
             numbers = numbers[BATCH:]
             continue
         number, front_end = file.with_suffix(".running").read_text().split()
-        text = script_programs.numbered(int(number))
         last = (options.state / f"stderr_{part}").read_text(encoding="utf-8").strip().splitlines()[-1:]
-        keep(options.state, int(number), front_end, [ended, *last], text)
         with file.open("a", encoding="utf-8") as stream:
-            row = {"generator": DIGEST, "number": int(number), "front_end": front_end, "known": [],
-                   "cause": ended, "wrong": [ended, *last]}  # fmt: skip
+            row = {"generator": DIGEST, "number": int(number), "front_end": front_end, "eager_raises": False,
+                   "no_form": "", "wrong": [[" ".join([ended, *last]), None]]}  # fmt: skip
             print(json.dumps(row), file=stream)
         numbers = numbers[numbers.index(int(number)) :]
 
 
 def summary(state: Path) -> int:
-    """Printed by front end and cause; how many differ."""
-    found = {(row["number"], row["front_end"]): row for row in rows(state)}.values()
-    different = [row for row in found if "cause" in row]
+    """Printed by front end and cause, and the sources of what differs kept; how many differ."""
+    found = list({(row["number"], row["front_end"]): row for row in rows(state)}.values())
+    folder = state / "failures"
+    folder.mkdir(exist_ok=True)
+    total = 0
     for front_end in FRONT_ENDS:
         here = [row for row in found if row["front_end"] == front_end]
-        if not here:
-            continue
-        left = collections.Counter(name for row in here for name in set(row["known"]))
-        print(f"{front_end}: {len(here)} programs, {sum('cause' in row for row in here)} differ, "
-              f"{sum(bool(row.get('refused')) for row in here)} have no such form")  # fmt: skip
-        for name, count in left.most_common():
-            print(f"    known, {count}: {name}")
+        names: collections.Counter[str] = collections.Counter()
         causes = collections.defaultdict(list)
         for row in here:
-            if "cause" in row:
-                causes[row["cause"]].append(row["number"])
+            if not row["wrong"]:
+                continue
+            text = script_programs.numbered(row["number"])
+            wrong, known = judged(row["wrong"], front_end, text)
+            names.update(known)
+            if wrong:
+                causes[cause(wrong)].append(row["number"])
+                told = "\n".join(f"# {what} {part or ''}" for what, part in wrong[:4])
+                (folder / f"{row['number']}_{front_end}.py").write_text(f"{told}\n{text}", encoding="utf-8")
+        if here:
+            differ = sum(map(len, causes.values()))
+            total += differ
+            print(f"{front_end}: {len(here)} programs, {sum(bool(row['no_form']) for row in here)} have no such form, "
+                  f"{sum(row['eager_raises'] for row in here)} raise in eager code, {differ} differ")  # fmt: skip
+        for name, count in names.most_common():
+            print(f"    known, {count}: {name}")
         for text, numbers in sorted(causes.items(), key=lambda item: -len(item[1])):
             print(f"    DIFFERS, {len(numbers)}: {text} ({', '.join(map(str, numbers[:6]))})")
-    return len(different)
+    return total
 
 
 # -- small programs
@@ -184,7 +180,7 @@ def reduced(text: str, front_end: str) -> str:
         text = "\n".join(lines) + "\n"
         try:
             module = load(text)
-            wrong, _ = Runs(module, text).wrong(front_end)
+            wrong, _ = judged(Runs(module, text).wrong(front_end), front_end, text)
         except Exception:
             return ""
         return cause(wrong) if wrong else ""
@@ -232,7 +228,7 @@ def main() -> int:
         install_visiting(_native_ops("cpu"), "cpu")
         text = reduced(script_programs.numbered(int(options.reduce[0])), options.reduce[1])
         print(text)
-        print(*Runs(load(text), text).wrong(options.reduce[1])[0][:3], sep="\n")
+        print(*Runs(load(text), text).wrong(options.reduce[1])[:3], sep="\n")
         return 0
     if not options.summary:
         sweep(options)
