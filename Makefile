@@ -63,7 +63,7 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/graphs.py --inductor
 	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py
-	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
+	$(BIN)/python tests/conformance/script_sweep.py --count 2000
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
 	$(BIN)/python tests/conformance/front_ends.py
 	$(BIN)/python tests/conformance/front_ends.py --dtype bfloat16
