@@ -240,8 +240,15 @@ class Runs:
 
     def _saved(self, calls):
         """As TorchScript interprets it: its second call otherwise adds up gradients by rules of torch's own."""
-        with torch.jit.optimized_execution(False):
-            yield from self._made(self._file, calls, ("alone",))
+        for call, name, times, found in self._made(self._file, calls, ("alone",)):
+            yield call, name, times, found if isinstance(found, str) else self._interpreted(found)
+
+    def _interpreted(self, found):
+        def interpreted():
+            with torch.jit.optimized_execution(False):
+                return found()
+
+        return interpreted
 
     def _converted(self, calls):
         try:
