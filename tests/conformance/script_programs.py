@@ -1,11 +1,12 @@
 """Random functions, as Python source: regions, decorators, closures, control flow, lists, forks and policies.
 
 Each is run as Python in eager mode and in the front ends; see script_runs.py. No expression occurs twice: TorchScript
-makes one of equal ones, and gradients then add up in another order than in eager code. Two faults of torch.autocast in
-eager code are kept out (and a third: its sparse products have no backward outside of the region): low formats are not mixed in one program (it reuses a weight's cast in the other format, or
-crashes), so a region that names no dtype is written where another has chosen the program's; and no region object is
-entered inside itself (autocast then stays on for good). Half of them give every value that they compute: TorchScript
-drops what nothing uses, errors included.
+makes one of equal ones, and gradients then add up in another order than in eager code. Three faults of torch.autocast
+in eager code are kept out: low formats are not mixed in one program (it reuses a weight's cast in the other format, or
+crashes), so a region that names no dtype is written where another has chosen the program's; no region object is entered
+inside itself (autocast then stays on for good); and sparse products are given no gradients (their backward outside of
+the region raises). Half of them give every value that they compute: TorchScript drops what nothing uses, errors
+included.
 """
 
 import random
@@ -208,7 +209,8 @@ OPS = (
     "torch.addmm({a} * {c}, {b}, {w})", "torch.where({b} > 0, {a} * {c}, {b})",
     "({a} * {c}).sum(0, keepdim=True) * {b}", "F.mse_loss({a} * {c}, {b}) * {b}",
     "torch.bmm(({a} * {c})[None], {b}[None].to({a}.dtype))[0]", "({a} * {c}) @ {w}",
-    "torch.sparse.mm(({a} * {c}).detach().to_sparse(), {b}.detach())", "torch.sparse.mm(torch.eye(4).to_sparse(), {w}.detach())",
+    "torch.sparse.mm(({a} * {c}).detach().to_sparse(), {b}.detach())",
+    "torch.sparse.mm(torch.eye(4).to_sparse(), {w}.detach())",
 )  # fmt: skip
 CALLS = (
     *(f"{name}({{a}} * {{c}}, {{w}})" for name in (
@@ -292,10 +294,11 @@ class Drawing:
             "decorated": f"@{around}\ndef program({arguments}):\n{body}",
             "closure": f"def make(low, region, policy):\n    @{around}\n    def program({arguments}):\n{deeper}\n\n"
             '    return program\n\n\nprogram = make(LOW, torch.autocast("cpu", dtype=LOW), POLICY)',
-            "module": f"class Model(nn.Module):\n    {init}{methods}\n    def forward(self, {arguments}):\n{deeper}\n\n\n"
-            "program = Model()",
+            "module": f"class Model(nn.Module):\n    {init}{methods}\n    def forward(self, {arguments}):\n{deeper}"
+            "\n\n\nprogram = Model()",
         }
-        made = text["module"].replace("    def forward", f"    @{around}\n    def forward").replace("program = Model()", "")
+        made = text["module"].replace("    def forward", f"    @{around}\n    def forward")
+        made = made.replace("program = Model()", "")
         made = "\n".join(f"    {line}".rstrip() for line in made.strip().splitlines())
         text["made module"] = (
             f"def make(low, region, policy):\n{made}\n\n    return Model()\n\n\n"
@@ -386,6 +389,14 @@ class Drawing:
             found = [one for one in found if one.startswith("torch.autocast(")]
         return [region for region in found if region not in scope.entered]
 
+    def names(self, region: str, scope: Scope) -> bool:
+        """Whether a region without a dtype has the program's inside of this one."""
+        if self.low == "torch.bfloat16":  # the default
+            return True
+        if "first" in region:  # one of the two is off, and has the default of where it was made
+            return False
+        return scope.named or any(word in region for word in ("LOW", "low", "REGION", "region"))
+
     def block(self, margin: str, scope: Scope) -> list[str]:
         lines: list[str] = []
         for _ in range(self.pick((1, 2, 3))):
@@ -396,11 +407,7 @@ class Drawing:
             if kind == "with":
                 region = self.pick(self.regions(scope))
                 entered = (*scope.entered, region) if region in OBJECTS else scope.entered
-                # `second` has the default dtype of where it was made; another that is off takes over the one around it
-                named = self.low == "torch.bfloat16" or (
-                    "first" not in region and (scope.named or any(w in region for w in ("LOW", "low", "REGION", "region")))
-                )
-                within = replace(within, entered=entered, named=named)
+                within = replace(within, entered=entered, named=self.names(region, scope))
                 lines += [f"{margin}with {region}:", *self.block(inner, within)]
             elif kind == "if":
                 test = self.pick(("flag", "n > 1", "v0.sum() > 0", "not flag"))

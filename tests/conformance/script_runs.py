@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from script_programs import drawn, uses_all
 from torch import nn
 
 import narrowcast as nc
-from script_programs import drawn, uses_all
 
 FRONT_ENDS = ("script", "saved", "converted", "jit", "trace", "compile", "export")
 CALLS = ((True, 2), (False, 1))
@@ -42,7 +42,6 @@ class Known:
 
 
 SCRIPTS = ("script", "saved", "converted", "jit")
-UNCAST = re.compile(r"off\(|enabled=False\)|second|None\)|neither\(")
 OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_off|second", re.MULTILINE)
 FLOW = re.compile(r"^ +(for|if) ", re.MULTILINE)
 KNOWN = [
@@ -56,7 +55,7 @@ KNOWN = [
     Known("nc.convert does not know device types that torch.jit.script left open, and names the line",
           lambda front, text: front == "jit" and "x.device.type" in text, None),
     Known("a weight that is used as it is and, in a loop or a branch, cast: the cast is before the loop",
-          lambda front, text: front in SCRIPTS and bool(UNCAST.search(text)) and bool(FLOW.search(text)), 1e-6),
+          lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), 1e-6),
     Known("where regions of two low formats nest, ours empty torch's weight cache: one that is off counts, too",
           lambda front, text: "float16" in text and "nc.autocast" in text and bool(OFF_BEFORE.search(text)), 0.05),
     # what runs at the same time
