@@ -33,12 +33,19 @@ CALLS = ((True, 2), (False, 1))
 class Known:
     """A difference that docs/limits.md explains, or that is torch's own.
 
-    tolerance: of gradients, in relation to their size; None where anything may differ. Both are run, and counted.
+    tolerance: of gradients, in relation to their size; None where anything may differ that says this.
     """
 
     name: str
     holds: Callable[[str, str], bool]
     tolerance: float | None
+    says: str = ""
+
+    def covers(self, wrong: list[tuple[str, float | None]]) -> bool:
+        """Whether this explains all that differs."""
+        if self.tolerance is None:
+            return all(re.search(self.says, what) for what, _ in wrong)
+        return all(part is not None and part <= self.tolerance for _, part in wrong)
 
 
 SCRIPTS = ("script", "saved", "converted", "jit")
@@ -53,7 +60,7 @@ KNOWN = [
     Known("torch.jit.script has no code for nc.autocast, drops decorators, and knows no dtype by a name",
           lambda front, text: front == "jit" and bool(re.search("nc.autocast|LOW|^ *@", text, re.MULTILINE)), None),
     Known("nc.convert does not know device types that torch.jit.script left open, and names the line",
-          lambda front, text: front == "jit" and "x.device.type" in text, None),
+          lambda front, text: front == "jit" and "x.device.type" in text, None, "device type is not known"),
     Known("a weight that is used as it is and, in a loop or a branch, cast: the cast is before the loop",
           lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), 1e-6),
     Known("where regions of two low formats nest, ours empty torch's weight cache: one that is off counts, too",
@@ -67,9 +74,13 @@ KNOWN = [
     Known("torch.jit.script drops cache_enabled",
           lambda front, text: front == "jit" and "cache_enabled" in text, 0.05),
     Known("a branch that depends on values cannot be exported (torch.export's)",
-          lambda front, text: front == "export" and "v0.sum() > 0" in text, None),
+          lambda front, text: front == "export" and "v0.sum() > 0" in text, None, "data-dependent"),
+    Known("a trace of forks may end the process (torch.jit.trace alone does, too)",
+          lambda front, text: front == "trace" and "fork" in text, None, r"the process ended (by signal |with -)11"),
+    Known("Dynamo loses a region object over a graph break (torch.compile alone does, too)",
+          lambda front, text: front == "compile", None, "ResumePrologueTracingError"),
     Known("gradients add up in another order in compiled code (the same with torch.compile alone)",
-          lambda front, text: front == "compile", 1e-5),
+          lambda front, text: front == "compile", 0.05),
 ]  # fmt: skip
 """What differs, by name. A program that is left with nothing else is counted by these."""
 
@@ -143,6 +154,14 @@ def whole(text: str) -> bool:
     return uses_all(text) and not re.search(r"\bfor [kt]\d|m\d+ is not", text)
 
 
+def _loaded(script):
+    """A script from the file that it is saved to."""
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
 def facts(text: str) -> str:
     """What filters read: the low format, and the part that is not in all programs."""
     low = re.search(r"^LOW = (.*)", text, re.MULTILINE)
@@ -157,10 +176,7 @@ def judged(wrong, front_end: str, text: str):
     if not whole(text):
         wrong = [one for one in wrong if not re.search(r"error: .*in eager code; no error$", one[0])]
     held = [one for one in KNOWN if one.holds(front_end, facts(text))] if wrong else []
-    if any(one.tolerance is None for one in held):
-        return [], [one.name for one in held if one.tolerance is None][:1]
-    largest = max((float("inf") if part is None else part for _, part in wrong), default=0.0)
-    covering = [one for one in held if one.tolerance is not None and one.tolerance >= largest]
+    covering = [one for one in held if one.covers(wrong)]
     if covering:
         return [], [min(covering, key=lambda one: one.tolerance or 0.0).name]
     tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
@@ -232,10 +248,7 @@ class Runs:
                 run(self.made, call)
         if not hasattr(self, "made"):
             return None
-        buffer = io.BytesIO()
-        torch.jit.save(self.made, buffer)
-        buffer.seek(0)
-        return torch.jit.load(buffer)
+        return _loaded(self.made)
 
     def _saved(self, calls):
         """As TorchScript interprets it: its second call otherwise adds up gradients by rules of torch's own."""
@@ -269,8 +282,9 @@ class Runs:
     def _jit(self, calls):
         try:
             made = torch.jit.script(self.module.program)
+            _loaded(made)  # torch cannot load some of what it saves
         except Exception as error:
-            self.no_form["jit"] = f"{type(error).__name__}: {error}"[:200]  # torch cannot script it
+            self.no_form["jit"] = f"{type(error).__name__}: {error}"[:200]
             return
         yield from self._made(lambda: nc.convert(made), calls)
 

@@ -60,8 +60,8 @@ def cause(wrong: list) -> str:
     text = re.sub(r"^flag=\w+ n=\d+ (\w+) call (\d)", r"\1", what)
     text += "" if part is None else " in sums of the low format" if part > 1e-5 else " in sums in fp32"
     place = r'File "[^"]*", line \d+.*|/\S+\.py:\d+(:\d+)?|0x[0-9a-f]+'
-    text = re.sub(r"\b\d+(\.\d+)?(e-?\d+)?", "#", re.sub(place, "", text))
-    return " ".join(text.split())[:260]
+    text = re.sub(r"(?<!signal )\b\d+(\.\d+)?(e-?\d+)?", "#", re.sub(place, "", text))
+    return " ".join(text.partition("Tensor: ")[0].split())[:260]
 
 
 # -- the process that runs a batch
@@ -112,7 +112,7 @@ def sweep(options: argparse.Namespace) -> None:
         with Path(os.devnull).open("w") as nothing, (options.state / f"stderr_{part}").open("w") as stderr:
             try:
                 code = subprocess.run(command, stdout=nothing, stderr=stderr, timeout=SECONDS, check=False).returncode
-                ended = f"the process ended with {code}" if code else ""
+                ended = f"the process ended by signal {-code}" if code else ""
             except subprocess.TimeoutExpired:
                 ended = f"no end after {SECONDS} s for a batch"
         if not ended:
