@@ -25,6 +25,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,6 +55,13 @@ def rows(state: Path) -> list[dict]:
     return found
 
 
+def to_do(numbers: Iterable[int], options: argparse.Namespace) -> list[tuple[int, str]]:
+    """The programs and front ends of which there is no line yet, in order."""
+    done = {(row["number"], row["front_end"]) for row in rows(options.state)}
+    asked = [(n, front_end) for n in numbers for front_end in front_ends(n, options.slow, options.front_ends)]
+    return [one for one in asked if one not in done]
+
+
 def cause(wrong: list) -> str:
     """What differs, without what is different in each program: numbers, names, files."""
     what, part = max(wrong, key=lambda one: float("inf") if one[1] is None else one[1])
@@ -68,20 +76,18 @@ def cause(wrong: list) -> str:
 
 
 def run_batch(numbers: list[int], options: argparse.Namespace, file: Path) -> None:
-    """A line for each program and front end, as soon as it is known; the one that runs stands in a file beside it."""
+    """A line for each program and front end, as soon as it is known."""
     from narrowcast.eager.record import _native_ops
     from narrowcast.eager.registered import install_visiting
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     install_visiting(_native_ops("cpu"), "cpu")  # one weight cache for all ops, whatever ran before
-    done = {(row["number"], row["front_end"]) for row in rows(options.state)}
+    left = to_do(numbers, options)
     with file.open("a", encoding="utf-8") as stream:
         for number in numbers:
-            todo = [f for f in front_ends(number, options.slow, options.front_ends) if (number, f) not in done]
             runs = None
-            for front_end in todo:
-                file.with_suffix(".running").write_text(f"{number} {front_end}")
+            for front_end in [f for n, f in left if n == number]:
                 text = script_programs.numbered(number)
                 runs = runs or Runs(load(text), text)
                 wrong = runs.wrong(front_end)
@@ -97,12 +103,7 @@ def sweep(options: argparse.Namespace) -> None:
     """All batches of a shard."""
     part, parts = map(int, options.shard.split("/"))
     file = options.state / f"shard_{part}_of_{parts}.jsonl"
-    done = {(row["number"], row["front_end"]) for row in rows(options.state)}
-    numbers = [
-        number
-        for number in range(part - 1, options.count, parts)
-        if any((number, f) not in done for f in front_ends(number, options.slow, options.front_ends))
-    ]
+    numbers = sorted({n for n, _ in to_do(range(part - 1, options.count, parts), options)})
     while numbers:
         batch = numbers[:BATCH]
         command = [sys.executable, __file__, "--state", str(options.state), "--slow", str(options.slow),
@@ -118,13 +119,17 @@ def sweep(options: argparse.Namespace) -> None:
         if not ended:
             numbers = numbers[BATCH:]
             continue
-        number, front_end = file.with_suffix(".running").read_text().split()
+        left = to_do(batch, options)
+        if not left:  # it ended badly after its last line
+            numbers = numbers[BATCH:]
+            continue
+        number, front_end = left[0]
         last = (options.state / f"stderr_{part}").read_text(encoding="utf-8").strip().splitlines()[-1:]
         with file.open("a", encoding="utf-8") as stream:
-            row = {"generator": DIGEST, "number": int(number), "front_end": front_end, "eager_raises": False,
+            row = {"generator": DIGEST, "number": number, "front_end": front_end, "eager_raises": False,
                    "no_form": "", "wrong": [[" ".join([ended, *last]), None]]}  # fmt: skip
             print(json.dumps(row), file=stream)
-        numbers = numbers[numbers.index(int(number)) :]
+        numbers = numbers[numbers.index(number) :]
 
 
 def summary(state: Path) -> int:
