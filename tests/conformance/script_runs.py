@@ -49,7 +49,7 @@ class Known:
 
 
 SCRIPTS = ("script", "saved", "converted", "jit")
-OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_off|second", re.MULTILINE)
+OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_off|first if", re.MULTILINE)
 FLOW = re.compile(r"^ +(for|if) ", re.MULTILINE)
 KNOWN = [
     # docs/limits.md
