@@ -128,8 +128,7 @@ def main() -> None:
     trainer, losses = fit(dtype, folder, STEPS, ledger_every=4, ledger_to=folder / "ledgers")
     _, resumed = fit(dtype, folder, STEPS, str(folder / f"checkpoint-{STEPS // 2}"))
     plain = plain_losses(dtype)
-    with trainer.precision.region:
-        words = trainer.model.generate(torch.tensor([list(b"The ")]), max_new_tokens=8, do_sample=False)
+    words = trainer.model.generate(torch.tensor([list(b"The ")]), max_new_tokens=8, do_sample=False)
     print(f"transformers, {dtype}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, "
           f"evaluation {trainer.evaluate()['eval_loss']:.4f}, {words.shape[1] - 4} bytes generated")  # fmt: skip
     same, again = losses == plain, resumed[-STEPS // 2 :] == plain[STEPS // 2 :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 import traceback
 from typing import TYPE_CHECKING
 
@@ -122,8 +123,9 @@ def __getattr__(name: str) -> object:
     room = next((room for room, names in (_PURE_HALF | _TORCH_HALF).items() if name in names), None)
     if room is None:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
-    module = f"narrowcast.{room}"
+    module, drawn = f"narrowcast.{room}", random.getstate()
     value: object = _load(module, name) if room in _TORCH_HALF else getattr(importlib.import_module(module), name)
+    random.setstate(drawn)  # rich draws numbers where it is imported
     globals()[name] = value
     return value
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import narrowcast as nc
-from narrowcast.errors import ScalerWarning
+from narrowcast.errors import ScalerError, ScalerWarning
 from narrowcast.integrations.accelerate import AcceleratePrecision
 from narrowcast.integrations.ignite import IgnitePrecision
 from narrowcast.integrations.lightning import FabricPrecision, LightningPrecision
@@ -260,3 +260,57 @@ def test_lightning_trains_with_lbfgs_in_fp16():
     assert task.losses[-1] < task.losses[0] and precision.training.steps == 12
     assert [row.step for row in precision.scaler.history if row.skipped] == [3, 9]
     assert not precision.scaler.findings and all(p.isfinite().all() for p in task.parameters())
+
+
+def test_lightning_s_wrapper_is_its_optimizer():
+    """In manual optimization: a scaler of the user's own, and the plugin's, which refuses to unscale twice."""
+    import lightning as L
+
+    class Task(L.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self, how):
+            super().__init__()
+            self.net, self.how, self.scaler = Net(), how, nc.Scaler("cpu", init_scale=1024.0)
+
+        def training_step(self, batch, number):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.how(self, optimizer, F.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    def trained(how, *plugins):
+        task = Task(how)
+        L.Trainer(
+            plugins=list(plugins), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        ).fit(task, batches(()))  # fmt: skip
+        return list(task.net.parameters())
+
+    def by_hand(task, optimizer, loss):
+        task.manual_backward(loss)
+        optimizer.step()
+
+    def both(task, optimizer, loss):
+        task.scaler.scale(loss).backward()
+        task.scaler.unscale_(optimizer)
+        task.scaler.step(optimizer.optimizer)
+        task.scaler.update()
+
+    def wrapper(task, optimizer, loss):
+        task.scaler.scale(loss).backward()
+        task.scaler.step(optimizer)
+        task.scaler.update()
+
+    def twice(task, optimizer, loss):
+        task.manual_backward(loss)
+        task.trainer.precision_plugin.scaler.unscale_(optimizer)
+        optimizer.step()
+
+    plain = trained(by_hand)
+    for how in both, wrapper:
+        assert all(torch.allclose(a, b) for a, b in zip(trained(how), plain, strict=True))
+    with pytest.raises(ScalerError, match="Lightning's and Accelerate's optimizers unscale in their step"):
+        trained(twice, LightningPrecision(package="lightning", dtype="fp16"))

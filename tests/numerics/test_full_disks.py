@@ -37,7 +37,7 @@ def model():
 
 def watched(x):
     with nc.watch() as w:
-        torch.log(x - x)
+        torch.log(x - x - 1)
     return w
 
 
@@ -82,7 +82,7 @@ def test_a_finding_is_saved_whole_or_not_at_all(x, tmp_path):
 def test_a_log_that_is_full_ends_with_a_whole_line_and_the_run_goes_on(x, tmp_path):
     log = tmp_path / "log.jsonl"
     with nc.watch() as free:
-        torch.log(x - x)
+        torch.log(x - x - 1)
     line = len(str(free.first.data()))
     with room_for(2 * line), nc.watch(log=log) as w:
         torch.sqrt(-x.abs() - 1)

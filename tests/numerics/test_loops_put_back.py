@@ -1,10 +1,13 @@
 """`nc.check_training` leaves all as it was: averages, schedules, flags, scalers, generators, whoever changes them."""
 
 import copy
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,12 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, 
 
 import narrowcast as nc
 from narrowcast.errors import RunError
+from narrowcast.loops.looking import Looking
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_loops import Loop as Images
+from training_loops import plain_bf16, region, scaled_fp16
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -272,3 +281,100 @@ def test_a_step_that_runs_nothing_is_refused() -> None:
             nc.check_training(step)
     running = steps()
     checked(lambda: next(running), loop.net)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_nothing_changes(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    loop = Images(optimizer, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
+    scaled_fp16(loop)
+    before, gradients = loop.state(), [p.grad for p in loop.net.parameters()]
+    groups = [*loop.optimizer.param_groups]
+    nc.check_training(scaled_fp16, (loop,), steps=3)
+    assert all(map(torch.equal, loop.state(), before))
+    assert all(p.grad is g for p, g in zip(loop.net.parameters(), gradients, strict=True))
+    assert all(
+        a is b for a, b in zip(loop.optimizer.param_groups, groups, strict=True)
+    )  # who holds one, holds it still
+
+
+def test_gradients_are_as_the_first_forward_found_them() -> None:
+    loop = Images()
+    plain_bf16(loop)
+    before = [(p.grad, p.grad.clone()) for p in loop.net.parameters() if p.grad is not None]
+
+    def step() -> None:
+        with region(BF16):
+            loss = cross_entropy(loop.net(loop.x), loop.y)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+
+    nc.check_training(step)
+    after = [p.grad for p in loop.net.parameters()]
+    assert all(a is g and torch.equal(g, v) for a, (g, v) in zip(after, before, strict=True))
+
+
+def test_a_step_that_raises_leaves_all_as_it_was() -> None:
+    loop = Images(torch.optim.AdamW)
+
+    def step() -> None:
+        plain_bf16(loop)
+        raise KeyError("the step's own")
+
+    before = loop.state()
+    with pytest.raises(KeyError, match="the step's own"):
+        nc.check_training(step)
+    assert all(map(torch.equal, loop.state(), before))
+
+
+def test_what_a_step_makes_keeps_its_values() -> None:
+    """Memory that no op made, and that nobody knew before the steps, is written to in them, and is somebody's later."""
+    loop, made = Loop(), []
+
+    def step() -> None:
+        loop.step()
+        numbers, more = torch.from_numpy(np.zeros(3)), nn.Linear(2, 2)
+        numbers += 1
+        with torch.no_grad():
+            more.weight.fill_(3.0)
+        made.extend([numbers, more.weight])
+
+    checked(step, loop.net)
+    assert [tensor.unique().tolist() for tensor in made] == [[1.0], [3.0]] * 2
+
+
+def test_what_nobody_could_look_at_is_not_given_older_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where our own code fails, what the step made has its values, and what was there before may have the step's."""
+    loop, made = Loop(), []
+
+    def fails(*_: Any) -> None:
+        raise ValueError("planted")
+
+    def step() -> None:
+        loop.step()
+        made.append(torch.zeros(3).add_(1))
+
+    monkeypatch.setattr(Looking, "_before_op", fails)
+    found = nc.check_training(step)
+    assert any("planted" in note for note in found.notes)
+    assert [tensor.tolist() for tensor in made] == [[1.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_buffers_of_scripts_and_gradients_that_nobody_has_asked_for_are_put_back() -> None:
+    script = torch.jit.script(nn.BatchNorm1d(4))
+    weight = torch.ones(4, requires_grad=True)
+    weight.sum().backward()  # Python has no object of the gradient yet
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step() -> None:
+        script(torch.randn(8, 4))
+        with torch.autocast("cpu", BF16):
+            loss = (torch.randn(2, 4) @ weight).sum()
+        loss.backward()
+        optimizer.step()
+
+    nc.check_training(step)
+    assert int(script.num_batches_tracked) == 0
+    assert script.running_var.tolist() == [1.0] * 4
+    assert weight.grad is not None and weight.grad.tolist() == [1.0] * 4

@@ -18,13 +18,28 @@ def test_each_value_moves_by_at_most_one_unit_and_on_average_by_none(elements):
         assert abs(shares.mean()) < 4 / (3 * elements) ** 0.5 + 0.01 and abs(shares.var() - 1 / 3) < 0.05
 
 
-def test_what_is_read_next_is_other_noise_until_it_is_rewound():
-    """And another seed gives another."""
+def test_what_is_read_next_is_other_noise():
+    """And another seed gives another, the same one the same."""
     noise, x = Noise(1), torch.ones(8)
     first, second = noise.moved(x, UNIT), noise.moved(x, UNIT)
-    noise.rewind()
-    assert not torch.equal(first, second) and torch.equal(noise.moved(x, UNIT), first)
+    assert not torch.equal(first, second) and torch.equal(Noise(1).moved(x, UNIT), first)
     assert not torch.equal(Noise(2).moved(x, UNIT), first)
+
+
+def test_what_masks_are_filled_with_stays_and_nothing_overflows():
+    """The lowest values of formats, beside one that moves; the largest value of fp32 would leave it."""
+    x = torch.tensor([torch.finfo(torch.float32).min, -65504.0, torch.finfo(torch.bfloat16).min, 1.0] * 50)
+    moved = Noise(1).moved(x, UNIT)
+    assert torch.equal(moved[x != 1], x[x != 1]) and not torch.equal(moved, x)
+    largest = torch.full((100,), torch.finfo(torch.float32).max)
+    assert Noise(1).moved(largest, UNIT).isfinite().all()
+
+
+def test_what_underflows_moves_by_the_smallest_value():
+    """Zeros stay; a value near the end of fp16 moves by up to its last step there."""
+    x = torch.tensor([1e-7, 0.0] * 500)
+    off = (Noise(1).moved(x, 0.0, least=2.0**-24) - x).abs()
+    assert off[1::2].max() == 0 and 0.5 * 2.0**-24 < off.max() <= 2.0**-24
 
 
 def test_a_tensor_keeps_how_it_lies_in_memory():

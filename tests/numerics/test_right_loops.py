@@ -1,5 +1,6 @@
 """`nc.check_training` on loops as people write them: nothing is said of right ones, and faults by hand are found."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, conv1d, cross_
 from torch.nn.utils import clip_grad_norm_
 
 import narrowcast as nc
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_loops import RIGHT as IMAGE_STEPS
+from training_loops import Loop as Images
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -196,6 +202,13 @@ RIGHT = [
     scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
     custom_function, evaluated_in_a_part, optimizer_with_products,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", IMAGE_STEPS, ids=lambda step: step.__name__)
+def test_nothing_is_said_of_a_right_loop_of_images(step: Callable[[Images], None]) -> None:
+    found = nc.check_training(step, (Images(),))
+    assert found.findings == (), str(found)
+    assert found and "Nothing is wrong" in str(found) and found.steps == 2
 
 
 @pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)

@@ -128,8 +128,8 @@ class TestVerdicts:
     def test_a_model_that_brings_its_casts_is_told_from_one_without_error(self, x):
         program = nc.export(nn.Linear(16, 4), (x,), dtype="bf16")
         found = nc.compare(program, (x,))
-        assert found.verdict == "exact" and "brings its own casts" in found.notes[0], found
-        assert "with its own casts against fp32" in str(found)
+        assert found.verdict == "not compared", found
+        assert "NOT COMPARED" in str(found)
 
     def test_the_outputs_of_a_dataclass_are_compared(self, x):
         found = nc.compare(GivesADataclass(), (x,), dtype="bf16")

@@ -83,7 +83,7 @@ class MixedPrecision(FabricMixedPrecision):
         return output
 
     def autocast_context_manager(self):
-        raise AssertionError("torch's region")
+        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     @contextlib.contextmanager
     def forward_context(self):
@@ -117,7 +117,7 @@ class Accelerator:
     def __init__(self, mixed_precision="no", distributed_type="DistributedType.NO"):
         self.mixed_precision, self.native_amp = mixed_precision, mixed_precision != "no"
         self.device, self.distributed_type = torch.device("cpu"), distributed_type
-        self.scaler, self._optimizers, self.savers, self.loaders = None, [], [], []
+        self.scaler, self._optimizers, self._models, self.savers, self.loaders = None, [], [], [], []
         self.sync_gradients = self.is_main_process = True
         self.state = types.SimpleNamespace(fsdp_plugin=None)
 
@@ -126,10 +126,17 @@ class Accelerator:
         return made if len(made) > 1 else made[0]
 
     def _prepare(self, one):
-        if isinstance(one, torch.optim.Optimizer):
-            one = AcceleratedOptimizer(one, self)
-            self._optimizers.append(one)
-        return one
+        if isinstance(one, torch.nn.Module):
+            return self.prepare_model(one)
+        return self.prepare_optimizer(one) if isinstance(one, torch.optim.Optimizer) else one
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer, device_placement=None):
+        self._optimizers.append(AcceleratedOptimizer(optimizer, self))
+        return self._optimizers[-1]
 
     def unwrap_model(self, model, keep_fp32_wrapper=True):
         return model
@@ -174,38 +181,30 @@ def convert_to_fp32(tensor):
     return tensor.float() if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
 
 
-class TrainerCallback:
-    """transformers.TrainerCallback."""
-
-
 class Trainer:
     """transformers.Trainer, as far as it asks for precision."""
 
     def __init__(self, model=None, args=None, scaler_file=None):
-        self.model, self.args, self.callbacks, self.scaler_file = model, args, [], scaler_file
+        self.model, self.args, self.scaler_file = model, args, scaler_file
         self.create_accelerator_and_postprocess()
-        (self.optimizer,) = [self.accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))]
 
     def create_accelerator_and_postprocess(self):
         self.accelerator = Accelerator()
 
-    def add_callback(self, callback):
-        self.callbacks.append(callback)
-
-    def autocast_smart_context_manager(self, cache_enabled=True):
-        return contextlib.nullcontext()
+    def compute_loss(self, model, x):
+        y = model(x)
+        return torch.nn.functional.mse_loss(y, torch.zeros_like(y))
 
     def train(self, batches=()):
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.accelerator._optimizers.clear()  # free_memory
+        model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         for x in batches:
-            with self.autocast_smart_context_manager():
-                y = self.model(x)
-                loss = torch.nn.functional.mse_loss(y, torch.zeros_like(y))
+            loss = self.compute_loss(model, x)
             self.accelerator.backward(loss)
             self.norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 1e9)
             self.optimizer.step()
             self.model.zero_grad()
-            for callback in self.callbacks:
-                callback.on_step_end(self.args, None, None)
         return loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

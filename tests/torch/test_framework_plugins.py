@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import pickle
 import sys
 import types
@@ -18,6 +19,7 @@ from narrowcast.errors import TrainingError, TrainingWarning
 from narrowcast.integrations.accelerate import AcceleratePrecision
 from narrowcast.integrations.ignite import IgnitePrecision
 from narrowcast.integrations.lightning import FabricPrecision, LightningPrecision
+from narrowcast.integrations.loop import LoopPrecision
 from narrowcast.integrations.training import TrainingPrecision
 from narrowcast.integrations.transformers import PrecisionMixin
 
@@ -116,7 +118,8 @@ def test_a_step_that_raises_ends_what_looks_at_it(lightning):
     model = Net()
     for plugin in LightningPrecision(dtype="bf16", ledger_every=1), FabricPrecision(dtype="bf16", ledger_every=1):
         plugin.convert_module(model)
-        plugin.training.begin_step()
+        with plugin.training.training():
+            model(X)
         with pytest.raises((AttributeError, TypeError)):
             plugin.optimizer_step(object())
         assert plugin.training.ledger is None and plugin.training.steps == 0
@@ -185,6 +188,43 @@ def test_a_step_of_fabric(lightning):
     assert type(again) is type(plugin) and again.training.steps == 1
 
 
+def test_a_fabric_module_that_was_not_set_up_is_no_silent_fp32(lightning):
+    """Its optimizer does not step; with a closure, which runs the forward, it may."""
+    plugin, model = FabricPrecision(dtype="bf16"), Net()
+    optimizer = sgd(model)
+    plugin.backward(loss_of(model(X)), model)
+    with pytest.raises(TrainingError, match=r"Call the module that `fabric\.setup` gave"):
+        plugin.optimizer_step(optimizer)
+
+    def closure():
+        with plugin.forward_context():
+            loss = loss_of(model(X))
+        model.zero_grad()
+        loss.backward()
+
+    plugin.optimizer_step(optimizer, closure=closure)
+    assert torch.equal(model.layer.weight, stepped("bf16"))
+
+
+def test_casts_of_weights_are_kept_as_lightning_keeps_them(lightning, monkeypatch):
+    """Not at all from 2.6 on, unless the user says so; the gradients of a module that is called twice are the same."""
+    given = {}
+    for cached in None, True:
+        plugin, model = LightningPrecision(dtype="bf16", cache_enabled=cached), Net()
+        with plugin.train_step_context():
+            loss = loss_of(model(X)) + loss_of(model(2 * X))
+        loss.backward()
+        given[cached] = model.layer.weight.grad
+    model = Net()
+    with torch.autocast("cpu", BF16, cache_enabled=False):
+        loss = loss_of(model(X)) + loss_of(model(2 * X))
+    loss.backward()
+    assert torch.equal(given[None], model.layer.weight.grad) and not torch.equal(given[None], given[True])
+    older = property(lambda self: lambda: torch.autocast(self.device, BF16))
+    monkeypatch.setattr(stand_ins.MixedPrecision, "autocast_context_manager", older)
+    assert LightningPrecision(dtype="bf16").training.region.cache is None
+
+
 @pytest.fixture
 def accelerate(monkeypatch):
     utils = {"convert_to_fp32": stand_ins.convert_to_fp32}
@@ -221,6 +261,46 @@ def test_a_micro_batch_of_accelerate_ends_no_step(accelerate):
     assert precision.steps == 0 and prepared(X).dtype is BF16
     single = precision.prepare(Net())
     assert single(X).dtype is BF16
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_accelerate_prepared_without_us_is_no_silent_fp32(accelerate, when):
+    """The first backward raises, and the first step after another backward; not where the forward is in the region."""
+    accelerator, model = stand_ins.Accelerator(), Net()
+    prepared = accelerator.prepare(model, sgd(model)) if when == "before" else None
+    precision = AcceleratePrecision(accelerator, dtype="bf16")
+    model, optimizer = prepared or accelerator.prepare(model, sgd(model))
+    with torch.no_grad(), accelerator.autocast():  # an evaluation is no training
+        model(X)
+    with pytest.raises(TrainingError, match=r"write precision\.prepare\(model, optimizer") as refused:
+        accelerator.backward(loss_of(model(X)))
+    assert refused.value.where[0].file == __file__ and model.layer.weight.grad is None
+    loss_of(model(X)).backward()
+    with pytest.raises(TrainingError, match="no forward and no loss ran in the region"):
+        optimizer.step()
+    assert torch.equal(model.layer.weight, Net().layer.weight) and precision.steps == 0
+    model.zero_grad()
+    with accelerator.autocast():
+        loss = loss_of(model(X))
+    accelerator.backward(loss)
+    optimizer.step()
+    assert torch.equal(model.layer.weight, stepped("bf16")) and precision.steps == 1
+
+
+def test_a_copy_of_a_prepared_model_runs_its_own_weights(accelerate):
+    """In the region, as an average of weights does; what it takes can be read off it, as transformers does."""
+    precision = AcceleratePrecision(stand_ins.Accelerator(), dtype="bf16", fp32_outputs=False)
+    model = precision.prepare(precision.prepare(Net()))
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.layer.weight.zero_()
+        copied.layer.bias.zero_()
+    assert not copied(X).any() and copied(X).dtype is BF16 and model(X).any()
+    patched, function = Net(), lambda x: torch.ones(2, 2) @ x[:2, :2]  # no method
+    patched.forward = function
+    assert precision.prepare(patched)(X).dtype is BF16
+    assert inspect.signature(patched.forward) == inspect.signature(function)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +352,7 @@ class Ours(PrecisionMixin, stand_ins.Trainer):
 
 @pytest.fixture
 def transformers(monkeypatch, accelerate):
-    members = {"TrainerCallback": stand_ins.TrainerCallback, "__version__": "0"}
-    stand_ins.install(monkeypatch, transformers=members)
+    stand_ins.install(monkeypatch, transformers={"__version__": "0"})
 
 
 def arguments(**flags):
@@ -282,7 +361,7 @@ def arguments(**flags):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_step_of_transformers_trainer(transformers, dtype):
-    """Region, scaler, clip and the end of the step; predictions are made in the region and come out in fp32."""
+    """Forward in the region, scaler, clip and the end of the step; what the model gives is fp32, for any loss."""
     precision = TrainingPrecision(dtype=dtype, scaler=scaler_of(dtype), ledger_every=1)
     trainer = Ours(model=Net(), args=arguments(), precision=precision)
     trainer.train([X])
@@ -290,6 +369,50 @@ def test_a_step_of_transformers_trainer(transformers, dtype):
     assert precision.steps == 1 and precision.ledger is not None
     _, logits, _ = trainer.prediction_step(trainer.model, X, False)
     assert logits.dtype is FP32 and trainer.model.formats == [precision.low] * 2
+    # trained on, and by another trainer: its policy rules, and no region is inside another
+    trainer.train([X])
+    again = Ours(model=trainer.model, args=arguments(), precision=TrainingPrecision(dtype="fp16", scaler=False))
+    again.train([X])
+    assert precision.steps == 2 and again.precision.steps == 1 and trainer.model.formats[2:] == [
+        precision.low, torch.float16
+    ]  # fmt: skip
+
+
+def test_a_loss_of_the_trainer_s_own_is_outside_of_the_region(transformers):
+    """As with the Trainer's own bf16: another model, and what is computed of the logits, run as they are."""
+    teacher, seen = Net(), []
+
+    class Distilling(PrecisionMixin, stand_ins.Trainer):
+        def compute_loss(self, model, x):
+            y, z = model(x), teacher(x)
+            seen.extend((y.dtype, z.dtype, (y @ z.T).dtype))
+            return F.kl_div(y.log_softmax(-1), z.softmax(-1), reduction="batchmean")
+
+    Distilling(model=Net(), args=arguments(), precision=TrainingPrecision(dtype="bf16")).train([X])
+    assert seen == [FP32] * 3 and teacher.formats == [FP32]
+
+
+def test_a_mixin_after_the_trainer_is_refused(transformers):
+    """Where the class is made, also with classes between; a subclass of one that is right is right."""
+    with pytest.raises(TrainingError, match=r"Write class Bad\(PrecisionMixin, Trainer\)") as refused:
+        type("Bad", (stand_ins.Trainer, PrecisionMixin), {})
+    assert "class Bad(Trainer, PrecisionMixin)" in str(refused.value)
+    between = type("Between", (stand_ins.Trainer,), {})
+    with pytest.raises(TrainingError, match="Trainer comes before PrecisionMixin"):
+        type("Bad", (between, PrecisionMixin), {})
+    assert type("Good", (Ours,), {"create_accelerator_and_postprocess": None})
+    assert type("Good", (type("Logs", (), {}), PrecisionMixin, between), {})
+
+
+def test_a_trainer_whose_model_ran_outside_is_refused(transformers):
+    """As one that was wrapped before runs."""
+
+    class Another(PrecisionMixin, stand_ins.Trainer):
+        def compute_loss(self, model, x):
+            return Net()(x).sum()
+
+    with pytest.raises(TrainingError, match="Have the Trainer prepare the model"):
+        Another(model=Net(), args=arguments(), precision=TrainingPrecision(dtype="bf16")).train([X])
 
 
 def test_a_checkpoint_of_transformers_trainer(transformers, tmp_path):
@@ -329,8 +452,32 @@ def test_a_trainer_that_chooses_formats_itself_is_refused(transformers, flag):
 
 def test_a_mixin_that_stands_alone_is_refused(transformers):
     """Or above a Trainer that has not what it overrides."""
-    with pytest.raises(TrainingError, match="has no autocast_smart_context_manager"):
+    with pytest.raises(TrainingError, match="has no create_accelerator_and_postprocess"):
         PrecisionMixin()
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "e4m3fn", torch.float64])
+def test_a_format_that_no_region_has_is_refused_by_the_constructor(lightning, accelerate, dtype):
+    """Of every plugin, with what to write."""
+    made = (
+        TrainingPrecision, LoopPrecision, IgnitePrecision, LightningPrecision, FabricPrecision,
+        lambda **settings: AcceleratePrecision(stand_ins.Accelerator(), **settings),
+    )  # fmt: skip
+    for plugin in made:
+        with pytest.raises(TrainingError, match=r"Give torch\.bfloat16 or torch\.float16"):
+            plugin(dtype=dtype)
+
+
+def test_a_loop_whose_forward_was_in_no_region_does_not_step():
+    """With what opens it; an evaluation before is no forward of training."""
+    for kind, opens in (LoopPrecision, "amp_autocast"), (TrainingPrecision, "training"):
+        precision, model = kind(dtype="bf16", device_type="cpu"), Net()
+        with torch.no_grad(), precision.region:
+            model(X)
+        precision.backward(loss_of(model(X)))
+        with pytest.raises(TrainingError, match=rf"with precision\.{opens}\(\):") as refused:
+            precision.step(sgd(model))
+        assert refused.value.where[0].file == __file__ and torch.equal(model.layer.weight, Net().layer.weight)
 
 
 @pytest.fixture

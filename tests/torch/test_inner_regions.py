@@ -112,6 +112,13 @@ def test_a_hidden_region_says_so_once():
     assert "hides policy mine" in text and "aten.relu" in text and 'inner="policy"' in text
     unused = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full"))
     assert not said(RELU_FULL.with_inner("policy")) and not said(unused) and not said(nc.Policy.native())
+    # a plugin enters one region for each step of a training run
+    region = nc.autocast("cpu", BF16, policy=RELU_FULL)
+    with pytest.warns(nc.errors.RegionWarning) as found:
+        for _ in range(3):
+            with region:
+                model(x)
+    assert len(found) == 1
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -1,10 +1,21 @@
 """What is easily written by mistake, and would do nothing: an error says what to write."""
 
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import narrowcast as nc
+
+GOLDEN = Path(__file__).parents[1] / "golden/script-misuses.txt"
+_spec = importlib.util.spec_from_file_location("script_misuses", Path(__file__).with_name("script_misuses.py"))
+misuses = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(misuses)
 
 
 @pytest.mark.parametrize("target", ["encoder", None, 3, [torch.nn.Linear(2, 2)]])
@@ -48,9 +59,37 @@ def test_regions_that_a_script_would_ignore():
     """Entered by hand, or compiled by torch.jit.script: not fp32 without a word."""
     x = torch.randn(3, 3)
     assert nc.script(with_statement)(x).dtype is torch.bfloat16
-    for script in (nc.script(by_hand), torch.jit.script(with_statement)):
-        with pytest.raises(torch.jit.Error, match=r"narrowcast.autocast does nothing here.*narrowcast.script"):
-            script(x)
+    with pytest.raises(nc.errors.ScriptError, match=r"test_misuse.py:\d+(?s:.*)Write it as one: with torch"):
+        nc.script(by_hand)
+    with pytest.raises(torch.jit.Error, match=r"narrowcast.autocast does nothing here.*narrowcast.script"):
+        torch.jit.script(with_statement)(x)
+
+
+def answer(text, path):
+    """What `nc.script` says of a program."""
+    path.write_text(misuses.HEADER + text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        nc.script(module.program)
+    except Exception as error:
+        said = str(error).strip().replace(f"{path.parent}/", "").replace(f"{Path(__file__).parent}/", "")
+        said = re.sub(r"(test_misuse.py):\d+", r"\1", re.sub(" at 0x[0-9a-f]+", "", said))
+        return f"{type(error).__name__}: {said}"
+    return "no error"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_misuse_of_a_region_in_a_script_has_an_answer(tmp_path):
+    """With the line and what to write: kept as it was read by a person. NARROWCAST_GOLDEN=write writes it anew."""
+    found = {name: answer(text, tmp_path / f"misuse_{n}.py") for n, (name, text) in enumerate(misuses.MISUSES.items())}
+    text = "\n\n".join(f"== {name}\n{said}" for name, said in found.items()) + "\n"
+    if os.environ.get("NARROWCAST_GOLDEN") == "write":
+        GOLDEN.write_text(text)
+    for name, said in found.items():
+        assert re.search(r'Error(?s:.*)(misuse_\d+.py(:|", line)|test_misuse.py)', said), (name, said)
+    assert text == GOLDEN.read_text()
 
 
 @pytest.mark.filterwarnings("ignore")

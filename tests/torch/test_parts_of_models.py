@@ -95,6 +95,18 @@ def test_the_part_itself_has_a_path_in_the_model(op):
         assert Direct().training_step(X).dtype is FP32
 
 
+@pytest.mark.parametrize("file", ["<ipython-input-3-0f2b>", "<string>", "<stdin>"])
+def test_a_model_that_was_typed_in_has_paths_as_one_of_a_file(file):
+    """In IPython, or by exec; recorded or not."""
+    source = "class Typed(Task):\n    def training_step(self, x):\n        return self.net.encoder(x)"
+    program = {"Task": Task}
+    exec(compile(source, file, "exec"), program)
+    with nc.autocast("cpu", BF16, policy=ruled("net.encoder")):
+        assert program["Typed"]().training_step(X).dtype is FP32
+        with nc.record():
+            assert program["Typed"]().training_step(X).dtype is FP32
+
+
 def test_a_path_in_another_module_does_not_hold():
     """The part's own path and the model's: no others."""
     task = Task()

@@ -533,6 +533,79 @@ def test_calls_in_an_order_that_ruins_a_step_are_refused_with_both_lines():
         pickle.dumps(scaler)
 
 
+class Around(torch.optim.SGD):
+    """A wrapper as Lightning's and Accelerate's are: of the optimizer's class, with its step."""
+
+    def __init__(self, inner, name="optimizer"):
+        self.__dict__[name] = self.__dict__["inner"] = inner
+        self.steps = 0
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, *args, **kwargs):
+        self.steps += 1
+        return self.inner.step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_wrapper_and_its_optimizer_are_one(fused):
+    """What one of them unscales the other does not unscale again; the step is the wrapper's, also of a fused kernel."""
+    for first in "unscale the wrapper", "step the wrapper", "unscale the optimizer":
+        weight = torch.nn.Parameter(torch.ones(3))
+        inner = torch.optim.SGD([weight], lr=0.1, fused=fused)
+        wrapper, scaler = Around(Around(inner)), nc.Scaler("cpu")
+        scaler.scale(weight.sum()).backward()
+        if first != "step the wrapper":
+            one, other = (wrapper, inner) if first == "unscale the wrapper" else (inner, wrapper)
+            scaler.unscale_(one)
+            refused(lambda scaler=scaler, other=other: scaler.unscale_(other), "unscale_")
+            scaler.step(other)
+        else:
+            scaler.step(wrapper)
+        refused(lambda scaler=scaler, inner=inner: scaler.step(inner), r"step\(\) was called")
+        scaler.update()
+        assert torch.allclose(weight, torch.full((3,), 0.9)) and wrapper.steps == (first != "unscale the wrapper")
+
+
+def test_gradients_that_another_optimizer_unscaled_are_refused():
+    """By way of a wrapper that does not say what it wraps; not where they were computed anew."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    other, scaler = Around(inner, "hidden"), nc.Scaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(other)
+    refused(lambda: scaler.unscale_(inner), "one with these gradients")
+    refused(lambda: scaler.step(inner), "one with these gradients")
+    weight.grad = None
+    scaler.scale(weight.sum()).backward()
+    scaler.step(inner)
+    assert torch.allclose(weight, torch.full((3,), 0.9))
+
+
+def test_complex_gradients_are_unscaled_and_checked():
+    """As the real numbers that they hold, also as a view that is conjugated, and beside real ones."""
+    for bad in (False, True):
+        weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.complex64, torch.float32)]
+        steps, scaler = torch.optim.SGD(weights, lr=0.1), nc.Scaler("cpu")
+        factor = torch.tensor([2j, INF if bad else 3.0])
+        scaler.scale((weights[0] * factor).real.sum() + weights[1].sum()).backward()
+        weights[0].grad = weights[0].grad.conj()
+        result = scaler.step(steps)
+        assert result.skipped is bad
+        wanted = [1, 1] if bad else [1 - 0.2j, 0.7]
+        assert torch.allclose(weights[0], torch.tensor(wanted, dtype=torch.complex64))
+        if bad:
+            assert result.parameters == ("parameter 0 of group 0 (2,)",)
+        scaler.update()
+
+
+def test_a_lowest_scale_above_the_first_is_refused():
+    """If it was asked for; the default gives way to a first scale below 1."""
+    refused(lambda: nc.Scaler("cpu", init_scale=2.0, min_scale=4.0), "below the lowest")
+    assert nc.Scaler("cpu", init_scale=0.5).floor_now() == 0.5 and nc.Scaler("cpu").floor_now() == 1.0
+
+
 def test_a_scaler_for_cuda_without_cuda_is_off_and_says_so():
     """At the user's line, as torch's does at its own."""
     if torch.cuda.is_available():

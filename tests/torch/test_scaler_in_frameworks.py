@@ -154,8 +154,7 @@ def accelerate_loop(monkeypatch, dtype, model, optimizer):
 
 
 def transformers_loop(monkeypatch, dtype, model, optimizer):
-    members = {"TrainerCallback": stand_ins.TrainerCallback, "__version__": "0"}
-    stand_ins.install(monkeypatch, transformers=members)
+    stand_ins.install(monkeypatch, transformers={"__version__": "0"})
     stand_ins.install(monkeypatch, accelerate__utils={"convert_to_fp32": stand_ins.convert_to_fp32})
 
     class Mine(PrecisionMixin, stand_ins.Trainer):

@@ -173,6 +173,6 @@ def test_a_context_manager_that_cannot_be_left_early_is_named():
                 return x
         return x + 1
 
-    with pytest.raises(nc.errors.ScriptError, match=r"(?s)record_function.*one return") as raised:
+    with pytest.raises(nc.errors.ScriptError, match=r"(?s)record_function.*Put the return behind the with") as raised:
         nc.script(leaving)
     assert raised.value.where[0].line == leaving.__code__.co_firstlineno + 1

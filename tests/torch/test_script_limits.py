@@ -254,7 +254,7 @@ def with_integers(a, b):
 
 def test_a_region_in_a_format_that_does_not_float(xw):
     """An error with the line."""
-    with pytest.raises(ScriptError, match="it is no floating format of a region") as caught:
+    with pytest.raises(ScriptError, match="cannot use this dtype as its low format") as caught:
         nc.script(with_integers)
     assert "test_script_limits.py" in str(caught.value)
 

@@ -8,14 +8,14 @@ import inspect
 import io
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AskedRegion, asked_region
-from narrowcast.errors import Origin, ScriptError, ScriptWarning
+from narrowcast.errors import ScriptError, ScriptWarning
 from narrowcast.formats import Format
 from narrowcast.policy import DEVICE_TYPES, Policy, as_policy
 from narrowcast.profiles.abilities import for_target
@@ -24,10 +24,10 @@ from narrowcast.regions.ruling import ruled_device_types
 from narrowcast.scripts.callers import graphs_of
 from narrowcast.scripts.cast_already import cast_for_all
 from narrowcast.scripts.compiling import around, compile_function, compile_module, compiling
-from narrowcast.scripts.decorated import code_of, undecorated
+from narrowcast.scripts.decorated import places_of, undecorated
+from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.scopes import Scopes
 from narrowcast.scripts.scripted import ExplicitModule, explicit_function, explicit_module
-from narrowcast.scripts.source import shown_at
 from narrowcast.scripts.tracing import traced_function, traced_module, tracing
 from narrowcast.torch_bridge import DTYPES, device_type_of, tensors_in
 from narrowcast.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
@@ -62,10 +62,12 @@ def script(
         return convert(target, policy=policy, dtype=dtype, device_type=device_type, region=region, made_for=made_for)
     if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
         raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
+    if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
+        raise _no_code("script", target, "Give a function that is written with def and returns what it computes.")
     scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
-    with compiling(autocast, _device_types(target)):
+    with compiling(autocast, _device_types(target)), _assertions_explained(target):
         if isinstance(target, torch.nn.Module):
-            return _noting(explicit_module(compile_module(target), scopes, target), made_on)
+            return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
         pin = getattr(target, "__narrowcast_pinned__", None)
         return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
 
@@ -113,6 +115,23 @@ def convert(
         return _noting(explicit_module(_copied(script), scopes), made_on)
 
 
+@contextlib.contextmanager
+def _assertions_explained(target: Any) -> Iterator[None]:
+    """ScriptError for what ends in an assertion of TorchScript's compiler, which says neither where nor why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "INTERNAL ASSERT FAILED" not in str(error):
+            raise
+        raise ScriptError(
+            asked=f"script({getattr(target, '__qualname__', type(target).__name__)})",
+            found=f"TorchScript's compiler fails: {str(error).strip().partition(chr(10))[0]}",
+            where=places_of(getattr(target, "forward", target)),
+            advice="It does so at a with statement that is no region and stands behind an early return: move it into a "
+            "function of its own.",
+        ) from error
+
+
 def _device_types(target: Any) -> tuple[str, ...]:
     """Those that regions in a script may mean: of its parameters, and of what is here."""
     here = torch.accelerator.current_accelerator()
@@ -120,11 +139,22 @@ def _device_types(target: Any) -> tuple[str, ...]:
     return tuple(device for device in found if device in DEVICE_TYPES)
 
 
+def _is_compiled(function: Any) -> bool:
+    """Whether TorchScript has a word for such a function."""
+    steps = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return getattr(function, "__name__", "") != "<lambda>" and not any(asks(function) for asks in steps)
+
+
 def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
     kind = "a class" if inspect.isclass(target) else f"of type {type(target).__name__}"
-    code = code_of(target)
-    where = () if code is None else (Origin(code.co_filename, code.co_firstlineno),)
-    return ScriptError(asked=f"{asked}({target!r})"[:80], found=f"it is {kind}", where=where, advice=advice)
+    if inspect.isfunction(target):
+        kind = "a lambda" if undecorated(target).__name__ == "<lambda>" else "a generator, or it is asynchronous"
+    return ScriptError(
+        asked=f"{asked}({target.__qualname__ if inspect.isfunction(target) else repr(target)})"[:80],
+        found=f"it is {kind}",
+        where=places_of(undecorated(target), target),
+        advice=advice,
+    )
 
 
 def _copied(script: torch.jit.ScriptModule) -> Any:

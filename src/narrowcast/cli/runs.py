@@ -16,11 +16,12 @@ from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES, columns, shortened
-from narrowcast.report.differences import FAULT, NOT_FINITE
 from narrowcast.report.fit import fit
 from narrowcast.report.run import Run
 from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER
 from narrowcast.report.saved import load_saved
+from narrowcast.report.verdicts import AT_FAULT
+from narrowcast.report.verdicts import NOT_COMPARED as NOTHING_COMPARED
 from narrowcast.runs.capture import capture
 from narrowcast.runs.compare import compare
 from narrowcast.runs.watch import watch
@@ -82,7 +83,8 @@ def compare_command(
     json_file: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
-    """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault.
+    """Run TARGET's model in the reference and under a policy: which op adds which error; 1 if one is at fault,
+    2 if the reference computes in the same low formats, so that nothing was compared.
 
     Or say where two saved runs differ, RUN_A and RUN_B: nothing runs again; 1 if values do beyond round-off, or if
     none could be compared.
@@ -102,8 +104,8 @@ def compare_command(
         )  # fmt: skip
     found.subject = subject.name
     show(found, every_call, json_file, html)
-    if found.verdict in (FAULT, NOT_FINITE):
-        raise typer.Exit(1)
+    if found.verdict in (*AT_FAULT, NOTHING_COMPARED):
+        raise typer.Exit(2 if found.verdict == NOTHING_COMPARED else 1)
 
 
 def _compare_saved(

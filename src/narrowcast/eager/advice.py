@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from narrowcast.eager.door import Door
 from narrowcast.formats import fp32
 from narrowcast.ledger import Advice, HidingBlock, Ledger
 from narrowcast.ops import named
@@ -33,8 +34,8 @@ _LOW = (torch.bfloat16, torch.float16)
 class Adviser:
     """Sees what a recording sees, and notes advice in its ledger."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, door: Door) -> None:
+        self.ledger, self._door = ledger, door
         self._thread = threading.get_ident()
         self._tasks: set[int] = set()
         self._stepping = False
@@ -58,8 +59,8 @@ class Adviser:
     def watching(self) -> Iterator[None]:
         """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
         steps = (
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._step(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped()),
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._told(self._step, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._told(self._stepped)),
         )
         try:
             with told_of_regions(self, "recordings see regions"):
@@ -67,12 +68,23 @@ class Adviser:
         finally:
             for step in steps:
                 step.remove()
-            self._judge()
+            self._told(self._judge)
+
+    def _told(self, look: Callable[..., None], *args: Any) -> None:
+        """Look at what a hook tells, and let the program go on."""
+        self._door.run(f"what a recording advises ({look.__name__.strip('_')})", look, *args)
 
     # -- regions
 
     def entered(self, region: Any) -> None:
         """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
+        self._told(self._entered, region)
+
+    def left(self, region: Any, raised: bool) -> None:
+        """A region is left: add the calls and casts inside to what was seen of it."""
+        self._told(self._left, region, raised)
+
+    def _entered(self, region: Any) -> None:
         if threading.get_ident() != self._thread or current_graph_task() != -1:
             return
         seen = self._regions.get(id(region))
@@ -86,8 +98,7 @@ class Adviser:
         kept = around is not None and around.hiding is not None
         self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
-    def left(self, region: Any, raised: bool) -> None:
-        """A region is left: add the calls and casts inside to what was seen of it."""
+    def _left(self, region: Any, raised: bool) -> None:
         if threading.get_ident() != self._thread:
             return
         found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
@@ -244,8 +255,8 @@ class Adviser:
         low = next((found for t in tensors if (found := self._of_region(t)) is not None), None)
         if low is None:
             return
-        meets = any(t.dtype is torch.float32 and t.dim() for t in tensors)
         base = op_name(facts.op).strip("_").removesuffix("_forward")
+        meets = base not in named("computation.stores") and any(t.dtype is torch.float32 and t.dim() for t in tensors)
         precise = listed_kinds(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
         if not (meets or precise):
             return

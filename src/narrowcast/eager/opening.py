@@ -159,7 +159,7 @@ def _checked_dtype(policy: Policy, device_type: str, dtype: torch.dtype | str | 
     try:
         fast = torch.get_autocast_dtype(device_type) if dtype is None else to_dtype(dtype)
     except NarrowcastError as error:
-        raise RegionError(error.asked, error.found, advice=error.advice) from None
+        raise RegionError(error.asked, error.found, advice="Give torch.bfloat16 or torch.float16.") from None
     if fast not in FORMATS or FORMATS[fast].bits < 16 or fast is torch.float64:
         small = fast in FORMATS and FORMATS[fast].bits < 16
         raise RegionError(

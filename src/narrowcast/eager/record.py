@@ -16,6 +16,7 @@ from narrowcast.decide import Plan
 from narrowcast.eager.advice import Adviser
 from narrowcast.eager.caching import follow_mutators
 from narrowcast.eager.call_hook import stand_at_calls
+from narrowcast.eager.door import Door
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import (
     DecidedCall,
@@ -81,7 +82,8 @@ class Recorder(DispatchMode):
     def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
         super().__init__()
         self.ledger = ledger
-        self.adviser = Adviser(ledger)
+        self.door = Door(ledger.notes)
+        self.adviser = Adviser(ledger, self.door)
         self._keys = tuple(autocast_key(device_type) for device_type in device_types)
         self._local = threading.local()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
@@ -100,6 +102,11 @@ class Recorder(DispatchMode):
 
     def begin(self, call: DecidedCall) -> None:
         """A call reaches a kernel of ours: note its plan, and the casts to be seen until it ends."""
+        call_seen = self.door.run(call.facts.id, self._begun, call)
+        lost = Watched(call, "", [True] * len(call.tensors), widens=False, again=True)
+        self._state.calls.append(call_seen or lost)
+
+    def _begun(self, call: DecidedCall) -> Watched:
         tensors, plan = call.tensors, call.plan
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
@@ -115,7 +122,7 @@ class Recorder(DispatchMode):
                 self.ledger.count_match(label, call.site.module_path)
             self._note_slow(plan, tensors)
             self.adviser.decided(call.facts, call.site, [t for _, t in tensors if t is not None])
-        state.calls.append(Watched(call, came, [f is None for f in plan.formats], widens, again))
+        return Watched(call, came, [f is None for f in plan.formats], widens, again)
 
     def _note_slow(self, plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> None:
         """Say once what a low format costs here, when the first call computes in it."""
@@ -129,11 +136,12 @@ class Recorder(DispatchMode):
 
     def end(self, result: Any) -> None:
         """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
-        state = self._state
-        call = state.calls.pop()
+        call = self._state.calls.pop()
+        if not call.again:
+            self.door.run(call.decided.facts.id, self._ended, call, result)
+
+    def _ended(self, call: Watched, result: Any) -> None:
         decided, plan = call.decided, call.decided.plan
-        if call.again:
-            return
         if decided.facts.id != MODULE_CALL_OP:
             self.adviser.gave(decided.facts, tensors_in(result), decided.site)
         elif not decided.tensors:
@@ -147,16 +155,9 @@ class Recorder(DispatchMode):
             self._add_cast(call, slot.name, tensor, "fp32", "inside")
         computes = planned_names(plan, decided.tensors) if plan.rules else call.came
         self._count(
-            decided.facts.id,
-            decided.site,
-            call.came,
-            computes,
-            result,
-            plan,
-            decided.policy,
-            call.done,
+            decided.facts.id, decided.site, call.came, computes, result, plan, decided.policy, call.done,
             decided.number,
-        )
+        )  # fmt: skip
 
     def _how_unseen(self, call: Watched, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
@@ -177,7 +178,10 @@ class Recorder(DispatchMode):
         """The call that began last has raised: close it, and record it as refused if the policy refused it."""
         call = self._state.calls.pop().decided
         if call.plan.refused is not None:
-            self.ledger.refusals.append(Refusal(call.facts.id, *call.site.at, call.policy.name, call.plan.refused))
+            self.door.run(call.facts.id, self._note_refused, call, call.plan.refused)
+
+    def _note_refused(self, call: DecidedCall, why: str) -> None:
+        self.ledger.refusals.append(Refusal(call.facts.id, *call.site.at, call.policy.name, why))
 
     def wants_whole(self, op: str, device_type: str) -> bool:
         """What an op calls is recorded."""
@@ -200,19 +204,28 @@ class Recorder(DispatchMode):
         facts = op_facts(func)
         if facts.is_view or func is _DETACH:  # nothing is moved, and nothing is called inside
             result = func(*args, **kwargs)
-            self._note_made(tensors_in(result))
-            self.adviser.passed_on(tensors_in(args, kwargs), tensors_in(result))
+            self.door.run(facts.id, self._viewed, args, kwargs, result)
             return result
-        arguments = tensors_in(args, kwargs)
         on = self._was_on()
-        self._advise(facts, arguments, bool(on))
+        self.door.run(facts.id, self._advise, facts, tensors_in(args, kwargs), bool(on))
         result = self._execute(func, args, kwargs, on)
-        results = tensors_in(result)
+        self.door.run(facts.id, self._computed, facts, args, kwargs, result, on)
+        return result
+
+    def _viewed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self._note_made(tensors_in(result))
+        self.adviser.passed_on(tensors_in(args, kwargs), tensors_in(result))
+
+    def _computed(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on: tuple[Any, ...]
+    ) -> None:
+        """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
+        func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
         self._note_made(results)
         if not on and current_autograd_node() is None and not self._state.calls:
             self.adviser.passed_on(arguments, results)
         if not results or (func is TO_COPY and self._see_cast(args[0], result)):
-            return result
+            return
         done = Tally(1, bytes_of(arguments) + bytes_of(results), set(), multiplied(facts.id, args, arguments, results))
         calls = self._state.calls
         if calls:
@@ -226,7 +239,6 @@ class Recorder(DispatchMode):
                 elif facts.computes:
                     self.adviser.gave(facts, results, site)
             self._count(facts.id, site, came, came, result, None, None, done)
-        return result
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
         """These were made inside the recording."""

@@ -134,14 +134,16 @@ def present_device_types() -> list[str]:
 
 def told(watching: Sequence[Watcher], call: DecidedCall, run: Callable[[], Any]) -> Any:
     """What `run()` returns, with the watchers told of the call around it, the last one first of its end."""
-    for watcher in watching:
-        watcher.begin(call)
+    begun: list[Watcher] = []
     try:
+        for watcher in watching:
+            watcher.begin(call)
+            begun.append(watcher)
         result = run()
+        while begun:
+            begun.pop().end(result)
     except BaseException as error:
-        for watcher in reversed(watching):
-            watcher.fail(error)
+        while begun:
+            begun.pop().fail(error)
         raise
-    for watcher in reversed(watching):
-        watcher.end(result)
     return result

@@ -48,7 +48,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 def multiplied(op: str, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int | None:
     """How many multiplications a call made; None where that is not known, as for rows of several lengths."""
-    if any(t.is_nested or t.layout is not torch.strided for t in given):
+    if any(t.is_nested or t.layout is not torch.strided for t in (*given, *made)):
         return None
     transposed = op.startswith("aten.convolution") and any(value is True for value in args)
     return multiplications(op, [t.shape for t in given], [t.shape for t in made], transposed)

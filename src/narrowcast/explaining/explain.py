@@ -13,6 +13,7 @@ import torch
 
 from narrowcast.eager import autocast, record
 from narrowcast.eager.asked import asked_region
+from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.errors import GoalError, NarrowcastError, RegionError
 from narrowcast.explaining.failed_run import failure_of
 from narrowcast.explaining.graphs import FRONT_ENDS, graphs_of, script_graphs_of
@@ -158,6 +159,7 @@ def _run(
 ) -> _Ran:  # fmt: skip
     """The model as eager code, and through a graph front end if one is to be explained."""
     ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
+    note = _sentences(note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
     if front_end not in ("compile", "export") or failure is not None:
         return _Ran(ledger, ran_on, _sentences(note, _script_note(subject)), failure=failure)

@@ -21,6 +21,10 @@ ENGINES = ("DEEPSPEED", "MEGATRON_LM")
 """They scale and step by themselves."""
 FSDP_FORMATS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 """What FSDP casts, by the names of its two versions' settings."""
+TO_OPEN = (
+    "Make AcceleratePrecision before anything is prepared, and write precision.prepare(model, optimizer, ...) for "
+    "accelerator.prepare(...); or run the forward in `with accelerator.autocast():`."
+)
 
 
 class AcceleratePrecision(TrainingPrecision):
@@ -39,8 +43,11 @@ class AcceleratePrecision(TrainingPrecision):
         region is computed in fp32.
 
     The other settings are those of `TrainingPrecision`; `close()` at the end where it watches. Raises TrainingError if
-    Accelerate is missing or would autocast itself, if something was prepared before, and with DeepSpeed and Megatron.
+    Accelerate is missing or would autocast itself, with DeepSpeed and Megatron, and at the first backward or step if no
+    forward ran in the region, as after `accelerator.prepare` in the place of ours.
     """
+
+    to_open = TO_OPEN
 
     def __init__(self, accelerator: Any, *, fp32_outputs: bool = True, **settings: Unpack[Settings]) -> None:
         asked = "AcceleratePrecision(accelerator)"
@@ -55,16 +62,14 @@ class AcceleratePrecision(TrainingPrecision):
         accelerator.register_load_state_pre_hook(self._load)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """What `accelerator.prepare` gives, with models that run in the region and optimizers that end the step."""
+        """What `accelerator.prepare` gives, with models that run in the region."""
         for one in objects:
             if isinstance(one, torch.nn.Module):
                 self.follow(one)
         prepared = self.accelerator.prepare(*objects, **options)
         for made in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(made, torch.nn.Module):
-                self._wrap(self.accelerator.unwrap_model(made))
-            elif isinstance(made, torch.optim.Optimizer):
-                self._end_steps_of(made)
+                run_in_region(self.accelerator.unwrap_model(made), self, self._convert)
         return prepared
 
     def loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,32 +85,11 @@ class AcceleratePrecision(TrainingPrecision):
     def _autocast(self, autocast_handler: Any = None) -> Any:
         """Our region where Accelerate's would be; a handler that is switched off stays off."""
         if autocast_handler is not None and not autocast_handler.enabled:
-            return autocast(self.region.device, enabled=False)
+            return autocast(self.device, enabled=False)
         return self.around_forward()
 
-    def _wrap(self, model: torch.nn.Module) -> None:
-        """The forward in the region, as a method of this model, and what comes out of it in fp32."""
-        forward, to_fp32 = model.forward, self._accelerate.utils.convert_to_fp32
-
-        @wraps(forward)
-        def in_region(_: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.around_forward() if model.training else self.region:
-                result = forward(*args, **kwargs)
-            return to_fp32(result) if self._fp32_outputs else result
-
-        model.forward = MethodType(in_region, model)
-
-    def _end_steps_of(self, optimizer: Any) -> None:
-        step = optimizer.step
-
-        @wraps(step)
-        def ending(_: Any, *args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            if self.accelerator.sync_gradients:
-                self.end_step()
-            return result
-
-        optimizer.step = MethodType(ending, optimizer)
+    def _convert(self, result: Any) -> Any:
+        return self._accelerate.utils.convert_to_fp32(result) if self._fp32_outputs else result
 
     def _save(self, models: Any, weights: Any, folder: Any) -> None:
         """Beside the scaler's file, which Accelerate writes: what it leaves out, in a file that it does not ask for."""
@@ -122,8 +106,30 @@ class AcceleratePrecision(TrainingPrecision):
         load_precision(self, folder)
 
 
-def attach(accelerator: Any, precision: TrainingPrecision, asked: str) -> None:
-    """Have an Accelerator scale with our scaler. TrainingError where it would autocast, too, or comes too late."""
+def run_in_region(model: Any, precision: TrainingPrecision, convert: Callable[[Any], Any]) -> None:
+    """Have the model's forward run in the region, as a method of this model, and of copies that are made of it; what
+    it gives is converted. The region of another precision, which ran it before, is gone.
+    """
+    before, is_method = getattr(model.forward, "__narrowcast_before__", (None, False))
+    if before is None:
+        is_method = getattr(model.forward, "__self__", None) is model
+        before = model.forward.__func__ if is_method else model.forward
+
+    @wraps(before)  # of a method the function: signatures are read off it
+    def in_region(*args: Any, **kwargs: Any) -> Any:
+        this = args[0] if is_method else model
+        with precision.around_forward() if this.training else precision.region:
+            result = before(*args, **kwargs)
+        return convert(result)
+
+    in_region.__narrowcast_before__ = before, is_method  # type: ignore[attr-defined]
+    model.forward = MethodType(in_region, model) if is_method else in_region
+
+
+def attach(accelerator: Any, precision: TrainingPrecision, asked: str, to_open: str = TO_OPEN) -> None:
+    """Have an Accelerator scale with our scaler, end our steps, and refuse to train where no region was opened; to_open
+    says what to write there. TrainingError where it would autocast, too, or comes too late.
+    """
     mode = getattr(accelerator, "mixed_precision", "no")
     if mode != "no" or getattr(accelerator, "native_amp", False):
         raise TrainingError(
@@ -154,6 +160,40 @@ def attach(accelerator: Any, precision: TrainingPrecision, asked: str) -> None:
                 scaler.unscale_(getattr(one, "optimizer", one))
 
     accelerator.unscale_gradients = unscale_gradients
+    backward, prepare_optimizer = accelerator.backward, accelerator.prepare_optimizer
+
+    @wraps(backward)
+    def of_regions(*args: Any, **kwargs: Any) -> Any:
+        precision.before_step(to_open)
+        return backward(*args, **kwargs)
+
+    @wraps(prepare_optimizer)
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        return _end_steps_of(prepare_optimizer(*args, **kwargs), accelerator, precision, to_open)
+
+    accelerator.backward, accelerator.prepare_optimizer = of_regions, prepared
+    for one in accelerator._optimizers:
+        _end_steps_of(one, accelerator, precision, to_open)
+
+
+def _end_steps_of(optimizer: Any, accelerator: Any, precision: TrainingPrecision, to_open: str) -> Any:
+    """Have what Accelerate prepared say to the precision when it steps."""
+    step = optimizer.step
+    if getattr(step, "__narrowcast_precision__", None) is precision:  # prepared before
+        return optimizer
+
+    @wraps(step)
+    def ending(_: Any, *args: Any, **kwargs: Any) -> Any:
+        if accelerator.sync_gradients:
+            precision.before_step(to_open)
+        result = step(*args, **kwargs)
+        if accelerator.sync_gradients:
+            precision.end_step()
+        return result
+
+    ending.__narrowcast_precision__ = precision  # type: ignore[attr-defined]
+    optimizer.step = MethodType(ending, optimizer)
+    return optimizer
 
 
 def _refuse_formats_of_shards(accelerator: Any, asked: str) -> None:

@@ -16,10 +16,12 @@ import torch
 from narrowcast.errors import TrainingError
 from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
 from narrowcast.scaling.scaler import Scaler
+from narrowcast.torch_surface.state import caches
 
 PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 """How Lightning calls these low formats; another one is `32-true`."""
 
+TO_OPEN = "Call the module that `fabric.setup` gave, or run the forward in `with fabric.autocast():`."
 NATIVE = "MixedPrecision"
 """The name of Lightning's own plugin, under which it saves the scaler's state."""
 
@@ -49,7 +51,7 @@ class _Plugin:
     @property
     def device(self) -> str:
         """The device type of regions."""
-        return self.training.region.device
+        return self.training.device
 
     @property
     def precision(self) -> str:
@@ -64,6 +66,8 @@ class _Plugin:
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """As the framework does it, and LBFGS, which it refuses to scale, with our scaler; then the step has ended."""
         try:
+            if kwargs.get("closure") is None:  # a closure runs the forward
+                self.training.before_step(TO_OPEN)
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(self.scaler, Scaler):
                 result = self.scaler.step(optimizer, **self.around_closure(optimizer, **kwargs))
                 self.scaler.update()
@@ -110,6 +114,7 @@ class LightningPrecision(_Plugin):
     clipped. The trainer's checkpoints have the policy's digest and the scaler's state.
 
     package: `lightning` or `pytorch_lightning`; None takes that of the two which is imported.
+    cache_enabled: None is what Lightning's own plugin has: False from 2.6 on.
 
     The other settings are those of `TrainingPrecision`, which is `plugin.training`. Raises TrainingError if the package
     is missing, or both are imported. FSDP, DeepSpeed and model-parallel strategies take plugins of their own, and
@@ -120,6 +125,13 @@ class LightningPrecision(_Plugin):
         "lightning": "lightning.pytorch.plugins.precision",
         "pytorch_lightning": "pytorch_lightning.plugins.precision",
     }
+
+    def __init__(self, *, package: str | None = None, **settings: Unpack[Settings]) -> None:
+        super().__init__(package=package, **settings)
+        below: Any = super()
+        if settings.get("cache_enabled") is None and not caches(below.autocast_context_manager()):
+            settings["cache_enabled"] = False
+            self.training = TrainingPrecision(**settings)
 
     def autocast_context_manager(self) -> Any:
         """The region."""

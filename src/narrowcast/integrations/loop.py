@@ -29,6 +29,7 @@ class LoopPrecision(TrainingPrecision):
     """
 
     state_dict_key = "amp_scaler"
+    to_open = "Run the forward and its loss in `with precision.amp_autocast():`."
 
     def amp_autocast(self) -> Any:
         """The region; with gradients, the begin of a step. For evaluation and generation as well."""

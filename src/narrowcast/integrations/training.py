@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 
 from narrowcast.eager.asked import AnyDtype
 from narrowcast.eager.record import record
 from narrowcast.eager.region import autocast
-from narrowcast.errors import TrainingError, TrainingWarning
+from narrowcast.errors import Origin, RegionError, TrainingError, TrainingWarning
 from narrowcast.integrations.resuming import precision_state, take_up
 from narrowcast.ledger import Ledger
 from narrowcast.policy import Policy, as_policy
@@ -26,6 +26,7 @@ from narrowcast.runs.watch import watch as open_watch
 from narrowcast.scaling.scaler import Scaler
 from narrowcast.sites.python_stack import loop_line
 from narrowcast.sites.warned import warn_at
+from narrowcast.torch_bridge import FORMATS
 
 LedgerTo = Callable[[int, Ledger], None] | str | Path | None
 
@@ -61,6 +62,9 @@ class TrainingPrecision:
     Raises TrainingError for settings that make no sense, PolicyError for a policy that cannot be.
     """
 
+    to_open: ClassVar[str] = "Run the forward and its loss in `with precision.training():`."
+    """How the region is opened in training, as advice."""
+
     def __init__(self, **settings: Unpack[Settings]) -> None:
         unknown = [name for name in settings if name not in Settings.__annotations__]
         if unknown:
@@ -74,11 +78,17 @@ class TrainingPrecision:
         self.watching: Watching | None = None
         self._settings = settings
         self._model: Any = None
+        self._has_opened = False
         self._region: autocast | None = None
         self._own_scaler: Scaler | None = None
         self._process_group: Any = None
         self._recording: tuple[ExitStack, Ledger] | None = None
         self._watch: ExitStack | None = None
+        try:
+            self._make_region()
+        except RegionError as error:  # said where the settings are written, rather than at the first forward
+            asked = f"{type(self).__name__}: {error.asked}"
+            raise TrainingError(asked, error.found, error.where, error.advice) from None
 
     # -- regions -------------------------------------------------------------------------------------------------------
 
@@ -97,9 +107,20 @@ class TrainingPrecision:
     @property
     def region(self) -> autocast:
         """The region for a forward or a loss that trains nothing: evaluation, generation. It may be entered again."""
+        self._has_opened |= torch.is_grad_enabled()
+        return self._own_region
+
+    @property
+    def _own_region(self) -> autocast:
+        """The region, for what is asked of it rather than run in it."""
         if self._region is None:
             self._region = self._make_region()
         return self._region
+
+    @property
+    def device(self) -> str:
+        """The device type of regions."""
+        return self._own_region.device
 
     def _make_region(self) -> autocast:
         given = self._settings
@@ -135,6 +156,19 @@ class TrainingPrecision:
         return self.training() if torch.is_grad_enabled() else self.region
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def before_step(self, advice: str | None = None) -> None:
+        """An optimizer is about to step. TrainingError where nothing has opened the region yet: what it steps with was
+        computed as if there were no plugin. advice: how to open it; None is `to_open`.
+        """
+        if not self._has_opened:
+            here = loop_line()
+            raise TrainingError(
+                f"training under policy {self.policy.name} in {FORMATS[self.low]}",
+                "an optimizer is about to step, and no forward and no loss ran in the region: nothing was computed "
+                "under the policy",
+                (Origin(here.file, here.line),) if here.file else (), advice or self.to_open,
+            )  # fmt: skip
 
     def begin_step(self) -> None:
         """A forward that trains comes: open what looks at it. Further micro-batches of the step change nothing."""
@@ -193,8 +227,8 @@ class TrainingPrecision:
             return None
         if given is not None:
             return given
-        if self._own_scaler is None and self.region.fast_dtype is torch.float16:
-            self._own_scaler = Scaler(self.region.device, model=self._model, process_group=self._process_group)
+        if self._own_scaler is None and self._own_region.fast_dtype is torch.float16:
+            self._own_scaler = Scaler(self.device, model=self._model, process_group=self._process_group)
         return self._own_scaler
 
     def share_decisions(self, process_group: Any) -> None:
@@ -222,6 +256,7 @@ class TrainingPrecision:
         """Step, and end the step. clip: called between unscaling and stepping, so that it sees true gradients."""
         scaler = self.scaler
         try:
+            self.before_step()
             if clip is not None:
                 for optimizer in optimizers if scaler is not None else ():
                     scaler.unscale_(optimizer)
@@ -242,8 +277,8 @@ class TrainingPrecision:
 
         Texts, numbers and None alone, beside what the scaler's state holds.
         """
-        scaler = self.scaler
-        return precision_state(self.policy, self.region, self.steps, None if scaler is None else scaler.state_dict())
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return precision_state(self.policy, self._own_region, self.steps, scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, by what `state_dict` gave or by the state of a bare GradScaler.
@@ -251,7 +286,7 @@ class TrainingPrecision:
         A TrainingWarning says what is not as it was: the policy, with both digests and the first rules that differ, the
         low format, or the scaler. TrainingError for what is neither.
         """
-        steps, scaler_state = take_up(state, self.policy, self.region, self.scaler is not None)
+        steps, scaler_state = take_up(state, self.policy, self._own_region, self.scaler is not None)
         self.steps = self.steps if steps is None else steps
         if scaler_state is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler_state)

@@ -1,16 +1,22 @@
-"""transformers' Trainer: a mixin that puts our regions where it asks for autocasting, and our scaler into its steps."""
+"""transformers' Trainer: a mixin that puts our regions where its own autocasting is, and our scaler into its steps."""
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
-from narrowcast.errors import TrainingError
-from narrowcast.integrations.accelerate import attach
+from narrowcast.errors import Origin, TrainingError
+from narrowcast.integrations.accelerate import attach, run_in_region
 from narrowcast.integrations.resuming import load_precision, save_precision
 from narrowcast.integrations.training import TrainingPrecision, find_framework
+from narrowcast.sites.python_stack import loop_line
 
 FLAGS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
-OVERRIDDEN = ("autocast_smart_context_manager", "create_accelerator_and_postprocess", "_save_scaler", "_load_scaler")
+OVERRIDDEN = ("create_accelerator_and_postprocess", "_save_scaler", "_load_scaler")
+TO_OPEN = (
+    "Have the Trainer prepare the model that it trains: a model that is wrapped before (nn.DataParallel), or another "
+    "one in compute_loss, runs in the region only in `with trainer.precision.training():`."
+)
 
 
 class PrecisionMixin:
@@ -19,14 +25,28 @@ class PrecisionMixin:
         MyTrainer(model=..., args=TrainingArguments(bf16=False, fp16=False),
                   precision=TrainingPrecision(policy=..., dtype="bf16"))
 
-    Training, evaluation and `predict_with_generate` run in the region; the backward, clipping and stepping use our
-    scaler. Checkpoints have the policy's digest and the scaler's state. What evaluation gives is fp32.
+    As with the Trainer's own `bf16=True`, the model's forward runs in the region and gives fp32, in training,
+    evaluation and `predict_with_generate`, and a loss computed of its logits is outside of it, bit for bit the same
+    under the policy `native`. The backward, clipping and stepping use our scaler. Checkpoints have the policy's digest
+    and the scaler's state.
 
-    Raises TrainingError if transformers is missing, has not what the mixin overrides, or would autocast or convert the
-    model itself (`bf16`, `fp16`, `bf16_full_eval`, `fp16_full_eval`, `accelerate launch --mixed_precision`).
+    Raises TrainingError if transformers is missing, has not what the mixin overrides, stands before the mixin among the
+    bases, or would autocast or convert the model itself (`bf16`, `fp16`, `bf16_full_eval`, `fp16_full_eval`,
+    `accelerate launch --mixed_precision`).
     """
 
     precision: TrainingPrecision
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        first = next(base for base in cls.__mro__ if OVERRIDDEN[0] in vars(base))
+        if not issubclass(first, PrecisionMixin):
+            raise TrainingError(
+                f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})",
+                f"{first.__name__} comes before PrecisionMixin, which would never be asked: it would train in fp32",
+                (Origin(here.file, here.line),) if (here := loop_line()).file else (),
+                f"Write class {cls.__name__}(PrecisionMixin, {first.__name__}).",
+            )
 
     def __init__(self, *args: Any, precision: TrainingPrecision | None = None, **kwargs: Any) -> None:
         transformers = find_framework("transformers", "transformers accelerate", type(self).__name__)
@@ -40,11 +60,11 @@ class PrecisionMixin:
             )
         self.precision = TrainingPrecision() if precision is None else precision
         super().__init__(*args, **kwargs)
-        told: Any = self
-        told.add_callback(_callback(transformers, self.precision))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The trainer's Accelerator, with our scaler; nothing else may autocast."""
+        """The trainer's Accelerator, with our scaler, and our region where its own would be; nothing else may
+        autocast.
+        """
         trainer: Any = self
         flags = [name for name in FLAGS if getattr(trainer.args, name, False)]
         if flags:
@@ -57,17 +77,18 @@ class PrecisionMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.precision.follow(trainer.model)
         self.precision.on_device(trainer.accelerator.device.type)
-        attach(trainer.accelerator, self.precision, type(self).__name__)
+        accelerator = trainer.accelerator
+        attach(accelerator, self.precision, type(self).__name__, TO_OPEN)
+        prepare = accelerator.prepare_model
+        to_fp32 = find_framework("accelerate.utils", "accelerate", type(self).__name__).convert_to_fp32
 
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """The region; in training, the begin of a step."""
-        return self.precision.around_forward()
+        @wraps(prepare)
+        def in_regions(*args: Any, **kwargs: Any) -> Any:
+            made = prepare(*args, **kwargs)
+            run_in_region(accelerator.unwrap_model(made), self.precision, to_fp32)
+            return made
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Also what generates runs in the region."""
-        with self.precision.region:
-            found = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-        return find_framework("accelerate.utils", "accelerate", type(self).__name__).convert_to_fp32(found)
+        accelerator.prepare_model = in_regions
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; what looks at it is closed, also after an error."""
@@ -87,13 +108,3 @@ class PrecisionMixin:
         if self.precision.scaler is not None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
         load_precision(self.precision, checkpoint)
-
-
-def _callback(transformers: Any, precision: TrainingPrecision) -> Any:
-    """What the Trainer tells of its steps."""
-
-    class EndOfSteps(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            precision.end_step()
-
-    return EndOfSteps()

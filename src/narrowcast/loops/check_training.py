@@ -8,17 +8,21 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from narrowcast.eager.door import NOT_INSPECTED
 from narrowcast.eager.record import record
 from narrowcast.errors import RunError
 from narrowcast.ledger import Advice
 from narrowcast.loops.kept import Kept
 from narrowcast.loops.looking import Looking
+from narrowcast.loops.sharded import BESIDE
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.report.training import TrainingCheck
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
 _NOT_OF_LOOPS = ("rule without effect", "switched off")
 """What a recording advises and two steps cannot judge, or the user has written on purpose."""
+_MORE = 32
+"""How many steps more a scaler has that skips each of them, to come down to a scale that fits."""
 
 
 def check_training(
@@ -32,11 +36,13 @@ def check_training(
     random state and generators are as they were; counters of the function's own are not. A copy of what is written to
     is held meanwhile.
 
-    Found, each with the line and what to write instead: forward or loss outside of the region, backward or optimizer
-    inside, no region at all, a clip before the gradients are unscaled, weights cast again at each micro-batch, an
-    evaluation without the region, a region that somebody else opens inside yours, gradients that underflow, statistics
-    of batch norm in a low format, weights in a low format, fp16 without a scaler, a scaler without need. Compiled code
-    runs as eager code meanwhile. Reads values of gradients in fp16: an accelerator is waited for.
+    Found, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
+    evaluation), or inside (backward, optimizer, weights written to); what rounding keeps in place (updates of weights,
+    averages, sums of losses and of gradients, statistics of batch norm), judged by what moved; losses that are not
+    scaled, gradients that underflow, are clipped or added to in the wrong order, or are never cleared; steps that are
+    all skipped; whoever casts besides the region. Compiled code runs as eager code meanwhile. Reads values of gradients
+    in fp16, and of what is in a low format: an accelerator is waited for. Where a scaler skips all steps, more are run,
+    until its scale fits or is one.
 
     Returns a TrainingCheck, true if nothing is wrong. Raises RunError, and what the step raises.
     """
@@ -49,6 +55,7 @@ def check_training(
         )  # fmt: skip
     kept = Kept()
     looking = Looking(kept)
+    door = looking.door
     own = threading.get_ident()
     others = {thread.ident for thread in threading.enumerate()} - {own}
     trained = 0
@@ -57,11 +64,11 @@ def check_training(
         nonlocal trained
         if threading.get_ident() not in others:  # who trains something else meanwhile
             trained += 1
-            looking.steps(optimizer, threading.get_ident() == own)
+            door.run("an optimizer's step", looking.steps, optimizer, threading.get_ident() == own)
 
     def has_stepped(optimizer: Any) -> None:
         if threading.get_ident() not in others:
-            looking.stepped()
+            door.run("an optimizer's step", looking.stepped)
 
     try:
         with ExitStack() as stack:
@@ -70,21 +77,26 @@ def check_training(
             stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
             stack.enter_context(told_of_optimizer_steps(has_stepped))
             stack.enter_context(looking.observing())
-            for _ in range(steps):
+            ran = 0
+            while ran < steps or (looking.is_stuck and ran < steps + _MORE):
                 _refuse_what_has_not_run(step(*args, **(kwargs or {})))
+                ran += 1
+                door.run("a step as a whole", looking.end_of_round)
     finally:
         kept.put_back()
-    looking.judge()
+    door.run("the steps as a whole", looking.judge)
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
+    if BESIDE in looking.beside:
+        unsaid = (*unsaid, "weights in a low format")  # nobody has converted the model
     found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
-    notes = [] if trained else ["no optimizer stepped: what weights and gradients suffer from may be missing."]
+    notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
+    if not trained and not looking.skipped:
+        notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not looked at.")
-    if looking.updates > trained:
-        notes.append(
-            f"{looking.updates - trained} steps were skipped: gradients were not finite at the scaler's scale."
-        )
-    return TrainingCheck(tuple(found), found, steps, looking.calls, notes)
+    if looking.skipped:
+        notes.append(f"{looking.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
+    return TrainingCheck(tuple(found), found, ran, looking.calls, notes)
 
 
 def _refuse_what_has_not_run(given: Any) -> None:

@@ -12,8 +12,8 @@ from narrowcast.policy import Site
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.rerun import run_in
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS, tensors_in
 from narrowcast.torch_surface.dispatch import op_name, storage_key
 
@@ -51,10 +51,13 @@ class Gradients:
         """New gradients are computed."""
         self._known, self._knows_scale = None, False
 
-    def scale_read(self, tensor: torch.Tensor) -> None:
-        """A number is read from a device: whoever knows the scale may clip at a limit that is scaled, too."""
-        if has_storage(tensor) and storage_key(tensor) in self._kept.scales():
-            self._knows_scale = True
+    def scale_read(self) -> None:
+        """A scale is read: whoever knows it may clip at a limit that is scaled, too."""
+        self._knows_scale = True
+
+    def forget(self) -> None:
+        """Gradients may lie elsewhere."""
+        self._known = None
 
     def end_of_step(self) -> None:
         """An optimizer has them."""
@@ -76,14 +79,14 @@ class Gradients:
         given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
         if name in (*_FACTORS, *_LIMITS) and self._changed(call, name, given[:1], call.results):
             return
-        if name in _MEASURES and any(storage_key(t) in self._lie_in() for t in given):
+        if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in given):
             self._are_measured = True
 
     def _changed(self, call: SeenCall, name: str, read: list[torch.Tensor], gives: list[torch.Tensor]) -> bool:
         """Whether a call gives gradients times a factor, or within limits. A factor that a norm went into clips them;
         one that knows nothing of them averages, or unscales.
         """
-        if not any(has_storage(t) and storage_key(t) in self._lie_in() for t in read):
+        if not any(has_storage(t) and storage_key(t) in self.lie_in() for t in read):
             return False
         if name in _FACTORS:
             others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
@@ -96,7 +99,8 @@ class Gradients:
             self._clipped.update((storage_key(t), (call.id.op, call.site)) for t in gives if has_storage(t))
         return True
 
-    def _lie_in(self) -> set[int]:
+    def lie_in(self) -> set[int]:
+        """Where gradients lie now."""
         if self._known is None:
             self._known = self._kept.gradients()
         return self._known

@@ -10,9 +10,9 @@ from torch.autograd.graph import increment_version
 from narrowcast.loops.living import Living
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.observer import quietly
-from narrowcast.scaling.gradients import parameters_of, values_of
-from narrowcast.torch_bridge import OpFacts, tensors_in
-from narrowcast.torch_surface.dispatch import storage_key
+from narrowcast.scaling.gradients import parameters_of
+from narrowcast.torch_bridge import OpFacts, tensors_in, values_of
+from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key
 from narrowcast.torch_surface.grad_scaling import scale_of
 
 UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
@@ -20,14 +20,19 @@ UPDATE_SCALE = "aten._amp_update_scale_.default"
 
 
 class Kept:
-    """Copies of memory, taken before it is written to for the first time, and objects as they were at the start."""
+    """Copies of memory, taken before it is written to for the first time, and objects as they were at the start.
+
+    Memory is copied if a tensor that lay in it was alive at the start. What nobody knew then is left as the steps leave
+    it: giving it older values back would harm a tensor that was made in them.
+    """
 
     def __init__(self) -> None:
         with quietly():
             self._living = Living()
+            there = _in_memory(self._living.tensors())
+            self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
         self._models: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, Any] = {}
-        self._made: set[int] = set()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
@@ -50,48 +55,49 @@ class Kept:
                     for tensor in _in_memory(*parameters_of(optimizer), *optimizer.state.values()):
                         self._copy(tensor)
 
-    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Copy what an op is about to write to, if it was there before the steps, and the state of a generator; where
-        all lies that it writes to.
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Copy what an op is about to write to, if it was there before the steps, and the state of a generator; all
+        that it writes to.
         """
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self._generators:
             self._generators[id(generator)] = generator, generator.get_state()
-        keys = []
-        for tensor in written(facts, args, kwargs) if facts.overwrites else ():
-            keys.append(storage_key(tensor))
-            with quietly():
+        targets = written(facts, args, kwargs) if facts.overwrites else []
+        with quietly():
+            for tensor in targets:
                 self._copy(tensor)
-        return keys
-
-    def after_op(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """What an op gave in memory of its own was not there before."""
-        made = [storage_key(t) for t in _in_memory(result)]
-        if made:
-            given = {storage_key(t) for t in _in_memory(args, kwargs)}
-            self._made.update(key for key in made if key not in given and key not in self._copies)
+        return targets
 
     def _copy(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
-        if key not in self._made and key not in self._copies:
+        if key in self._there and key not in self._copies:
             whole = _whole(tensor)
             self._copies[key] = whole, whole.clone()
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
+    def was_there(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory that a tensor lies in was there before the steps."""
+        return storage_key(tensor) in self._there
+
     def gradients(self) -> set[int]:
         """Where the gradients lie that the parameters of models and optimizers have now."""
-        found = [parameter.grad for _, parameter in self._parameters()]
-        return {storage_key(gradient) for gradient in found if gradient is not None and has_storage(gradient)}
+        return {storage_key(t) for t in _in_memory([parameter.grad for _, parameter in self._parameters()])}
 
     def names(self) -> dict[int, str]:
         """The models' parameters: names by where they lie."""
-        return {storage_key(parameter): name for name, parameter in self._parameters() if name}
+        rows = self._parameters()
+        return {storage_key(part): name for name, parameter in rows if name for part in _in_memory(parameter)}
 
     def scales(self) -> set[int]:
         """Where the scales of all scalers lie."""
-        scales = (scale_of(scaler) for scaler in self._living.scalers)
+        scales = [scale_of(scaler) for scaler in self._living.scalers]
+        scales += [loss.scale for s in self._living.scalers for loss in vars(s).get("_losses", {}).values()]
         return {storage_key(scale) for scale in scales if scale is not None}
+
+    def states(self) -> list[torch.Tensor]:
+        """What optimizers that have stepped hold besides weights."""
+        return [t for optimizer in self._optimizers.values() for t in _in_memory(list(optimizer.state.values()))]
 
     def trained(self) -> set[int]:
         """The parameters, by identity, of the optimizers that have stepped."""
@@ -100,7 +106,7 @@ class Kept:
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         named = [row for model in self._models.values() for row in model.named_parameters()]
         others = [("", parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)]
-        return [(name, parameter) for name, parameter in (*others, *named) if has_storage(parameter)]
+        return [*others, *named]
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +119,8 @@ class Kept:
                         whole.copy_(before)
             self._living.put_back()
             for _, parameter in self._parameters():
-                if storage_key(parameter) in self._copies and not parameter.is_inference():
+                parts = _in_memory(parameter)
+                if any(storage_key(part) in self._copies for part in parts) and not parameter.is_inference():
                     increment_version(parameter)  # what is written through .data does not: casts that are kept
             for generator, state in self._generators.values():
                 generator.set_state(state)

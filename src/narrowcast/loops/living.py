@@ -82,7 +82,11 @@ class Living:
         self._optimizers: dict[int, tuple[Optimizer, _Attributes]] = {}
         self._schedules: list[tuple[LRScheduler, _Attributes]] = []
         self._touched: set[int] = set()
-        found = list(_instances_of((Module, Parameter, Optimizer, LRScheduler, torch.amp.GradScaler)))
+        found = list(_instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler)))
+        self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
+        for one in found:
+            if isinstance(one, torch.jit.ScriptModule):
+                self._tensors += [*one.parameters(), *one.buffers()]
         self.scalers = [one for one in found if isinstance(one, torch.amp.GradScaler)]
         self._scalers = [_Attributes(scaler) for scaler in self.scalers]
         for one in found:
@@ -96,6 +100,14 @@ class Living:
                     self._add_parameter(parameter)
             elif isinstance(one, LRScheduler):
                 self._schedules.append((one, _Attributes(one)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
+        of a gradient, only once it was asked for.
+        """
+        found, self._tensors = self._tensors, []
+        owned = [t for t in found if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
+        return found + [t.grad for t in owned if t.grad is not None]
 
     def model(self, model: Module) -> None:
         """A model is called: it and what is in it are to be put back."""

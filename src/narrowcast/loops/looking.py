@@ -11,16 +11,33 @@ import torch
 from narrowcast.eager.advice import listed_kinds
 from narrowcast.ledger import Advice
 from narrowcast.ledger.identity import BACKWARD, FORWARD
-from narrowcast.loops.gradients import Gradients, find_underflow
-from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept
-from narrowcast.policy import Kind, Site
+from narrowcast.loops.backwards import Backwards
+from narrowcast.loops.batch_norm import low_statistics
+from narrowcast.loops.exact import Begun, Exact, told
+from narrowcast.loops.gradients import Found, Gradients, find_underflow
+from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept, written
+from narrowcast.loops.sharded import casts_beside
+from narrowcast.loops.stale import Stale
+from narrowcast.loops.sums import Sums
+from narrowcast.policy import NOWHERE, Kind, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
+from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.observer import Observer
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.sites.python_stack import loop_line
-from narrowcast.torch_bridge import FORMATS, OpFacts, is_weight, op_facts, tensors_in
-from narrowcast.torch_surface.dispatch import READ_NUMBER, TO_COPY, OpOverload, op_name, schema_of, storage_key
+from narrowcast.torch_bridge import OpFacts, is_random, is_weight, op_facts, tensors_in
+from narrowcast.torch_surface.autograd import current_graph_task
+from narrowcast.torch_surface.dispatch import (
+    ONES_LIKE,
+    READ_NUMBER,
+    TO_COPY,
+    OpOverload,
+    op_name,
+    storage_key,
+    without_functions,
+)
 from narrowcast.torch_surface.state import autocast_nesting
 
 COSTS_TIME = "weights cast again"
@@ -47,7 +64,8 @@ class _Evaluated:
 
 class Looking(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
-    has_seen, has_lowered: there was one, a region lowered one.
+    has_seen, has_lowered: there was one, a region lowered one; skipped: updates of steps that were skipped; scale: at
+    the last of them; beside: kinds of findings about who casts besides the region.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -68,6 +86,15 @@ class Looking(Observer):
         self._low: tuple[str, Site] | None = None
         self.has_seen = self.has_lowered = False
         self._scales: Site | None = None
+        self.skipped = 0
+        self.scale, self.has_room, self._is_known = 0.0, False, False  # of a scaler that was there before the steps
+        self._update: Site | None = None
+        self._backwards = Backwards()
+        self._exact = Exact(kept.was_there, self._gradients.lie_in)
+        self._sums = Sums(kept.was_there)
+        self._stale = Stale()
+        self.beside: list[str] = []
+        self._meant: ByStorage[bool] = ByStorage()
 
     @property
     def calls(self) -> dict[str, int]:
@@ -75,6 +102,11 @@ class Looking(Observer):
         counted = [o for o in (self.outside, *(e.outside for e in self.evaluated.values())) if o is not None]
         inside = self.inside + sum(e.inside for e in self.evaluated.values())
         return {"inside": inside, "outside": sum(o.times for o in counted)}
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a scaler has skipped all steps so far, and has a smaller scale left."""
+        return bool(self.updates) and self.skipped == self.updates and self.has_room
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
@@ -87,7 +119,7 @@ class Looking(Observer):
         """A module's call; the outermost says whether this is training."""
         if self._depth:
             return super().called(call, module, args, kwargs)
-        self._kept.model(module)
+        self.door.run("a model", self._met_model, module)
         self._is_without_grad = not torch.is_grad_enabled()
         if self._is_without_grad and not module.training:
             self._evaluation = self.evaluated.setdefault(id(module), _Evaluated(module))
@@ -99,21 +131,54 @@ class Looking(Observer):
             self._evaluation = None
             self._is_without_grad = False
 
+    def _met_model(self, module: torch.nn.Module) -> None:
+        self._kept.model(module)
+        self._gradients.forget()
+        for found in casts_beside(module) if _in_region() else ():
+            if found[0] not in self.beside:
+                self.beside.append(found[0])
+                self.add(*found, loop_line())
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._local.looking:  # what we compute ourselves
             return super().__torch_dispatch__(func, types, args, kwargs)
         facts = op_facts(func)
-        for key in self._kept.before_op(facts, args, kwargs or {}):
-            for dtype in _LOW:
-                self._casts.pop((key, dtype), None)  # another weight is cast next time
-        if func is READ_NUMBER:
-            self._gradients.scale_read(args[0])
+        with without_functions():  # asking for a gradient, or for a dtype, is a call
+            begun = self.door.run(facts.id, self._before_op, facts, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not facts.is_view:
-            self._kept.after_op(args, kwargs or {}, result)
+        if begun is not None or is_random(func):
+            with without_functions():
+                self.door.run(facts.id, self._computed_again, begun, result)
         return result
+
+    def _computed_again(self, begun: Begun | None, result: Any) -> None:
+        if begun is not None:
+            self._exact.end(begun, result)
+        else:
+            self._exact.drawn(result)
+
+    def _before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
+        targets = self._kept.before_op(facts, args, kwargs)
+        for tensor in targets:
+            for dtype in _LOW:
+                self._casts.pop((storage_key(tensor), dtype), None)  # another weight is cast next time
+        is_backward = current_graph_task() != -1
+        if is_backward:
+            self._backwards.runs()
+        elif targets and not self._is_stepping and _in_region():
+            self._stale.written(targets, loop_line())
+        if facts.op is READ_NUMBER and has_storage(args[0]) and storage_key(args[0]) in self._kept.scales():
+            self._gradients.scale_read()
+            self._backwards.scale_read(args[0])
+        if facts.op is ONES_LIKE and not is_backward and args[0].grad_fn is not None and self._kept.scales():
+            self._backwards.begins_at(args[0])
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args, kwargs))
+        if not facts.is_view and not trains and (self._is_stepping or not (is_backward or self._depth)):
+            return self._exact.begin(facts, args, kwargs, loop_line, self._is_stepping)
+        self._exact.forget(targets)
+        return None
 
     def looks_before(self, facts: OpFacts) -> bool:
         """Whether it writes."""
@@ -123,14 +188,24 @@ class Looking(Observer):
         """Scalers and clips."""
         if call.facts.id == UNSCALE:
             self._scales = self._scales or loop_line()
+            self._backwards.unscales(call)
             clip = self._gradients.unscaled(call)
             if clip is not None:
                 self.add(*clip)
         elif call.facts.id == UPDATE_SCALE:
             self.updates += 1
+            self.skipped += bool(call.args[2])
+            scale = float(call.args[0])
+            self._is_known = storage_key(call.args[0]) in self._kept.scales()
+            self.has_room = self._is_known and scale > 1 and (self.updates == 1 or scale < self.scale)
+            self.scale, self._update = scale, loop_line()
+            self._backwards.updated()
             self.end_of_step()
-        elif call.id.direction == FORWARD and not self._is_stepping:
+        elif call.id.direction == BACKWARD:
+            self._backwards.adds(call)
+        elif not self._is_stepping:
             self._gradients.written(call)
+            self._backwards.written(call, written(call.facts, call.args, call.kwargs))
 
     def after(self, call: SeenCall) -> None:
         """Where it stood, and what it gave."""
@@ -139,11 +214,15 @@ class Looking(Observer):
             underflow = find_underflow(call)
             if underflow is not None:
                 self.add(*underflow)
+        if call.id.direction == FORWARD and not self._is_stepping:
+            self._adds_up(call)
+            self._goes_on_in_fp32(call)
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
         if not self._is_stepping:
             self._gradients.computed(call)
+            self._backwards.computed(call, self._kept.scales())
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
         is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)
@@ -151,6 +230,8 @@ class Looking(Observer):
             self._fp16 = self._fp16 or (call.id.op, call.site)
         elif is_trained and is_region and call.rule is not None and "bf16" in computes:
             self._low = self._low or (call.id.op, call.site)
+        if is_region and not self._is_stepping:
+            self._say(self._stale.read(call))
         if is_region:
             self.has_lowered |= "fp16" in computes or (call.rule is not None and "bf16" in computes)
             if self._evaluation is not None:
@@ -159,8 +240,7 @@ class Looking(Observer):
                 self.inside += 1
         else:
             self._is_outside(call)
-        if "batch_norm" in call.facts.id:
-            self._batch_norm(call)
+        self._say(low_statistics(call))
 
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Casts of weights; and whether gradients will flow back."""
@@ -170,11 +250,15 @@ class Looking(Observer):
         is_weights = facts.op is TO_COPY and seen.plan is not None and is_weight(args[0])
         if is_forward and is_weights and not self._is_without_grad:
             self._casts.setdefault((storage_key(args[0]), result.dtype), []).append(seen.site)
+        if is_weights:
+            self._stale.cast(seen, args[0], result)
         return result
 
     def steps(self, optimizer: Any, is_seen: bool) -> None:
         """An optimizer is about to step; is_seen: on the thread that is looked at."""
         self._kept.optimizer(optimizer, is_seen)
+        with without_functions():
+            self._backwards.steps(optimizer)
         self._is_stepping = True
         self.end_of_step()
 
@@ -198,14 +282,44 @@ class Looking(Observer):
             )
         self._casts.clear()
         self._gradients.end_of_step()
+        self._sums.end_of_step()
+
+    def end_of_round(self) -> None:
+        """The step function has returned."""
+        for found in (*told(self._exact.end_of_step(self._kept.states()), self._kept.names()), *self._backwards.found):
+            self._say(found)
+        self._backwards.found.clear()
+
+    def _adds_up(self, call: SeenCall) -> None:
+        """What is added up term by term, outside of models."""
+        if self._sums.is_of_gradients(call, self._gradients.lie_in):
+            self._backwards.low_sum(call.results[0].dtype, call.site)
+        elif not self._depth:
+            self._say(self._sums.of_losses(call))
+
+    def _goes_on_in_fp32(self, call: SeenCall) -> None:
+        """What the user has cast to fp32, and whatever is computed from it outside of regions, is meant to be fp32."""
+        if call.plan is not None:
+            return
+        given = tensors_in(call.args, call.kwargs)
+        is_cast_by_user = call.facts.op is TO_COPY and given[0].dtype in _LOW and call.result.dtype is torch.float32
+        if is_cast_by_user or any(self._meant.get(t) for t in given):
+            for tensor in call.results:
+                self._meant.put(tensor, True)
+
+    def _say(self, found: Found | None) -> None:
+        if found is not None:
+            self.add(*found)
 
     # -- findings ------------------------------------------------------------------------------------------------------
 
     def _is_outside(self, call: SeenCall) -> None:
         floats = [t for _, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
-        if not floats or any(t.dtype is not torch.float32 for t in floats) or autocast_nesting() or innermost():
+        if not floats or any(t.dtype is not torch.float32 for t in floats) or _in_region():
             return
         if listed_kinds(floats[0].device.type).get(op_name(call.facts.op)) is not Kind.LOWER:
+            return
+        if any(self._meant.get(t) for t in floats):
             return
         if self._evaluation is not None:
             of = self._evaluation.outside = self._evaluation.outside or _Outside(call.id.op, call.site)
@@ -214,22 +328,6 @@ class Looking(Observer):
         else:
             return
         of.times += 1
-
-    def _batch_norm(self, call: SeenCall) -> None:
-        names = [argument.name for argument in schema_of(call.facts.op).arguments]
-        flag = next((names.index(name) for name in ("training", "train") if name in names), None)
-        if flag is None or not (call.args[flag] if flag < len(call.args) else call.kwargs.get(names[flag])):
-            return  # frozen: nothing is added to them
-        for name, tensor in tensors_by_name(call.facts, call.args, call.kwargs):
-            if name in ("running_mean", "running_var") and tensor.dtype in _LOW:
-                self.add(
-                    "batch norm statistics in a low format",
-                    f"{name} of {call.id.module_path or 'the module'} is {FORMATS[tensor.dtype]}: what each step adds "
-                    "to it is soon lost in rounding",
-                    "Keep the module in fp32 (module.float()): a region gives it what it needs.",
-                    call.site,
-                )
-                return
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
@@ -256,6 +354,14 @@ class Looking(Observer):
                 "Open the same region around the evaluation: what is measured is then what was trained.",
                 evaluated.site,
             )
+        if self.updates and self.skipped == self.updates and self._is_known and not self.has_room:
+            self.add(
+                "every step is skipped",
+                f"{self.skipped} of {self.updates} steps, the last at a scale of {self.scale:g}, have gradients that "
+                "are not finite: no weight moves",
+                "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot mend it.",
+                self._update or NOWHERE,
+            )
         if self._fp16 is not None and self._scales is None and not self._gradients.is_scaled_by_hand:
             op, site = self._fp16
             self.add(
@@ -278,3 +384,8 @@ class Looking(Observer):
             if found.outside is not None and not found.inside and is_trained:
                 return found.outside
         return None
+
+
+def _in_region() -> bool:
+    """Whether a region is open, of torch's or ours."""
+    return bool(autocast_nesting() or innermost())

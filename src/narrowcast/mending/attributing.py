@@ -21,7 +21,7 @@ from narrowcast.policy import Action, Kind, Policy, Rule
 from narrowcast.repairs.rules import rule_about
 from narrowcast.runs.alone import run_low
 from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.observer import SeenCall
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.trial import tensors_of
 from narrowcast.torch_surface.dispatch import without_modes
 

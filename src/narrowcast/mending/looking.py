@@ -14,9 +14,9 @@ from narrowcast.policy import Kind, Policy, Rule
 from narrowcast.report.findings import Watching
 from narrowcast.runs.by_storage import ByStorage
 from narrowcast.runs.finiteness import came_in, is_floating
-from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.raising import Raising
 from narrowcast.runs.reference import Kept, kept_of
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.trial import tensors_of
 from narrowcast.runs.watch import WatchCalls
 from narrowcast.torch_bridge import op_id

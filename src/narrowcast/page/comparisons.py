@@ -11,7 +11,8 @@ from narrowcast.page.tables import finding_table, module_table, op_table, table
 from narrowcast.page.words import call_rule, error_text, number, place, shares, split_identity
 
 Data = Mapping[str, Any]
-AT_FAULT = ("fault", "not finite")
+AT_FAULT = ("fault", "not finite", "kernel")
+PASSED_ON = "passed on"
 
 
 def comparison_page(data: Data) -> Page:
@@ -79,13 +80,8 @@ def _fill(node: Node, row: Data) -> None:
     """The errors of a call, on its node; a finding, if it is at fault."""
     node.own, node.inherited, node.total = (number(row[name]) for name in ("own", "inherited", "total"))
     node.verdict = row["verdict"]
-    if row["verdict"] in AT_FAULT and not _passed_on(row):
+    if row["verdict"] in AT_FAULT:
         node.finding = row["why"] or row["verdict"]
-
-
-def _passed_on(row: Data) -> bool:
-    """Whether what is not finite came with its inputs, as the comparison's own words have it."""
-    return row["verdict"] == "not finite" and "came with its inputs" in row["why"]
 
 
 def add_errors(nodes: Iterable[Node], rows: Iterable[Data]) -> None:
@@ -116,7 +112,7 @@ def error_todos(worst: Iterable[Data], faults_only: bool = False) -> list[Todo]:
     found = []
     for row in worst:
         at_fault = row["verdict"] in AT_FAULT
-        if row["computes"] == row["reference"] or at_fault < faults_only or _passed_on(row):
+        if row["computes"] == row["reference"] or at_fault < faults_only or row["verdict"] == PASSED_ON:
             continue
         path, op, _, _ = split_identity(row["forward"] or row["id"])
         alone = number(row["alone"])

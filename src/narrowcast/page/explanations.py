@@ -36,6 +36,9 @@ VERDICTS = {
     "round-off": "Within round-off of fp32",
     "fault": "Further from fp32 than round-off explains",
     "not finite": "Not finite, where fp32 is",
+    "kernel": "Within reach of fp32, but a kernel is off by more than round-off",
+    "not judged": "Nothing says how far from fp32 round-off may go",
+    "not compared": "The model computes in low formats in fp32, too",
     "nondeterministic": "As far from fp32 as two of its own runs",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakSet
 
 from narrowcast.ledger import TO_RULE_INSIDE
 from narrowcast.policy import Site
@@ -10,13 +11,16 @@ from narrowcast.regions.ruling import shadowed_region
 from narrowcast.sites.warned import warn_at
 from narrowcast.torch_surface.autograd import current_graph_task
 
+_told: WeakSet[object] = WeakSet()
+"""Regions of which it was said: a plugin's is entered for each step of a training run."""
+
 
 def tell_hidden(op: str, device_type: str, find_site: Callable[[], Site]) -> None:
-    """RegionWarning, once each time that a region is entered, if the region's policy changes this op, and is hidden."""
+    """RegionWarning, once for each region that was made, if its policy changes this op, and is hidden."""
     region = shadowed_region(device_type)
-    if region is None or region.has_told or op not in region.prepared.changed or current_graph_task() != -1:
+    if region is None or op not in region.prepared.changed or current_graph_task() != -1 or region.owner in _told:
         return
-    region.has_told = True
+    _told.add(region.owner)
     warn_at(
         f"narrowcast: a torch.autocast block inside your region hides policy {region.prepared.policy.name}: {op} runs "
         f"as torch decides. {TO_RULE_INSIDE}; narrowcast.record says where the block is opened",

@@ -87,7 +87,7 @@ class OpenRegion:
     identity: what tells Dynamo that another policy is in force; None under native.
     mixes: an outer region has another low format, and torch's cache does not tell them apart.
     kept: the weight cache, once it is used. inside: this region in torch's blocks inside it, by their facts.
-    has_warned: of training in a format that its policy does not train in. has_told: that a block of torch's hides it.
+    has_warned: of training in a format that its policy does not train in.
     """
 
     prepared: Prepared
@@ -99,7 +99,6 @@ class OpenRegion:
     mixes: bool = False
     kept: WeightCache | None = None
     has_warned: bool = False
-    has_told: bool = False
     inside: dict[Region, OpenRegion] | None = None
 
     @property

@@ -13,15 +13,9 @@ from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.page.shown import Shown
 from narrowcast.report.lines import cut, number_text, without_specials
+from narrowcast.report.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
 SCHEMA = "narrowcast.compare/1"
-
-EXACT, ROUND_OFF, FAULT, NONDETERMINISTIC, NOT_FINITE, UNKNOWN = (
-    "exact", "round-off", "fault", "nondeterministic", "not finite", "not run alone",
-)  # fmt: skip
-"""Verdicts: no difference; within what one unit in the last place of its formats explains; beyond that; differs between
-two runs of the reference itself; NaN or infinity where the reference has none; random, so that it cannot be run alone.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +62,12 @@ class CallError:
 
     computes, reference: the formats it reads under the policy and in the reference. own: relative error (L2) of the
     call alone in its low formats, on the reference's inputs. inherited: of the same call in low formats, on the inputs
-    that it really had, against that. total: of what it really gave, against the reference. kernel: of the call alone
-    against itself in fp64 on the same rounded inputs: what its kernel adds. band: the largest own error when inputs and
-    results move by one unit in the last place. sqnr_db: of the total. largest_ulps, mean_ulps: of kernel errors, in
-    units in the last place of the result's format; bias_ulps: the mean of roundings against rounding to nearest,
-    towards +infinity or away from zero. overflow, underflow,
+    that it really had, against that. total: of what it really gave, against the reference. kernel: of what it gave
+    against the same op in fp64 on the same inputs, those that it really had; bound: the largest of these errors, of any
+    element, over what its formats and the length of its sums allow; 0 where nothing bounds it. band: how far the call
+    was off where everything before it moved by one unit in the last place. sqnr_db: of the total. largest_ulps,
+    mean_ulps: of kernel errors, in units in the last place of the result's format; bias_ulps: the mean of roundings
+    against rounding to nearest, towards +infinity or away from zero, where that is no accident. overflow, underflow,
     saturated: shares of elements that became infinite, zero, or the largest value. alone: relative error of the model's
     output when only this call's op in its module is low; NaN where it was not tried. why: of the verdict.
     """
@@ -97,6 +92,7 @@ class CallError:
     underflow: float = 0.0
     saturated: float = 0.0
     alone: float = math.nan
+    bound: float = 0.0
     forward: CallId | None = None
 
     @property
@@ -179,19 +175,19 @@ class Differences(Shown):
     @property
     def worst(self) -> list[CallError]:
         """The calls most to blame, worst first: faults, then those that alone move the output most, then own error."""
-        order = {NOT_FINITE: 0, FAULT: 1}
-        found = [row for row in self.rows if row.own or row.verdict in order]
+        order = {NOT_FINITE: 0, FAULT: 1, KERNEL: 1}
+        found = [row for row in self.rows if (row.own and row.verdict != PASSED_ON) or row.verdict in order]
 
         def key(row: CallError) -> tuple[float, ...]:
             alone = -1.0 if math.isnan(row.alone) else row.alone
-            return order.get(row.verdict, 2), -alone, -(row.own if not math.isnan(row.own) else math.inf)
+            return order.get(row.verdict, 2), -alone, -(row.own if math.isfinite(row.own) else 0.0)
 
         return sorted(found, key=key)
 
     @property
     def faults(self) -> list[CallError]:
-        """The calls that are off by more than round-off."""
-        return [row for row in self.rows if row.verdict in (FAULT, NOT_FINITE)]
+        """The calls to be told of: kernels beyond their bounds, what makes a NaN or an infinity, other arguments."""
+        return [row for row in self.rows if row.verdict in AT_FAULT]
 
     @property
     def differing(self) -> list[CallError]:
@@ -207,7 +203,7 @@ class Differences(Shown):
         found = []
         for path, rows in grouped.items():
             worst = max(rows, key=lambda row: row.own)
-            faults = sum(row.verdict in (FAULT, NOT_FINITE) for row in rows)
+            faults = sum(row.verdict in AT_FAULT for row in rows)
             found.append(ModuleError(path, len(rows), worst.own, rows[-1].total, faults, worst.id))
         return sorted(found, key=lambda module: -module.own)
 
@@ -313,7 +309,7 @@ def _row(row: CallError) -> list[str]:
     alone = "" if math.isnan(row.alone) else number_text(row.alone)
     figures = [number_text(figure) for figure in (row.own, row.inherited, row.total, row.band)]
     numbers = f"{figures[0]:>8} {figures[1]:>9} {figures[2]:>8} {figures[3]:>8}"
-    why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in (FAULT, NOT_FINITE) else ""
+    why = f"    {row.verdict.upper()}: {row.why}" if row.verdict in AT_FAULT else ""
     file = "/".join(row.file.split("/")[-2:])
     figures_first = f"{numbers} {alone:>8}  {row.computes or '-'}  "
     place = cut(f"{file}:{row.line}", COLUMNS - len(figures_first))
@@ -349,7 +345,7 @@ def _advice(found: Differences) -> tuple[list[str], list[str]]:
     of = row.forward or row.id
     module = [f'module = "{of.module_path}"'] if of.module_path else []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"
-    why = "it is at fault" if row.verdict in (FAULT, NOT_FINITE) else _spread(found, row) or why
+    why = "it is at fault" if row.verdict in AT_FAULT else _spread(found, row) or why
     said = ["", *wrapped(f"To keep the worst in fp32 ({why}):")]
     return said, ["[[rule]]", f'op = "{of.op}"', *module, 'action = "full"']
 

@@ -47,7 +47,7 @@ class Finding:
 
     def save(self, folder: str | Path) -> Path:
         """Write the call as a script of its own with its inputs into a folder, which is made. RunError if they were not
-        kept: the first few findings of a watch have them.
+        kept: the first few findings of a watch have them, but for an exact limit (log(0)) that came to something later.
         """
         if self.replay is None:
             raise RunError(
@@ -90,7 +90,8 @@ class Watching(Shown):
 
     findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many
     were looked at. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by step.
-    repeated: how often a call that is a finding made one again, in a later step or a recomputation.
+    repeated: how often a call that is a finding made one again, in a later step or a recomputation. not_inspected: how
+    often looking failed, as notes say.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Watching(Shown):
     spread: int = 0
     steps: int = 0
     repeated: int = 0
+    not_inspected: int = 0
 
     @property
     def first(self) -> Finding | None:
@@ -121,7 +123,8 @@ class Watching(Shown):
         """What is written as JSON."""
         return {
             "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread,
-            "repeated": self.repeated, "meant": self.meant, "notes": self.notes, "history": self.history,
+            "repeated": self.repeated, "not_inspected": self.not_inspected, "meant": self.meant,
+            "notes": self.notes, "history": self.history,
             "findings": [finding.data() for finding in self.findings],
         }  # fmt: skip
 
@@ -160,6 +163,8 @@ def _wrapped_finding(line: str, width: int) -> list[str]:
 
 def _verdict(watching: Watching) -> str:
     first = watching.first
+    if first is None and watching.not_inspected:
+        return f"no NaN or infinity was seen, but {watching.not_inspected} times looking failed: see the notes"
     if first is None:
         return "no NaN or infinity was made" + (", but see the trends" if watching.findings else "")
     made = sum(finding.made_by != TREND for finding in watching.findings)

@@ -87,7 +87,7 @@ def _watching(data: dict[str, Any]) -> findings.Watching:
 
     return findings.Watching(
         [finding(row) for row in data["findings"]], dict(data["meant"]), list(data["notes"]), list(data["history"]),
-        data["calls"], data["spread"], data["steps"], data.get("repeated", 0),
+        data["calls"], data["spread"], data["steps"], data.get("repeated", 0), data.get("not_inspected", 0),
     )  # fmt: skip
 
 

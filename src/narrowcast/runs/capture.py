@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -13,6 +14,7 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_region
+from narrowcast.eager.door import Door
 from narrowcast.eager.words import format_names
 from narrowcast.errors import RunError
 from narrowcast.policy import Policy
@@ -20,7 +22,8 @@ from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
 from narrowcast.runs.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.runs.environment import environment
-from narrowcast.runs.observer import Observer, SeenCall, quietly
+from narrowcast.runs.observer import Observer, quietly
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics, folder_for
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.token_probabilities import log_probabilities_of
@@ -156,6 +159,7 @@ class Capturing:
         self._table = table
         self._observer = _Capture(self.run, table, policies, times)
         self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
+        self._door = self._observer.door = Door(self.run.notes)
         self._stack = ExitStack()
         self._is_entered = False
         self._optimizers: dict[int, Any] = {}
@@ -164,7 +168,7 @@ class Capturing:
         if self._is_entered:
             raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
         self._is_entered = True
-        self._stack.enter_context(told_of_optimizer_steps(self._stepped))
+        self._stack.enter_context(told_of_optimizer_steps(partial(self._door.run, "a step", self._stepped)))
         self._stack.enter_context(self._observer.observing())
         return self.run
 
@@ -173,14 +177,18 @@ class Capturing:
     ) -> None:
         self._stack.close()
         with quietly():
-            self._note_parameters(self._observer)
-            self.run.tensors = self._table.table()
-        self.run.environment = environment(self._observer.device_type or "cpu")
-        self.note_folder()
+            self._door.run("parameters", self._note_parameters, self._observer)
+            tensors = self._door.run("the values of tensors", self._table.table)
+            self.run.tensors = self._table.without_values() if tensors is None else tensors
+        self._door.run("the environment", self._note_environment)
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
             self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def _note_environment(self) -> None:
+        self.run.environment = environment(self._observer.device_type or "cpu")
+        self.note_folder()
 
     def note_folder(self) -> None:
         """Where the tensors themselves are, if they were asked for."""

@@ -1,13 +1,13 @@
 """`nc.compare`: a model under a policy against a reference, call by call: which op adds which error, and is it a fault.
 
-The model runs twice as the reference (what differs there is nondeterminism), once under the policy, once more as the
-reference with each call also run alone in its low formats, and twice with everything moved by one unit in the last
-place of the formats that the policy gives it: that says how far round-off may go (TTrace, arXiv 2506.09280).
+The model runs twice as the reference (what differs there is nondeterminism; in the second run each call also runs alone
+in its low formats), under the policy, where kernels are judged by what bounds their errors (`kernel_bounds`), and with
+everything moved by one unit in the last place of the formats that the policy gives it: that says how far round-off may
+go in outputs (TTrace, arXiv 2506.09280).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,44 +18,57 @@ import torch
 
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.eager.door import Door, passes
 from narrowcast.errors import NarrowcastError, RunError
-from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.formats import fp32
+from narrowcast.ledger.identity import CallId
 from narrowcast.output.progress import Step, long_work
-from narrowcast.policy import Kind, Policy, Rule
-from narrowcast.policy.rules import Action
-from narrowcast.report.differences import (
+from narrowcast.report.differences import Differences
+from narrowcast.report.verdicts import (
     EXACT,
     FAULT,
+    KERNEL,
     NONDETERMINISTIC,
+    NOT_COMPARED,
     NOT_FINITE,
+    NOT_JUDGED,
     ROUND_OFF,
-    Differences,
+    verdict_of,
 )
 from narrowcast.runs.alone import Alone, RunAlone
+from narrowcast.runs.bands import Bands, Moved, cast_formats, moved_formats
 from narrowcast.runs.capture import NOTHING, note_of_changed, observed_region
+from narrowcast.runs.culprit import first_not_finite
 from narrowcast.runs.environment import environment
-from narrowcast.runs.isolating import Place, isolate
+from narrowcast.runs.isolating import low_alone
 from narrowcast.runs.judging import (
     OUTPUT_FACTOR,
+    TINY,
+    about_underflow,
+    about_unmatched,
     has_same_shapes,
+    is_low_in_both,
     judge_call,
     judge_gradient,
     other_arguments,
     root_mean_square,
+    without_sums,
 )
 from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.output_errors import dense, has_nan, output_errors
-from narrowcast.runs.reference import Keep, Kept, Moved, cast_units, rounded_to
+from narrowcast.runs.raising import first_line, said_of
+from narrowcast.runs.reference import Keep, Kept
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
-from narrowcast.runs.watch import first_not_finite, watch
+from narrowcast.runs.watch import watch
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.state import autocast_off
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
 BY = ("op", "module")
-_SEEDS = (11, 12)
+_SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
+"""Where two runs leave a doubt, so many more decide: of a scalar, two say little."""
 
 
 def compare(
@@ -78,9 +91,9 @@ def compare(
     model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject.
     policy, dtype, device_type, region: as for `explain`; without any, the policy native, or no region for a model that
             has its own (compiled, exported) or where the reference is another model.
-    reference: `fp32`, the same model in a region that casts nothing; `fp64`, a copy of it in fp64; or another model
-            that takes the same arguments, run in the same region if it has none of its own: a compiled model against
-            its original.
+    reference: `fp32`, the same model in a region that casts nothing: a copy in fp32 of one whose weights are low, the
+            original of one that was compiled; `fp64`, a copy of it in fp64; or another model that takes the same
+            arguments, run in the same region if it has none of its own: exported code against what it was made of.
     by:     what the first screen lists: `op` or `module`.
     backward: also differentiate, as for `capture`; then gradients are compared, too.
     isolate: the model runs so many times more, unobserved, with single ops of single modules alone in the low format,
@@ -88,9 +101,9 @@ def compare(
             groups first, and then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
-    Six runs of the model, `isolate` more, and two where an output is not finite, to find where. Nothing of it is left
-    behind: weights that it changes itself are put back. Raises RunError for a model that gives no tensor, or a
-    reference whose output is nothing but NaN.
+    Six runs of the model, `isolate` more; six or eight where two leave a doubt whether an output is beyond round-off,
+    and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
+    back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
     """
     _check(reference, by)
     trial = Trial.of("compare", model, args, kwargs, backward)
@@ -99,10 +112,12 @@ def compare(
     if is_own and not wants and not trial.is_made:
         policy = "native"
     opened = observed_region("compare", trial, policy, dtype, device_type, region)
-    other = trial if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
+    other = trial.original() if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
     name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
     found = _nothing_yet(name, opened, str(reference) if is_own else "another model", by)
-    _Comparing(trial, other, opened, is_own, REFERENCES.get(str(reference)), limit_bytes, found).run(isolate)
+    around = autocast(opened.device, policy=NOTHING) if is_own else opened
+    dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
+    _Comparing(trial, other, opened, around, dtype, limit_bytes, found).run(isolate)
     return found
 
 
@@ -110,7 +125,9 @@ def compare_with_fp32(subject: Subject, region: autocast, limit_bytes: int = 1 <
     """`compare` with fp32 in a region that is made, without ops alone, and whatever fp32 gives: NaN, no tensor."""
     trial = Trial.of("explain", subject, (), None, False)
     found = _nothing_yet(subject.name, region, "fp32", "op")
-    _Comparing(trial, trial, region, True, None, limit_bytes, found, accepts_any=True).run(isolate=0)
+    other, around = trial.original(), autocast(region.device, policy=NOTHING)
+    comparing = _Comparing(trial, other, region, around, other.fp32_for_low(), limit_bytes, found, accepts_any=True)
+    comparing.run(isolate=0)
     return found
 
 
@@ -133,50 +150,24 @@ def _check(reference: Any, by: str) -> None:
         raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
 
 
-def _without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
-    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
-    return {
-        identity: kept for identity, kept in calls.items()
-        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
-    }  # fmt: skip
-
-
-def _said(error: RuntimeError) -> str:
-    """The line of an error that says what was wrong; TorchScript at times names only the code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if "TorchScript interpreter" not in lines[0]:
-        return lines[0]
-    code = next((before for before, line in itertools.pairwise(lines) if "<--- HERE" in line), "")
-    return lines[-1].removeprefix("RuntimeError:").strip() or f"a script raised at {code!r}"
-
-
-def _about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
-    """What a reader has to know of calls that one side alone made."""
-    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
-    if in_scripts:
-        return first + (
-            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
-            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
-            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
-        )
-    return first + "modules compute by other ops here than in the reference, and are judged by what they give."
-
-
 class _Comparing:
     """One comparison on its way."""
 
     def __init__(
-        self, trial: Trial, other: Trial, region: autocast, is_own: bool, dtype: torch.dtype | None, limit_bytes: int,
-        found: Differences, accepts_any: bool = False,
+        self, trial: Trial, other: Trial, region: autocast, around: autocast, dtype: torch.dtype | None,
+        limit_bytes: int, found: Differences, accepts_any: bool = False,
     ) -> None:  # fmt: skip
         self._accepts_any = accepts_any
-        self._trial, self._other, self._region, self._is_own = trial, other, region, is_own
+        self._trial, self._other, self._region, self._around = trial, other, region, around
+        self._is_own, self._is_named = other.model is trial.model, found.reference in REFERENCES
         self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
-        self._weights = Weights(parameters_of(trial.model), {} if is_own else parameters_of(other.model))
+        self._weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
         self._policies = (region.policy,)
         self._casts = region.policy is not NOTHING
         self._changed: set[str] = set()
         self._step: Step = lambda: None
+        self._bands = Bands()
+        self._door = Door(found.notes)
 
     def run(self, isolate: int) -> None:
         """All runs, and what they show."""
@@ -189,34 +180,40 @@ class _Comparing:
         expected = self._run_reference(reference)
         if not self._accepts_any:
             self._check_reference(expected)
-        under = Keep(self._policies, self._limit_bytes // 2, checksums=True)
+        under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
         self._run(self._trial, self._region, self._observed(under))
         again = RunAlone(self._policies, reference.calls, under.calls)
         repeated = self._run_reference(again)
         actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
-        bands = self._moved(reference, under)
+        self._move(reference, under, expected, _SEEDS)
         with quietly():
-            self._read_calls(reference.calls, under.calls, again.found, bands)
-            self._read_outputs(expected, actual, repeated, bands)
+            self._read_calls(reference.calls, under.calls, again.found)
             if found.unmatched:
-                found.notes.append(_about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
+                found.notes.append(about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
+            is_beyond = self._read_outputs(expected, actual)
+        if is_beyond:
+            is_beyond = self._look_closer(reference, under, expected, actual)
+        with quietly():
+            self._conclude(is_beyond, expected, repeated)
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
-        if self._is_own and not found.unmatched and not any(row.is_low for row in found.rows):
-            found.notes.append(
-                "No call computes in another format than in the reference: the policy casts nothing of the model, or "
-                "the model brings its own casts, which it makes in the reference, too (then give reference=the model "
-                "without them)."
+        if found.verdict == EXACT and self._is_own and not any(row.is_low for row in found.rows):
+            self._note(
+                "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
         if self._changed:
             said = note_of_changed(list(self._changed))
             found.notes.append(f"{said}: each run began with the same ones, which are put back.")
 
+    def _note(self, note: str) -> None:
+        """Say it once."""
+        self._found.notes += [note] * (note not in self._found.notes)
+
     def _observed(self, observer: Observer) -> AbstractContextManager[None]:
         """What a run is watched by, which keeps the weights that are written to, too."""
-        observer.weights = self._weights
+        observer.weights, observer.door = self._weights, self._door
         return observer.observing()
 
     def _run(
@@ -236,19 +233,18 @@ class _Comparing:
         """A run of the reference. RunError if it is to be in fp64, and does not run there."""
         observer.casts_scripts = self._casts and not self._is_own
         try:
-            return self._run(self._other, self._around_reference(), self._observed(observer), self._dtype)
+            return self._run(self._other, self._around, self._observed(observer), self._dtype)
         except RuntimeError as error:
             if self._dtype is None or isinstance(error, NarrowcastError):
                 raise
+            if self._dtype is torch.float32:  # it names the formats of its weights: they stay, and nothing is compared
+                self._dtype = None
+                return self._run_reference(observer)
             raise RunError(
-                "compare(reference='fp64')", f"the model does not run in fp64: {_said(error)}",
+                "compare(reference='fp64')", f"the model does not run in fp64: {said_of(error)}",
                 advice="Use reference='fp32': functions that close over their weights, frozen scripts, and code that "
                 "names dtypes keep the formats that they have.",
             ) from error  # fmt: skip
-
-    def _around_reference(self) -> AbstractContextManager[Any]:
-        """The region of the reference: one that casts nothing; of another model the same as the model's."""
-        return autocast(self._region.device, policy=NOTHING) if self._is_own else self._region
 
     def _check_reference(self, outcome: Outcome) -> None:
         tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
@@ -272,39 +268,53 @@ class _Comparing:
         if not has_nan_itself and not any(math.isnan(error.sqnr_db) for error in found.outputs):
             return
         reference, here = watch(at="op"), watch(at="op")
-        self._run(self._other, self._around_reference(), reference, self._dtype)
+        self._run(self._other, self._around, reference, self._dtype)
         self._run(self._trial, self._region, here)
         found.not_finite, found.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
 
-    def _moved(self, reference: Keep, under: Keep) -> list[tuple[Moved, Outcome]]:
-        """The reference with each call's results moved by one unit in the last place."""
-        units = {
-            identity: max((FORMATS[d].epsilon for d in rounded_to(kept)), default=0.0)
-            for identity, kept in under.calls.items()
-            if identity in reference.calls
-        }
-        low = FORMATS[self._region.fast_dtype].epsilon
-        if not self._is_own:
-            others = [kept for identity, kept in under.calls.items() if identity not in reference.calls]
-            low = max((FORMATS[d].epsilon for kept in others for d in rounded_to(kept)), default=0.0)
-        # what computes otherwise under the policy rounds there as often as not
-        units |= dict.fromkeys(reference.calls.keys() - under.calls.keys(), low)
-        found = []
-        for seed in _SEEDS:
-            moved = Moved(self._policies, units, cast_units(under), seed)
-            moved.kept = {identity: kept.samples for identity, kept in reference.calls.items()}
-            outcome = self._run_reference(moved)
-            found.append((moved, outcome))
-        return found
+    def _move(
+        self, reference: Keep, under: Keep, expected: Outcome, seeds: tuple[int, ...], underflows: bool = False
+    ) -> None:
+        """The reference with each call's results moved by one unit in the last place. Where that raises, values decide
+        of shapes, and the runs that are compared went through.
+        """
+        formats = moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own)
+        kept = {identity: kept.samples for identity, kept in reference.calls.items()}
+        for seed in seeds:
+            moved = Moved(self._policies, formats, cast_formats(under), kept, seed, self._is_own, underflows)
+            try:
+                outcome = self._run_reference(moved)
+            except Exception as error:
+                if passes(error):
+                    raise
+                self._note(
+                    f"With every result moved by one unit in the last place the model raises {first_line(error)}"
+                )
+            else:
+                self._bands.add(expected, outcome)
+            self._bands.add_calls(moved.errors)
+
+    def _look_closer(self, reference: Keep, under: Keep, expected: Outcome, actual: Outcome) -> bool:
+        """Whether outputs or gradients are beyond round-off after more runs; noted, if underflow explains them."""
+        self._move(reference, under, expected, _MORE_SEEDS)
+        with quietly():
+            is_beyond = self._read_outputs(expected, actual)
+        small = [f for f in moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own).values()
+                 if f.exponent_bits < fp32.exponent_bits]  # fmt: skip
+        if not is_beyond or not small:
+            return is_beyond
+        self._move(reference, under, expected, _SEEDS, underflows=True)
+        with quietly():
+            is_beyond = self._read_outputs(expected, actual)
+        if not is_beyond:
+            self._note(about_underflow(self._found.rows, small[0]))
+        return is_beyond
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read_calls(
-        self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone],
-        bands: list[tuple[Moved, Outcome]],
-    ) -> None:  # fmt: skip
+    def _read_calls(self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone]) -> None:
         found = self._found
-        reference, under = _without_sums(reference), _without_sums(under)
+        reference, under = without_sums(reference), without_sums(under)
         elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
         for identity, kept in under.items():
             expected, alone = reference.get(identity), again.get(identity)
@@ -315,8 +325,8 @@ class _Comparing:
             if not is_same and identity.module_path in elsewhere:
                 found.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
                 continue
-            moved = [m.samples[identity] for m, _ in bands if identity in m.samples]
-            found.rows.append(judge_call(identity, kept, expected, alone, moved))
+            band = self._bands.calls.get(identity)
+            found.rows.append(judge_call(identity, kept, expected, alone, band, self._is_own))
         found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
         shaky = [row for row in found.rows if row.verdict == NONDETERMINISTIC]
         if shaky:
@@ -326,70 +336,58 @@ class _Comparing:
                 f"is {first.id} ({first.file}:{first.line}): they are no fault of the policy."
             )
 
-    def _read_outputs(
-        self, expected: Outcome, actual: Outcome, repeated: Outcome, bands: list[tuple[Moved, Outcome]]
-    ) -> None:
-        found = self._found
-        found.outputs = output_errors(expected.output, actual.output)
-        moved = [e.relative_error for _, outcome in bands for e in output_errors(expected.output, outcome.output)]
-        found.band = max((e for e in moved if math.isfinite(e)), default=0.0)
+    def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
+        """The errors of outputs and gradients; whether one is beyond its band."""
+        found, bands = self._found, self._bands
+        found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
         largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
-        for name, gradient in expected.gradients.items():
-            theirs = actual.gradients.get(name)
-            if theirs is not None:
-                moved_ones = [o.gradients[name] for _, o in bands if name in o.gradients]
-                found.gradients.append(judge_gradient(name, gradient, theirs, moved_ones, largest))
-        found.verdict = self._verdict()
-        worst = max((e.relative_error for e in found.outputs), default=0.0)
+        found.gradients = [
+            judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
+            for name, gradient in expected.gradients.items()
+            if name in actual.gradients
+        ]
+        worst = max((o.relative_error for o in found.outputs if not math.isnan(o.sqnr_db)), default=0.0)
+        is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, TINY)
+        return is_beyond or any(g.verdict == FAULT for g in found.gradients)
+
+    def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
+        """The verdict, from three facts; or why there is none."""
+        found = self._found
+        verdicts = {row.verdict for row in found.rows}
+        is_not_finite = NOT_FINITE in verdicts | {g.verdict for g in found.gradients} or any(
+            math.isnan(o.sqnr_db) for o in found.outputs
+        )
+        worst = max((o.relative_error for o in found.outputs), default=0.0)
+        found.verdict = verdict_of(
+            is_beyond or FAULT in verdicts, is_not_finite, KERNEL in verdicts, bool(worst or found.differing)
+        )
         shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
         if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:
             found.verdict = NONDETERMINISTIC
             found.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")
-
-    def _verdict(self) -> str:
-        found = self._found
-        errors = [o.relative_error for o in found.outputs]
-        if any(not math.isfinite(e) for e in errors) or any(r.verdict == NOT_FINITE for r in found.rows):
-            return NOT_FINITE
-        if found.faults or any(g.verdict == FAULT for g in found.gradients):
-            return FAULT
-        worst = max(errors, default=0.0)
-        if not worst and not found.differing:
-            return EXACT
-        tiny = FORMATS[torch.float32].epsilon * 8
-        return ROUND_OFF if worst <= max(OUTPUT_FACTOR * found.band, tiny) else FAULT
-
-    # -- ops low alone -------------------------------------------------------------------------------------------------
+        elif found.verdict == ROUND_OFF and not self._bands.runs and found.outputs and worst > TINY:
+            found.verdict = NOT_JUDGED
+            self._note("No run says how far round-off carries to the output: only kernels were judged.")
+        elif (
+            found.verdict == EXACT and found.reference in REFERENCES and is_low_in_both(found.rows, self._trial.is_made)
+        ):
+            found.verdict = NOT_COMPARED
+            self._note(
+                "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
+                "Give reference=the model without them."
+            )
 
     def _isolate(self, often: int, expected: Outcome) -> None:
         """What single ops of single modules do to the output."""
-        found = self._found
 
-        def run(places: list[Place]) -> float | None:
+        def run(region: autocast) -> float | None:
             try:
-                made = self._run(replace(self._trial, backward=False), self._low_in(places), None)
+                made = self._run(replace(self._trial, backward=False), region, None)
             except Exception:  # alone it may meet formats that the model never has
                 return None
             return max((e.relative_error for e in output_errors(expected.output, made.output)), default=None)
 
-        tried, failed = isolate(found.rows, often, run)
-        numbers = {row.id: number for number, row in enumerate(found.rows)}
-        for each in tried:
-            for row in each.rows:
-                found.rows[numbers[row.id]] = replace(row, alone=each.error)
+        failed = low_alone(self._found.rows, often, self._region, run)
         if failed:
             path, op = failed[0]
-            found.notes.append(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")
-
-    def _low_in(self, places: list[Place]) -> autocast:
-        """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
-        rules = [
-            rule
-            for path, op in places
-            for rule in (
-                Rule(op, Action(Kind.LOWER), module=path or None),
-                Rule(op, Action(Kind.FOLLOW), module=path or None, argument="result"),
-            )
-        ]
-        policy = Policy("alone", (tuple(rules),), extends=())
-        return autocast(self._region.device, self._region.fast_dtype, policy=policy)
+            self._note(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")

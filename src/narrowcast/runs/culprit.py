@@ -9,11 +9,12 @@ import torch
 from narrowcast.eager.kernels import gather
 from narrowcast.formats import Format
 from narrowcast.ops import named
-from narrowcast.report.findings import CAST, FORMAT, OP, Finding
+from narrowcast.report import NotFinite
+from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.runs.finiteness import is_floating, is_lowest
-from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.rerun import can_run_again, run_in
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
 from narrowcast.torch_bridge import DTYPES, FORMATS
 
@@ -43,7 +44,7 @@ def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named,
     if gave_finite and _name(call) in named("finite.sums_all") and all(result.numel() for result in call.results):
         return overflowed, masks
     for (name, tensor), dst in _planned(call):
-        if dst is None or tensor.dtype not in FORMATS or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
+        if dst is None or not is_floating(tensor) or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
             continue
         x = tensor.detach()
         if _surely_fits(x, dst.max):
@@ -164,3 +165,19 @@ def _name(call: SeenCall) -> str:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
+    """Of two watched runs: the first call that made what is not finite here and not in the reference; and the first of
+    the reference in words, if its output has NaN.
+    """
+    known = {finding.id for finding in reference.findings}
+    own = next((f for f in here.findings if f.id not in known), None)
+    first = reference.first
+    return None if own is None else _as_row(own), _as_row(first).text if has_nan and first is not None else ""
+
+
+def _as_row(finding: Finding) -> NotFinite:
+    facts = [facts for _, facts in finding.outputs if not facts.is_finite] or [facts for _, facts in finding.outputs]
+    format = facts[0].format if facts else finding.formats
+    return NotFinite(finding.id.op, finding.id.module_path, finding.file, finding.line, format, finding.what)

@@ -9,7 +9,7 @@ import torch
 
 from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
-from narrowcast.runs.observer import SeenCall
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS
 from narrowcast.torch_surface.dispatch import tree_leaves, version_of
 

@@ -7,9 +7,13 @@ they are too many, the modules that hold them are tried as groups, and then the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from narrowcast.eager import autocast
+from narrowcast.policy import Kind, Policy, Rule
+from narrowcast.policy.rules import Action
 from narrowcast.report.differences import CallError
+from narrowcast.torch_bridge import find_op, op_facts
 
 Place = tuple[str, str]
 """A module's path and an op's id: what a rule can name."""
@@ -24,6 +28,34 @@ class Tried:
     place: Place
     rows: tuple[CallError, ...]
     error: float
+
+
+def low_alone(
+    rows: list[CallError], budget: int, region: autocast, run: Callable[[autocast], float | None]
+) -> list[Place]:
+    """Note at the rows what their ops alone in the region's low format do to the output; what could not run so.
+
+    run: the model in a region; the output's error, None where it cannot run.
+    """
+    tried, failed = isolate(rows, budget, lambda places: run(_low_in(places, region)))
+    numbers = {row.id: number for number, row in enumerate(rows)}
+    for each in tried:
+        for row in each.rows:
+            rows[numbers[row.id]] = replace(row, alone=each.error)
+    return failed
+
+
+def _low_in(places: list[Place], region: autocast) -> autocast:
+    """A region in which these ops of these modules are low, and give what they gave in the reference's format."""
+    rules = [
+        rule
+        for path, op in places
+        for rule in (
+            Rule(op, Action(Kind.LOWER), module=path or None),
+            Rule(op, Action(Kind.FOLLOW), module=path or None, argument="result"),
+        )
+    ]
+    return autocast(region.device, region.fast_dtype, policy=Policy("alone", (tuple(rules),), extends=()))
 
 
 def isolate(rows: list[CallError], budget: int, run: Try) -> tuple[list[Tried], list[Place]]:
@@ -52,10 +84,16 @@ def _low_places(rows: list[CallError]) -> dict[Place, list[CallError]]:
     """The ops of modules that are low in the forward and have an error of their own, with their calls."""
     found: dict[Place, list[CallError]] = {}
     for row in rows:
-        is_lowered = row.computes in ("bf16", "fp16") and row.is_low
+        is_lowered = row.computes in ("bf16", "fp16") and row.is_low and not _writes(row.id.op)
         if is_lowered and row.own and row.id.direction == "forward" and row.id.turn == 1:
             found.setdefault((row.id.module_path, row.id.op), []).append(row)
     return found
+
+
+def _writes(op: str) -> bool:
+    """Whether an op gives what it writes to: no rule is about its result."""
+    overload = find_op(op)
+    return overload is None or any(slot.written for slot in op_facts(overload).slots)
 
 
 def _groups(places: list[Place], most: int) -> dict[str, list[Place]]:

@@ -1,4 +1,6 @@
-"""Is an error round-off or a fault? Judged by bands that are measured, not assumed (TTrace, arXiv 2506.09280)."""
+"""Is an error round-off, a kernel's, or neither? Kernels are judged by bounds (`kernel_bounds`), what is inherited by
+bands that are measured (TTrace, arXiv 2506.09280).
+"""
 
 from __future__ import annotations
 
@@ -7,59 +9,97 @@ from dataclasses import replace
 
 import torch
 
-from narrowcast.ledger.identity import CallId
-from narrowcast.report.differences import (
+from narrowcast.formats import FORMATS as FORMATS_BY_NAME
+from narrowcast.formats import Format, fp32
+from narrowcast.ledger.identity import BACKWARD, CallId
+from narrowcast.report.differences import CallError, GradientError
+from narrowcast.report.lines import number_text
+from narrowcast.report.verdicts import (
     EXACT,
     FAULT,
+    KERNEL,
     NONDETERMINISTIC,
     NOT_FINITE,
+    NOT_JUDGED,
+    PASSED_ON,
     ROUND_OFF,
     UNKNOWN,
-    CallError,
-    GradientError,
 )
-from narrowcast.runs.alone import Alone, Samples, bias, differences, relative, ulps
-from narrowcast.runs.output_errors import as_real, decibels
-from narrowcast.runs.reference import Kept, sample_like
+from narrowcast.runs.alone import Alone, Samples
+from narrowcast.runs.kernel_bounds import Judged
+from narrowcast.runs.output_errors import decibels, difference, error_of, flat, gradient_error, is_masked
+from narrowcast.runs.reference import MADE, PASSED, Kept, sample_like
 from narrowcast.torch_bridge import FORMATS, is_random, short_type
 
-FACTOR = 2.5
-"""A kernel is at fault from so many times the band on."""
 OUTPUT_FACTOR = 4.0
-"""The same of what inherits, and of whole outputs, whose bands are measured with two seeds."""
-_BIAS, _SIGMAS, _VALUES = 0.05, 8.0, 256
-"""A mean error of so many units in the last place, so many standard errors from zero, over so many values at least, is
-no accident: a systematic sign is what breaks attention in bf16 (arXiv 2510.04212).
-"""
+"""What inherits, and whole outputs, are beyond round-off from so many times the band on."""
+TINY = 8 * FORMATS[torch.float32].epsilon
+"""What two orders of summation in fp32 make."""
 
 
-def judge_call(identity: CallId, kept: Kept, expected: Kept, alone: Alone | None, moved: list[Samples]) -> CallError:
-    """The errors of one call under the policy (`kept`) against the reference, and the verdict. moved: what the
-    reference gave in runs in which every result moved.
+def judge_call(
+    identity: CallId, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool
+) -> CallError:
+    """The errors of one call under the policy (`kept`) against the reference, and the verdict.
+
+    band: how far runs in which everything moved were off here; None without any. is_own: both are the same program,
+    where other shapes come of other values, and other numbers are a fault only if what they give is beyond the band.
     """
     r = [s.double() for s in expected.samples]
-    y = _at_places_of(kept, expected)
     call = kept.call
     row = CallError(
-        identity, call.site.file, call.site.line, call.computes, expected.call.computes, EXACT, forward=call.forward
-    )
+        identity, call.site.file, call.site.line, call.computes, expected.call.computes, EXACT, forward=call.forward,
+        band=band or 0.0,
+    )  # fmt: skip
     if not has_same_shapes(kept, expected):
-        return replace(row, verdict=FAULT, why="its results have other shapes than in the reference")
-    got = [x for x in y if x is not None]
-    total = relative(differences(got, r), r)
-    row = replace(row, total=total, sqnr_db=decibels(1.0, total * total))
-    row = _with_shares(replace(row, inherited=total), got, r, kept)
+        why = "its results have other shapes than in the reference"
+        return replace(row, verdict=NOT_JUDGED if is_own else FAULT, why=why)
+    got = [x for x in _at_places_of(kept, expected) if x is not None]
+    total = error_of(got, r)
+    row = replace(row, total=total, inherited=total, sqnr_db=decibels(1.0, total * total))
+    low = alone.low if alone is not None else []
+    if low:
+        row = replace(row, own=error_of(low, r), inherited=error_of(got, low))
+    row = _with_shares(row, low or got, r, kept)
+    if kept.judged is not None:
+        row = _with_kernel(row, kept.judged)
+    verdict, why = _verdict(row, kept, expected, alone, band, is_own, _lost(got, r))
+    return replace(row, verdict=verdict, why=why)
+
+
+def _verdict(
+    row: CallError, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool, is_lost: bool
+) -> tuple[str, str]:
+    """The verdict about a call, and why."""
+    judged = kept.judged
+    if judged is not None and judged.is_beyond:
+        return KERNEL, _about_kernel(judged)
     if alone is not None and not alone.is_same:
-        return replace(row, verdict=NONDETERMINISTIC)
-    other = other_arguments(kept, expected)
-    if other and total:
+        return NONDETERMINISTIC, ""
+    is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
+    other = other_arguments(kept, expected) if row.total and (is_far or not is_own) else []
+    if other:
         (name, was), (_, now) = other[0]
-        return replace(row, verdict=FAULT, why=f"its argument {name} is {now}, {was} in the reference")
-    if math.isnan(total) or _lost(got, r):
-        row = replace(row, verdict=NOT_FINITE, why="NaN or infinity where the reference has none")
-    if alone is None or not alone.low:
-        return _without_own(row, moved, r, row.is_low and is_random(call.facts.op)) if total else row
-    return _with_own(row, kept, got, r, alone)
+        return FAULT, f"its argument {name} is {now}, {was} in the reference"
+    if is_lost and kept.nonfinite == MADE:
+        return NOT_FINITE, "NaN or infinity where the reference has none"
+    if is_lost and kept.nonfinite == PASSED:
+        return PASSED_ON, "NaN or infinity came with its inputs"
+    if not row.total and not row.own:
+        return EXACT, ""
+    if judged is not None or not is_far:
+        is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
+        return UNKNOWN if is_drawn else ROUND_OFF, ""
+    return NOT_JUDGED, ""
+
+
+def _about_kernel(judged: Judged) -> str:
+    if judged.sign and judged.share < 2:
+        return f"its roundings have a sign: {judged.sign:+.2f} units in the last place on average"
+    return (
+        f"its kernel is off by {judged.error:.1e} from the same op in fp64 on the same inputs: of one element by "
+        f"{judged.share:.1f} times what its formats and sums allow"
+    )
 
 
 def has_same_shapes(kept: Kept, expected: Kept) -> bool:
@@ -71,58 +111,35 @@ def has_same_shapes(kept: Kept, expected: Kept) -> bool:
 def other_arguments(kept: Kept, expected: Kept) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     """Arguments that are no tensors, nor dtypes, and differ: as the reference has them, and as they are here.
 
-    None where the tensors are others, too: a mask is given where the reference says `is_causal`.
+    None where the tensors are others, too: a mask is given where the reference says `is_causal`. Numbers that are alike
+    in the formats of the call, or what masks are filled with, are the same.
     """
     if len(kept.dtypes) != len(expected.dtypes):
         return []
-    return [(a, b) for a, b in zip(expected.given, kept.given, strict=False) if a != b and "dtype" not in a[0]]
+    unit = max(
+        (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
+    )
+    pairs = zip(expected.given, kept.given, strict=False)
+    return [(a, b) for a, b in pairs if a != b and "dtype" not in a[0] and not _are_alike(a[1], b[1], unit)]
+
+
+def _are_alike(a: str, b: str, unit: float) -> bool:
+    try:
+        x, y = torch.tensor([float(a)]).double(), torch.tensor([float(b)]).double()
+    except ValueError:
+        return False
+    return bool(is_masked(x) & is_masked(y)) or bool((x - y).abs() <= unit * x.abs())
 
 
 def _at_places_of(kept: Kept, expected: Kept) -> list[torch.Tensor | None]:
     return [sample_like(s.double(), want) for s, want in zip(kept.samples, expected.samples, strict=False)]
 
 
-def _without_own(row: CallError, moved: list[Samples], r: Samples, draws: bool) -> CallError:
-    """A call that was not run alone: it inherits, unless what it gives is further off than moved inputs make it."""
-    band = max((relative(differences(m, r), r) for m in moved), default=0.0)
-    row = replace(row, band=band)
-    if row.verdict != EXACT:
-        return row
-    if row.total > OUTPUT_FACTOR * max(band, FORMATS[torch.float32].epsilon):
-        why = f"{row.total:.1e} off, where one unit in the last place of every call makes {band:.1e}"
-        return replace(row, verdict=FAULT, why=why)
-    return replace(row, verdict=UNKNOWN if draws else ROUND_OFF)
-
-
-def _with_own(row: CallError, kept: Kept, got: Samples, r: Samples, alone: Alone) -> CallError:
-    """The same with what the call does by itself."""
-    own = relative(differences(alone.low, r), r)
-    inherited = relative(differences(got, alone.low), r)
-    band = max((relative(differences(m, r), r) for m in alone.moved), default=0.0)
-    row = replace(row, own=own, inherited=inherited, band=band)
-    if _lost(alone.low, r):
-        why = "alone, on the reference's inputs, it gives NaN or infinity where the reference has none"
-        return _with_shares(replace(row, verdict=NOT_FINITE, why=why), alone.low, r, kept)
-    if row.verdict == NOT_FINITE:
-        return replace(row, why="NaN or infinity came with its inputs")
-    row = _with_shares(row, alone.low, r, kept)
-    verdict, why = (ROUND_OFF if row.total or own else EXACT), ""
-    if alone.exact:
-        kernel = relative(differences(alone.low, alone.exact), alone.exact)
-        errors = ulps(alone.low, alone.exact, kept.output)
-        mean, spread, values = bias(alone.low, alone.exact, kept.output)
-        row = replace(
-            row, kernel=kernel, bias_ulps=mean, largest_ulps=float(errors.abs().max()) if errors.numel() else 0.0,
-            mean_ulps=float(errors.abs().mean()) if errors.numel() else 0.0,
-        )  # fmt: skip
-        if kernel > FACTOR * band > 0:
-            verdict = FAULT
-            why = f"its kernel is off by {kernel:.1e} from the same op in fp64 on the same rounded inputs, " \
-                  f"{kernel / band:.1f} times what one unit in the last place makes"  # fmt: skip
-        elif abs(mean) > _BIAS and abs(mean) > _SIGMAS * spread and values >= _VALUES:
-            verdict = FAULT
-            why = f"its roundings have a sign: {mean:+.2f} units in the last place on average of {values} values"
-    return replace(row, verdict=verdict, why=why)
+def _with_kernel(row: CallError, judged: Judged) -> CallError:
+    return replace(
+        row, kernel=judged.error, bound=judged.share, largest_ulps=judged.largest_ulps, mean_ulps=judged.mean_ulps,
+        bias_ulps=judged.sign,
+    )  # fmt: skip
 
 
 def _with_shares(row: CallError, got: Samples, r: Samples, kept: Kept) -> CallError:
@@ -137,28 +154,23 @@ def _with_shares(row: CallError, got: Samples, r: Samples, kept: Kept) -> CallEr
 
 
 def _lost(got: Samples, r: Samples) -> bool:
-    """Whether a value is not finite where the reference's is."""
-    return any(bool((~torch.isfinite(x) & torch.isfinite(want)).any()) for x, want in zip(got, r, strict=False))
+    """Whether a value is not finite where the reference's is; what masks are filled with is no matter."""
+    pairs = [(difference(want, x), want) for x, want in zip(got, r, strict=False)]
+    return any(bool((~torch.isfinite(off) & torch.isfinite(want)).any()) for off, want in pairs)
 
 
 def root_mean_square(gradient: torch.Tensor) -> float:
     """Of a gradient, which may be sparse or empty."""
-    values = _flat(gradient)
+    values = flat(gradient)
     return float(values.norm()) / math.sqrt(values.numel()) if values.numel() else 0.0
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-    return as_real(dense).double().flatten()
-
-
-def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, moved: Samples, largest: float) -> GradientError:
-    """The error of a parameter's gradient x against the reference's r. moved: r where every call's result moved.
-    largest: the root mean square of the model's largest gradient.
+def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, largest: float) -> GradientError:
+    """The error of a parameter's gradient x against the reference's r. band: how far it is off where every call's
+    result moves. largest: the root mean square of the model's largest gradient.
     """
-    ref, got, *others = map(_flat, (r, x, *moved))
-    error = relative(differences([got], [ref]), [ref])
-    band = max((relative(differences([m], [ref]), [ref]) for m in others), default=0.0)
+    ref, got = flat(r), flat(x)
+    error = gradient_error(r, x)
     size = float(ref.norm() * got.norm())
     cosine = float(ref @ got) / size if size else float(not ref.any() and not got.any())
     under = float(((got == 0) & (ref != 0)).double().mean()) if ref.numel() else 0.0
@@ -167,5 +179,47 @@ def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, moved: Samples, 
     row = GradientError(name, format, error, cosine, under, ROUND_OFF if error else EXACT, band, share)
     if _lost([got], [ref]) or math.isnan(error):
         return replace(row, verdict=NOT_FINITE)
-    is_far = band and error > OUTPUT_FACTOR * band and error > FORMATS[torch.float32].epsilon * 8
+    is_far = band and error > OUTPUT_FACTOR * band and error > TINY
     return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row
+
+
+def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
+    """Whether no call is lower than in the reference, and the reference is low, or nothing is known of it (is_made)."""
+    formats = {name for row in rows for name in row.reference.split(",")}
+    low = any(name in FORMATS_BY_NAME and FORMATS_BY_NAME[name].bits < fp32.bits for name in formats)
+    return not any(row.is_low for row in rows) and (low or (is_made and not rows))
+
+
+def about_underflow(rows: list[CallError], format: Format) -> str:
+    """That values below what a format holds explain the error, who makes them, and what helps."""
+    lost = next((row for row in rows if row.underflow >= 0.01), None)
+    backward = [row for row in rows if row.underflow >= 0.01 and row.id.direction == BACKWARD]
+    where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)" if lost else ""
+    in_backward = lost is None or (bool(backward) and backward[0] is lost)
+    advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
+    if lost is None:
+        advice = "Use bf16; in a backward scale the loss (nc.Scaler)."
+    return (
+        f"Underflow: values near {number_text(format.smallest)}, where {format} ends, explain what is off by more than "
+        f"round-off{where}. {advice}"
+    )
+
+
+def without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
+    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
+    return {
+        identity: kept for identity, kept in calls.items()
+        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
+    }  # fmt: skip
+
+
+def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
+    """What a reader has to know of calls that one side alone made."""
+    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
+    if in_scripts:
+        return first + (
+            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
+            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
+            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
+        )
+    return first + "modules compute by other ops here than in the reference, and are judged by what they give."

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from narrowcast.formats import fp16
+from narrowcast.runs.finiteness import is_finite
+from narrowcast.runs.output_errors import is_masked
+
 _LENGTH = 262_139
 """A prime, so that rows of a tensor do not line up with it; a strip of it in fp32 stays in a core's cache."""
 
@@ -19,12 +23,12 @@ class Noise:
         self._factors: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
         self._at = 0
 
-    def rewind(self) -> None:
-        """Read from the beginning again."""
-        self._at = 0
+    def moved(self, tensor: torch.Tensor, unit: float, least: float = 0.0) -> torch.Tensor:
+        """A copy, each value times 1 + unit * noise, and least * noise added to those that are not zero.
 
-    def moved(self, tensor: torch.Tensor, unit: float) -> torch.Tensor:
-        """A copy, each value times 1 + unit * noise. tensor: floating, strided; unit: a format's epsilon."""
+        tensor: floating, strided; unit: a format's epsilon; least: its smallest value. What the tensor's own format
+        cannot hold then stays as it was, and so does what masks are filled with.
+        """
         key = (tensor.device, tensor.dtype, unit)
         factors = self._factors.get(key)
         if factors is None:
@@ -35,4 +39,12 @@ class Noise:
             part = flat[done : done + _LENGTH - self._at]
             part.mul_(factors[self._at : self._at + part.numel()])
             done, self._at = done + part.numel(), (self._at + part.numel()) % _LENGTH
+        if least:
+            found += torch.where(found == 0, 0.0, least * (2 * torch.rand_like(found, dtype=torch.float32) - 1))
+        if not is_finite(found) or bool((tensor <= _LOWEST).any()):
+            x = tensor.detach().double()
+            found = torch.where(is_masked(x) | torch.isinf(found), tensor.detach(), found)
         return found
+
+
+_LOWEST = 0.99 * -fp16.max

@@ -10,28 +10,28 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from narrowcast.api.stepwise import is_program, run_program
-from narrowcast.decide import Plan
 from narrowcast.eager.call_hook import ask_at_calls
+from narrowcast.eager.door import Door
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
 from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
-from narrowcast.policy import MODULE_CALL_OP, Policy, Rule, Site, find_allowance
+from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.regions.stack import innermost
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.turns import Turns, Who
 from narrowcast.runs.written import Weights
 from narrowcast.sites.graph_nodes import current_site
 from narrowcast.sites.numbering import coming_round
 from narrowcast.sites.python_stack import find_site
 from narrowcast.sites.script_sites import script_site, told_of_script_sites
-from narrowcast.torch_bridge import OpFacts, op_facts, ops_of, tensors_in
+from narrowcast.torch_bridge import OpFacts, op_facts, ops_of
 from narrowcast.torch_surface.autograd import (
     current_autograd_node,
     current_graph_task,
@@ -43,6 +43,7 @@ from narrowcast.torch_surface.dispatch import (
     DispatchMode,
     OpOverload,
     below_modes,
+    without_functions,
     without_modes,
 )
 from narrowcast.torch_surface.dynamo import CompiledCode, never_begin_at
@@ -55,74 +56,6 @@ _AS_IT_IS = nullcontext()
 _COPY = torch.ops.aten.copy_.default
 _KEPT_NODES = 200_000
 """How many autograd nodes are remembered; their backward knows the forward call."""
-
-
-@dataclass(slots=True, eq=False)
-class SeenCall:
-    """A call of a run. args, kwargs: as the op was called, before the casts of the plan.
-
-    formats: those of its tensors as they came, and as the op reads them; None: it reads them as they came. forward: of
-    a backward call, the forward call whose gradients it computes. policy: of the region that is open, or was at the
-    forward. is_cast: a conversion between formats, of autocasting's or of the user's.
-    """
-
-    who: Who
-    facts: OpFacts
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    formats: tuple[str, str] | None = None
-    plan: Plan | None = None
-    rule: Rule | None = None
-    forward: CallId | None = None
-    is_cast: bool = False
-    result: Any = None
-    notes: dict[str, Any] = field(default_factory=dict)
-    policy: Policy | None = None
-
-    @property
-    def id(self) -> CallId:
-        """Its identity, asked for while it runs."""
-        return self.who.id
-
-    @property
-    def site(self) -> Site:
-        """Its place, asked for while it runs."""
-        return self.who.site
-
-    @property
-    def came(self) -> str:
-        """The formats of its tensors as they came."""
-        return self._formats()[0]
-
-    @property
-    def computes(self) -> str:
-        """The formats in which the op reads them."""
-        return self._formats()[1]
-
-    def _formats(self) -> tuple[str, str]:
-        if self.formats is None:
-            names = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
-            self.formats = names, names
-        return self.formats
-
-    def without_tensors(self) -> SeenCall:
-        """The call for whoever keeps it, and not its tensors."""
-        who = self.who.known()
-        return replace(self, who=who, formats=self._formats(), args=(), kwargs={}, result=None, plan=None, notes={})
-
-    def allows_nonfinite(self, argument: str = "") -> Rule | None:
-        """The rule that allows what is not finite here, in an argument or in what the call gives."""
-        of = self.forward or self.id
-        return (
-            None
-            if self.policy is None
-            else find_allowance(self.policy.allowances, of.op, self.site, argument, of.number)
-        )
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        """The tensors that it returned."""
-        return tensors_in(self.result)
 
 
 class _ThreadState(threading.local):
@@ -147,9 +80,12 @@ class Observer(DispatchMode):
     """Those that are to be put back after the run."""
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
+    door: Door
+    """What looking raises goes through it: the program goes on."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
         super().__init__()
+        self.door = Door([])
         self._device_types = present_device_types()
         self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
         self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
@@ -204,11 +140,12 @@ class Observer(DispatchMode):
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call. Exported programs run call by call."""
-        self._turns.begin(module)
+        is_begun = self.door.run("a module's call", self._turns.begin, module)
         try:
             return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
         finally:
-            self._turns.end()
+            if is_begun:
+                self._turns.end()
 
     def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of a script function or method of torch's own, in the thread that is observed."""
@@ -221,12 +158,18 @@ class Observer(DispatchMode):
 
     def begin(self, call: DecidedCall) -> None:
         """A call that is decided is about to run."""
+        seen = self.door.run(call.facts.id, self._begun, call)
+        if seen is not None:
+            self._local.starts.append(next_sequence_number())
+        self._local.decided.append(seen)
+
+    def _begun(self, call: DecidedCall) -> SeenCall | None:
+        """The call, if it is one of its own, and those who look are told."""
         state = self._local
         tensors = [t for _, t in call.tensors if t is not None]
         is_fake = any(isinstance(t, FakeTensor) for t in tensors)
         if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking or is_fake:
-            state.decided.append(None)
-            return
+            return None
         came = format_names([t.dtype for t in tensors])
         rule = deciding_rule(call.plan)
         computes = came if rule is None else planned_names(call.plan, call.tensors)
@@ -234,8 +177,7 @@ class Observer(DispatchMode):
         seen.plan, seen.rule = call.plan, rule
         if self.looks_before(call.facts):
             self._look(self.before, seen)
-        state.starts.append(next_sequence_number())
-        state.decided.append(seen)
+        return seen
 
     def end(self, result: Any) -> None:
         """The call that began last has returned."""
@@ -243,11 +185,15 @@ class Observer(DispatchMode):
         seen = state.decided.pop()
         if seen is None:
             return
-        for number in range(state.starts.pop(), next_sequence_number()):
-            self._nodes[number] = (seen.id, seen.site, seen.policy)
+        self.door.run(seen, self._note_nodes, seen, state.starts.pop())
         seen.result = result
         self._look(self.after, seen)
         seen.who.end()
+
+    def _note_nodes(self, seen: SeenCall, start: int) -> None:
+        """The autograd nodes that were made since are the call's."""
+        for number in range(start, next_sequence_number()):
+            self._nodes[number] = (seen.id, seen.site, seen.policy)
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
@@ -267,31 +213,54 @@ class Observer(DispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        state = self._local
         facts = op_facts(func)
-        if facts.is_view and not state.decided:
+        if self._is_nobodys(facts, types):
             return func(*args, **kwargs)
-        is_nobodys = state.looking or facts.id.startswith("prim.")
-        if is_nobodys or (types and any(issubclass(t, FakeTensor) for t in types)):
-            return func(*args, **kwargs)
+        decided = self._local.decided
+        seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
+        if decided and facts.writes and self.weights is not None:
+            self.door.run(facts.id, self._before_write, facts, args, kwargs)
+        result = self._execute(func, args, kwargs)
+        if seen is None:
+            return result
+        try:
+            result = self.gives(seen, facts, args, kwargs, result)
+            if decided:
+                return result
+            seen.result = result
+            if torch.is_grad_enabled() and seen.id.direction != BACKWARD:
+                # an op without a gradient makes no node: the last one is another's
+                self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
+        except Exception as error:
+            self.door.caught(error, seen)
+            return result
+        self._look(self.after, seen)
+        seen.who.end()
+        return result
+
+    def _is_nobodys(self, facts: OpFacts, types: Any) -> bool:
+        """Whether an op is not looked at: a view, a question, what we compute ourselves, what is fake."""
+        if (facts.is_view and not self._local.decided) or self._local.looking or facts.id.startswith("prim."):
+            return True
+        return bool(types) and any(issubclass(t, FakeTensor) for t in types)
+
+    def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
+        """An op that nobody has decided about, if it is a call of its own, and those who look are told."""
+        func = facts.op
         if facts.writes and self.weights is not None:
-            with quietly():
-                self.weights.before_write(facts, args, kwargs)
+            self._before_write(facts, args, kwargs)
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
-        if state.decided or not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
-            result = self._execute(func, args, kwargs)
-            around = state.decided[0] if state.decided else None
-            return result if around is None else self.gives(around, facts, args, kwargs, result)
+        if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
+            return None
         seen = self._seen(facts, None, args, kwargs, None, is_cast)
         if self.looks_before(facts):
             self._look(self.before, seen)
-        seen.result = self.gives(seen, facts, args, kwargs, self._execute(func, args, kwargs))
-        if torch.is_grad_enabled() and seen.id.direction != BACKWARD:
-            # an op without a gradient makes no node: the last one is another's
-            self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
-        self._look(self.after, seen)
-        seen.who.end()
-        return seen.result
+        return seen
+
+    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.weights is not None:
+            with quietly():
+                self.weights.before_write(facts, args, kwargs)
 
     def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op with autocast as it would be without us: kernels that call other ops must find it on."""
@@ -310,15 +279,20 @@ class Observer(DispatchMode):
 
     def _look(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
         """Tell of a call; what is computed meanwhile is nobody's call."""
+        if seen.is_lost:
+            return
         state = self._local
         state.looking = True
         try:
-            with below_modes(), autocast_off():
+            with below_modes(), without_functions(), autocast_off():
                 if torch.is_grad_enabled():
                     with torch.no_grad():
                         told(seen)
                 else:
                     told(seen)
+        except Exception as error:
+            seen.is_lost = True
+            self.door.caught(error, seen)
         finally:
             state.looking = False
 
@@ -373,6 +347,6 @@ def _named_ops(policy: Policy) -> tuple[OpOverload, ...]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Code of ours that computes with the user's tensors: no mode, no autocast, no autograd."""
-    with without_modes(), autocast_off(), torch.no_grad():
+    """Code of ours that computes with the user's tensors: no mode, no class's function, no autocast, no autograd."""
+    with without_modes(), without_functions(), autocast_off(), torch.no_grad():
         yield

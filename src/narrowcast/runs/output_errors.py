@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from narrowcast.formats import bf16, fp16
 from narrowcast.report import OutputError
-from narrowcast.torch_bridge import short_type, tensors_in
+from narrowcast.torch_bridge import part_of, short_type, tensors_in
 from narrowcast.torch_surface.dispatch import keystr, tree_flatten_with_path
 
 
@@ -19,7 +20,7 @@ def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
     """
     ref, x = reference.detach().double(), found.detach().double()
     noise = float(difference(ref, x).square().sum())
-    return decibels(float(ref.nan_to_num(0.0, 0.0, 0.0).square().sum()), noise)
+    return decibels(float(_values(ref).square().sum()), noise)
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -33,18 +34,49 @@ def decibels(signal: float, noise: float) -> float:
 
 def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
     """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
-    ref, x = reference.detach().double(), found.detach().double()
-    noise = float(difference(ref, x).norm())
-    size = float(ref.nan_to_num(0.0, 0.0, 0.0).norm())
+    ref = reference.detach().double()
+    return relative([difference(ref, found.detach().double())], [ref])
+
+
+def relative(differences: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """||differences|| / ||reference|| over several tensors in fp64; NaN if a value is not finite on one side alone."""
+    noise = sum(float(d.square().sum()) for d in differences)
     if noise == 0.0:
         return 0.0
-    return noise / size if size > 0 else math.inf
+    signal = sum(float(_values(r).square().sum()) for r in reference)
+    return math.sqrt(noise / signal) if signal else math.inf
+
+
+def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """The relative error of several tensors in fp64 against others."""
+    return relative([difference(r, x) for x, r in zip(found, reference, strict=False)], reference)
 
 
 def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x - ref, zero where both are the same infinity or both NaN."""
-    same = (ref == x) | (torch.isnan(ref) & torch.isnan(x))
-    return torch.where(same, torch.zeros_like(ref), x - ref)
+    """x - ref, zero where both are the same infinity, both NaN, or both what masks are filled with."""
+    off = x - ref
+    if _are_plain(ref) and _are_plain(x):
+        return off
+    same = (ref == x) | (torch.isnan(ref) & torch.isnan(x)) | (is_masked(ref) & is_masked(x))
+    return torch.where(same, torch.zeros_like(ref), off)
+
+
+def _values(ref: torch.Tensor) -> torch.Tensor:
+    """The tensor with zeros where it is not finite, and where it is masked."""
+    return ref if _are_plain(ref) else torch.where(is_masked(ref), 0.0, ref).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _are_plain(x: torch.Tensor) -> bool:
+    """Whether all values are finite and none is that of a mask, at a glance: what is not, may be so all the same."""
+    return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > 0.99 * -fp16.max)
+
+
+def is_masked(x: torch.Tensor) -> torch.Tensor:
+    """Where a tensor in fp64 has what masks are filled with: -infinity, and about the lowest value of a format."""
+    return (x <= _LOWEST_OF_8) | ((x <= 0.99 * -fp16.max) & (x >= -fp16.max))
+
+
+_LOWEST_OF_8 = 0.99 * -bf16.max
 
 
 def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
@@ -74,14 +106,26 @@ def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
     return tuple(rows)
 
 
+def gradient_error(reference: torch.Tensor, found: torch.Tensor) -> float:
+    """The relative error of a gradient, which may be sparse or complex."""
+    ref, x = flat(reference), flat(found)
+    return relative([difference(ref, x)], [ref])
+
+
+def flat(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient's values in fp64."""
+    return as_real(dense(gradient.detach())).double().flatten()
+
+
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """A complex tensor as its real and imaginary parts, [..., 2]; another as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with every element, if it is a sparse one."""
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    """The tensor with every element, if it is a sparse one; of a sharded one this rank's."""
+    part = part_of(tensor)
+    return part if part.layout is torch.strided else part.to_dense()
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:

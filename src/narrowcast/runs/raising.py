@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,15 @@ def first_line(error: BaseException | None) -> str:
     """`RuntimeError: both inputs should have same dtype`, short."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:160]}"
+
+
+def said_of(error: RuntimeError) -> str:
+    """The line of an error that says what was wrong; TorchScript at times names only the code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "TorchScript interpreter" not in lines[0]:
+        return lines[0]
+    code = next((before for before, line in itertools.pairwise(lines) if "<--- HERE" in line), "")
+    return lines[-1].removeprefix("RuntimeError:").strip() or f"a script raised at {code!r}"
 
 
 class Raising:

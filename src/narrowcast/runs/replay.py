@@ -14,8 +14,8 @@ import torch
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.report.findings import Finding
-from narrowcast.runs.observer import SeenCall
 from narrowcast.runs.rerun import planned_arguments
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import op_id
 from narrowcast.torch_surface.dispatch import tree_map
 

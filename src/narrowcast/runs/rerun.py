@@ -8,16 +8,31 @@ from typing import Any
 import torch
 
 from narrowcast.eager.kernels import list_lengths
-from narrowcast.runs.observer import SeenCall
+from narrowcast.runs.arguments import others_as_text
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
-from narrowcast.torch_surface.dispatch import tree_map
+from narrowcast.torch_surface.dispatch import holds_others, tree_map
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def can_run_again(call: SeenCall) -> bool:
-    """Whether the same call gives the same again: no random numbers are drawn."""
-    return not is_random(call.facts.op)
+    """Whether the same call can be made, and gives the same again: no random numbers are drawn, and no tensor is made
+    of others, whose class alone knows what is to be done with it.
+    """
+    return not _draws(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
+
+
+def _draws(call: SeenCall) -> bool:
+    """Whether it draws random numbers; attention without dropout does not."""
+    return (
+        is_random(call.facts.op) and dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0"
+    )
+
+
+def is_of_others(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that is made of other tensors: it must not be touched where no class is asked."""
+    return holds_others(type(tensor))
 
 
 def planned_arguments(call: SeenCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,7 +110,7 @@ def run_wide(
 def copies_of_written(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with copies of those that the op writes to."""
+    """The arguments, with copies of those that the op writes to and that can be copied."""
     if not facts.overwrites:
         return args, kwargs
     new_args, new_kwargs = list(args), dict(kwargs)
@@ -108,4 +123,4 @@ def copies_of_written(
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) and not is_of_others(value) else value

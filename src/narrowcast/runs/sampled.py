@@ -43,7 +43,6 @@ class Taken:
 
 def taken(facts: TensorFacts, low: float, high: float, sample: Any, rows: Any, everything: Any = None) -> Taken:
     """What was taken, with what is not finite told apart. everything: all values, where they are at hand."""
-    sample = sample.reshape(-1, sample.shape[-1])
     if math.isfinite(low) and math.isfinite(high):
         return Taken(facts, low, high, 0.0, 0.0, sample, rows)
     values = sample if everything is None else everything

@@ -97,7 +97,11 @@ class Statistics:
     def table(self) -> list[TensorFacts]:
         """All that was entered, read now."""
         self._read()
-        return [row for row in self._rows if isinstance(row, TensorFacts)]
+        return self.without_values()
+
+    def without_values(self) -> list[TensorFacts]:
+        """The same, of what was not read the sizes alone."""
+        return [row if isinstance(row, TensorFacts) else row.facts for row in self._rows]
 
     def _look(self, tensor: torch.Tensor, lies_in: int) -> TensorFacts | Taken | _Pending:
         x = tensor.detach()
@@ -111,7 +115,7 @@ class Statistics:
             return facts
         if FORMATS[x.dtype].bits < 16:
             x = x.float()
-        pending = _Pending(facts, torch.aminmax(x), x if self._whole else sample_of(x), rows_of(x))
+        pending = _Pending(facts, torch.aminmax(x), sample_of(x, x.numel() if self._whole else SAMPLE), rows_of(x))
         found: Taken | _Pending = pending
         if not x.is_cpu:
             pending.sample, pending.rows = pending.sample.clone(), pending.rows.clone()
@@ -119,7 +123,6 @@ class Statistics:
             return facts_of([pending.read(x)])[0]
         else:
             found = pending.read(x)
-            found.sample, found.rows = np.array(found.sample), np.array(found.rows)  # not the tensor's own memory
         self._held_bytes += found.sample.nbytes + found.rows.nbytes
         if self._held_bytes > _HELD_BYTES:
             self._rows.append(found)
@@ -136,8 +139,7 @@ class Statistics:
         self._held_bytes = 0
 
     def _kept(self, x: torch.Tensor, facts: TensorFacts) -> TensorFacts:
-        content = x.contiguous().cpu()
-        raw = content.flatten().view(torch.uint8).numpy() if content.numel() else np.empty(0, np.uint8)
+        raw = _raw(x)
         if self._checksums:
             facts = replace(facts, checksum=f"{zlib.crc32(raw.data):08x}")
         if self.folder is None:
@@ -224,8 +226,14 @@ def _product(sizes: Any) -> int:
 
 
 def _numpy(x: torch.Tensor) -> Any:
-    x = x if x.is_cpu else x.cpu()
-    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).numpy()
+    """The values in memory of their own: torch refuses to resize for ever after what numpy has looked at."""
+    return x.to("cpu", x.dtype if x.dtype is torch.float64 else torch.float32, copy=True).resolve_neg().numpy()
+
+
+def _raw(x: torch.Tensor) -> Any:
+    """The bytes of a tensor, in memory of their own likewise."""
+    content = x.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    return content.flatten().view(torch.uint8).numpy() if content.numel() else np.empty(0, np.uint8)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -237,8 +245,7 @@ def checksum(tensor: torch.Tensor) -> int:
     x = tensor.detach()
     if not x.numel() or not has_storage(x):
         return 0
-    raw = x.contiguous().cpu().flatten().view(torch.uint8).numpy()
-    return zlib.crc32(raw.data)
+    return zlib.crc32(_raw(x).data)
 
 
 def folder_for(path: str | Path) -> Path:

@@ -9,6 +9,9 @@ import torch
 
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.report.findings import TREND, Finding
+from narrowcast.runs.by_storage import has_storage
+from narrowcast.runs.output_errors import as_real
+from narrowcast.torch_bridge import values_of
 
 _LOOKS = 3
 """So many looks in a row a parameter must show a trend."""
@@ -18,7 +21,7 @@ class Trends:
     """Looks at gradients each so many steps: their rms, largest magnitude and share of zeros, by parameter.
 
     underflow: a share of zeros above it, for a parameter whose gradients had fewer in the first look. growth: so many
-    times the largest magnitude of the first look.
+    times the largest magnitude of the first look. Of a sharded gradient this rank's part is looked at.
     """
 
     def __init__(self, every: int, underflow: float, growth: float) -> None:
@@ -35,9 +38,9 @@ class Trends:
         names = {id(p): name.replace("_orig_mod.", "") for root in roots for name, p in root.named_parameters()}
         rows: dict[str, dict[str, float]] = {}
         findings = []
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        figures = [_figures(p.grad) for p in parameters]
-        for number, (parameter, (largest, rms, zeros)) in enumerate(zip(parameters, _read(figures), strict=True)):
+        held = [(p, _values(p)) for group in optimizer.param_groups for p in group["params"]]
+        figures = [(p, _figures(values)) for p, values in held if values is not None]
+        for number, (parameter, (largest, rms, zeros)) in enumerate(_read(figures)):
             name = names.get(id(parameter), f"parameter {number}")
             rows[name] = {"largest": largest, "rms": rms, "zeros": zeros}
             first_largest, first_zeros = self._first.setdefault(name, (largest, zeros))
@@ -57,21 +60,31 @@ class Trends:
         return self._often[key] == _LOOKS
 
 
-def _figures(gradient: torch.Tensor) -> torch.Tensor:
-    x = gradient.detach()
-    x = (x.coalesce().values() if x.is_sparse else x).float()
+def _values(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What its gradient holds on this rank; None without one, and of a class whose values cannot be listed."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    values = values_of(gradient.coalesce() if gradient.is_sparse else gradient)
+    return values if has_storage(values) else None
+
+
+def _figures(values: torch.Tensor) -> torch.Tensor:
+    x = as_real(values.detach()).float()
     if not x.numel():
         return torch.zeros(3, device=x.device)
     return torch.stack([x.abs().max(), x.square().mean().sqrt(), (x == 0).float().mean()])
 
 
-def _read(figures: list[torch.Tensor]) -> list[tuple[float, float, float]]:
+def _read(
+    figures: list[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[torch.Tensor, tuple[float, float, float]]]:
     """All of them in one transfer for each device."""
     found: list[Any] = [None] * len(figures)
-    for device in {f.device for f in figures}:
-        numbers = [n for n, f in enumerate(figures) if f.device == device]
-        for n, row in zip(numbers, torch.stack([figures[n] for n in numbers]).tolist(), strict=True):
-            found[n] = tuple(row)
+    for device in {f.device for _, f in figures}:
+        numbers = [n for n, (_, f) in enumerate(figures) if f.device == device]
+        for n, row in zip(numbers, torch.stack([figures[n][1] for n in numbers]).tolist(), strict=True):
+            found[n] = figures[n][0], tuple(row)
     return found
 
 

@@ -7,7 +7,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -77,6 +77,20 @@ class Trial:
         is_compiled = hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
         made = (torch.fx.GraphModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
         return is_compiled or isinstance(self.model, made)
+
+    def original(self) -> Trial:
+        """The same with what a compiled model or function was compiled of; itself for another."""
+        model = getattr(self.model, "_orig_mod", None)
+        if model is None and hasattr(self.model, "__narrowcast_compiled__"):
+            model = getattr(self.model, "__wrapped__", None)
+        return self if model is None else replace(self, model=model)
+
+    def fp32_for_low(self) -> torch.dtype | None:
+        """fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
+        model = self.model
+        buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+        tensors = [*parameters_of(model).values(), *buffers, *tensors_in(self.args, self.kwargs)]
+        return torch.float32 if any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors) else None
 
     def run(
         self, region: AbstractContextManager[Any] | None = None, watching: AbstractContextManager[Any] | None = None,

@@ -109,7 +109,7 @@ class Turns:
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """The outermost modules that were called."""
 
-    def begin(self, module: Any) -> None:
+    def begin(self, module: Any) -> bool:
         """The module is called."""
         turns = self._called.turns
         if not turns:
@@ -121,6 +121,7 @@ class Turns:
         number = found[0]
         number[0] += 1
         turns.append(_Turn(module, number[0]))
+        return True
 
     def end(self) -> None:
         """The call that began last on this thread has ended."""

@@ -12,16 +12,17 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from narrowcast.eager.door import Door
 from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.ledger.identity import FORWARD, RECOMPUTATION
 from narrowcast.policy import Policy
-from narrowcast.report import NotFinite
 from narrowcast.report.findings import GIVEN, TREND, Finding, Watching
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.culprit import cast_finding, find_culprit, finding_of, overflowing_casts
@@ -34,11 +35,12 @@ from narrowcast.runs.finiteness import (
     mask_like,
     numbers_not_finite,
 )
-from narrowcast.runs.observer import Observer, SeenCall, quietly
+from narrowcast.runs.observer import Observer, quietly
 from narrowcast.runs.replay import Replay
-from narrowcast.runs.rerun import copies_of_written
+from narrowcast.runs.rerun import copies_of_written, is_of_others
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.trends import Trends
-from narrowcast.torch_bridge import OpFacts
+from narrowcast.torch_bridge import OpFacts, tensors_in
 from narrowcast.torch_surface.dispatch import storage_key
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
 
@@ -102,7 +104,9 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                     "Name a file in a folder that exists.",
                 ) from error  # fmt: skip
         self._observer = WatchCalls(self.found, self._at, self._tell)
-        self._stack.enter_context(told_of_optimizer_steps(self._step, before=True))
+        self._door = self._observer.door = Door(self.found.notes)
+        tell = partial(self._door.run, "an optimizer's step", self._step)
+        self._stack.enter_context(told_of_optimizer_steps(tell, before=True))
         self._stack.enter_context(self._observer.observing())
         _open.append(self)
         self._stack.callback(_open.remove, self)
@@ -113,10 +117,10 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
     ) -> None:
         try:
             if error is None:
-                with quietly():
-                    self._observer.settle(final=True)
+                self._door.run("the end of the block", self._settle, True)
         finally:
             self._stack.close()
+            self.found.not_inspected = self._door.times
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -127,9 +131,12 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         """A step ends whose optimizer is not run: it counts, and what was put off is read. Gradients that are to be
         thrown away show no trend.
         """
+        self.found.steps += 1
+        self._door.run("the end of a step", self._settle, False)
+
+    def _settle(self, final: bool) -> None:
         with quietly():
-            self.found.steps += 1
-            self._observer.settle(final=False)
+            self._observer.settle(final)
 
     def _step(self, optimizer: Any) -> None:
         with quietly():
@@ -146,7 +153,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
         self.found.findings.append(finding)
         self._write({"finding": finding.data()})
         if self._callback is not None:
-            self._callback(finding)
+            self._door.of_user(self._callback, finding)
         if self._stop and finding.made_by != TREND:
             raise NotFiniteError(
                 f"{finding.what} made by {finding.id}", finding.sentence, (Origin(finding.file, finding.line),),
@@ -172,7 +179,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
 
 @dataclass(slots=True, eq=False)
 class _Limit:
-    """An exact limit (the logarithm of zero) of which nothing has come yet."""
+    """An exact limit (the logarithm of zero) of which nothing has come yet. Its tensors may die meanwhile."""
 
     call: SeenCall
     finding: Finding
@@ -258,7 +265,7 @@ class WatchCalls(Observer):
         if not is_limit:
             self._report(call, finding)
             return
-        limit = _Limit(call, replace(finding, step=self._found.steps + 1))
+        limit = _Limit(call.without_tensors(), replace(finding, step=self._found.steps + 1))
         for tensor in results:
             self._limits.put(tensor, limit)
 
@@ -337,7 +344,7 @@ class WatchCalls(Observer):
             return
         self._known.add(key)
         finding = replace(finding, step=self._found.steps + 1)
-        if len(self._found.findings) < KEPT and call.args:
+        if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
             finding = Replay.attach(finding, call)
         self._tell(finding)
 
@@ -377,19 +384,3 @@ def _light(call: SeenCall) -> SeenCall:
     why, light = numbers_not_finite(call), call.without_tensors()
     light.notes["numbers"] = why
     return light
-
-
-def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
-    """Of two watched runs: the first call that made what is not finite here and not in the reference; and the first of
-    the reference in words, if its output has NaN.
-    """
-    known = {finding.id for finding in reference.findings}
-    own = next((f for f in here.findings if f.id not in known), None)
-    first = reference.first
-    return None if own is None else _as_row(own), _as_row(first).text if has_nan and first is not None else ""
-
-
-def _as_row(finding: Finding) -> NotFinite:
-    facts = [facts for _, facts in finding.outputs if not facts.is_finite] or [facts for _, facts in finding.outputs]
-    format = facts[0].format if facts else finding.formats
-    return NotFinite(finding.id.op, finding.id.module_path, finding.file, finding.line, format, finding.what)

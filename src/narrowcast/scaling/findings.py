@@ -86,9 +86,8 @@ class Findings:
 
     def to_be_unscaled(self, optimizer: Any) -> None:
         """An optimizer's gradients, scaled until now, are to be unscaled."""
-        parameters = list(parameters_of(optimizer))
         if self._clips:
-            own = {id(parameter) for parameter in parameters}
+            own = {id(parameter) for parameter in parameters_of(optimizer)}
             for clipped, site in self._clips:
                 if own & clipped:
                     self.say(
@@ -108,6 +107,7 @@ class Findings:
             )
         if not self._has_seen_gradients:
             self._has_seen_gradients = True
+            parameters = parameters_of(optimizer)
             low = next((p.grad for p in parameters if p.grad is not None and p.grad.dtype is torch.float16), None)
             if low is not None:
                 self.say(

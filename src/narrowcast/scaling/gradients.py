@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.nn import Parameter
 
 from narrowcast.scaling.readings import Reading
-from narrowcast.torch_surface.grad_scaling import check_and_unscale, dtensor_class, local_part, norms_of, stored_values
+from narrowcast.torch_bridge import values_of
+from narrowcast.torch_surface.grad_scaling import check_and_unscale, dtensor_class, norms_of
 
 Flags = dict[torch.device, torch.Tensor]
 """By device a tensor that holds 0.0, or 1.0 where a gradient is not finite."""
@@ -28,16 +30,29 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
     dtensor = dtensor_class()
     sorted_out: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = {}
     meshes: dict[Any, None] = {}
-    for parameter in parameters_of(optimizer):
-        if dtensor is not None and isinstance(parameter, dtensor):
-            meshes[parameter.device_mesh] = None
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.is_sparse and gradient.dtype is torch.float16:
-            parameter.grad = gradient = gradient.coalesce()  # equal indices may overflow when they are added
-        part = values_of(gradient)
-        sorted_out.setdefault(part.device, {}).setdefault(part.dtype, []).append(part)
+    for group_of in optimizer.param_groups:  # a loop for every parameter of every step: nothing is called in it
+        for parameter in group_of["params"]:
+            if type(parameter) is not Parameter and dtensor is not None and isinstance(parameter, dtensor):
+                meshes[parameter.device_mesh] = None
+            part = parameter.grad
+            if part is None:
+                continue
+            dtype = part.dtype
+            if dtype.is_complex and part.is_conj():
+                parameter.grad = part = part.resolve_conj()
+            if part.is_sparse and dtype is torch.float16:
+                parameter.grad = part = part.coalesce()  # equal indices may overflow when they are added
+            if type(part) is not torch.Tensor or part.is_sparse or dtype.is_complex:
+                part = _real_values_of(part)
+                dtype = part.dtype
+            by_dtype = sorted_out.get(part.device)
+            if by_dtype is None:
+                by_dtype = sorted_out[part.device] = {}
+            parts = by_dtype.get(dtype)
+            if parts is None:
+                by_dtype[dtype] = [part]
+            else:
+                parts.append(part)
     flags: Flags = {}
     with torch.no_grad():
         for device, by_dtype in sorted_out.items():
@@ -51,12 +66,10 @@ def check(optimizer: Any, inverse: torch.Tensor, found: torch.Tensor, group: Any
     return flags
 
 
-def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient stores on this rank; writing to it writes to the gradient."""
-    dtensor = dtensor_class()
-    if dtensor is not None and isinstance(gradient, dtensor):
-        gradient = local_part(gradient)
-    return stored_values(gradient) if gradient.is_sparse else gradient
+def _real_values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient stores on this rank, as real numbers; writing to it writes to the gradient."""
+    values = values_of(gradient)
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _groups(meshes: dict[Any, None], group: Any) -> list[Any]:
@@ -111,7 +124,7 @@ class Culprits:
         by_kind: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter.grad is not None:
-                part = values_of(parameter.grad)
+                part = _real_values_of(parameter.grad)
                 if part.numel():
                     by_kind.setdefault((part.device, part.dtype), []).append((number, parameter, part))
         for rows in by_kind.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,16 +22,17 @@ from narrowcast.scaling.results import StepResult
 from narrowcast.scaling.state import ScalerState
 from narrowcast.scaling.steps import EndedStep
 from narrowcast.sites.python_stack import loop_line
-from narrowcast.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, takes_scale
+from narrowcast.torch_surface.dispatch import version_of
+from narrowcast.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, innermost, takes_scale
 
 
 class Scaler(ScalerState):
     """A `torch.amp.GradScaler`, with the same arguments and methods, that cannot fail in silence.
 
-    min_scale: the scale is not backed off below it. patience: after so many skipped steps in a row, or a few at the
-    lowest scale, `on_stuck` says what to do: `warn`, again each time that the streak doubles, or `raise` ScalerError.
-    model: whose parameters' names are shown. process_group: of the ranks that hold shards of plain tensors and must
-    decide alike; those of DTensors (FSDP2, tensor parallel) are known.
+    min_scale: the scale is not backed off below it; None is 1, or the first scale if that is less. patience: after so
+    many skipped steps in a row, or a few at the lowest scale, `on_stuck` says what to do: `warn`, again each time that
+    the streak doubles, or `raise` ScalerError. model: whose parameters' names are shown. process_group: of the ranks
+    that hold shards of plain tensors and must decide alike; those of DTensors (FSDP2, tensor parallel) are known.
     """
 
     # -- what a loop calls ---------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class Scaler(ScalerState):
         `step` takes them as they are; `update()` sees to each loss's scale by its own overflows. kwargs: of `backward`
         (`retain_graph`). Gradients that were there before are held during the backward.
         """
-        optimizers = (optimizer,) if hasattr(optimizer, "param_groups") else tuple(optimizer)
+        optimizers = tuple(map(innermost, (optimizer,) if hasattr(optimizer, "param_groups") else optimizer))
         if not self.is_enabled():
             loss.backward(**kwargs)
             return
@@ -86,29 +86,45 @@ class Scaler(ScalerState):
                 for device, flag in {**before, **flags}.items()
             }
             state["stage"] = UNSCALED
-            self._lines[id(one)] = loop_line()
+            state["line"] = loop_line()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place: before they are clipped or looked at."""
         if not self.is_enabled():
             return
         self._refuse_unscaled_loss("unscale_()")
-        stage = self.state_of(optimizer)["stage"]
-        if stage is UNSCALED:
+        optimizer = innermost(optimizer)
+        state = self.state_of(optimizer)
+        if state["stage"] is UNSCALED or self._are_unscaled(optimizer):
             raise self._error(
-                "unscale_()", "it was called for this optimizer since the last update()",
-                "Call it once, when all gradients of the iteration are there; step() does, where nobody did.",
-                self._lines.get(id(optimizer)),
+                "unscale_()", "it was called for this optimizer, or one with these gradients, since the last update()",
+                "Call it once, when all gradients of the iteration are there; step() does, where nobody did. "
+                "Lightning's and Accelerate's optimizers unscale in their step: clip in a hook of theirs before it.",
+                state.get("line"),
             )  # fmt: skip
         self._refuse_stepped(optimizer, "unscale_()")
+        self._unscale(optimizer, state)
+        state["line"] = loop_line()
+
+    def _unscale(self, optimizer: Any, state: dict[str, Any]) -> None:
         self._findings.to_be_unscaled(optimizer)
         super().unscale_(optimizer)
-        self._lines[id(optimizer)] = loop_line()
-        flags = self.state_of(optimizer)["found_inf_per_device"].values()
+        gradient = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
+        state["unscaled"] = None if gradient is None else (gradient, version_of(gradient))
+        flags = state["found_inf_per_device"].values()
         # What the user does next may spread NaN over all gradients, as a clip does: they are looked at before, where
         # the host knows that some are not finite, or steps are being skipped one after the other.
         if any(flag.device.type == "cpu" and flag.numpy() for flag in flags) or self._steps.was_skipped:
-            self._early[id(optimizer)] = _look(optimizer)
+            state["early"] = _look(optimizer)
+
+    def _are_unscaled(self, optimizer: Any) -> bool:
+        """Whether gradients of this optimizer were unscaled by way of another, and not written to since: of a wrapper
+        that does not say what it wraps.
+        """
+        own = self.state_of(optimizer)
+        others = [s["unscaled"] for s in self.states() if s is not own and s.get("unscaled") is not None]
+        done = [gradient for gradient, version in others if version_of(gradient) == version]
+        return bool(done) and any(p.grad is one for one in done for p in parameters_of(optimizer))
 
     def clip_grad_norm_(
         self,
@@ -119,6 +135,7 @@ class Scaler(ScalerState):
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """Unscale the optimizer's gradients, if nobody has, and clip their norm; the norm, unscaled, on its device."""
+        optimizer = innermost(optimizer)
         if self.is_enabled():
             self._refuse_stepped(optimizer, "clip_grad_norm_()")
             if self.state_of(optimizer)["stage"] is READY:
@@ -135,9 +152,9 @@ class Scaler(ScalerState):
         """
         if not self.is_enabled():
             return StepResult(optimizer.step(*args, **kwargs), False, lambda number, _: str(number), lambda: None)
-        self._refuse_stepped(optimizer, "step()")
-        state = self.state_of(optimizer)
-        self._decided = None
+        inner = innermost(optimizer)
+        self._refuse_stepped(inner, "step()")
+        state = self.state_of(inner)
         value: Any
         skipped: bool | None
         if closure_in(args, kwargs) is not None:
@@ -145,28 +162,34 @@ class Scaler(ScalerState):
                 raise self._error(
                     "step() with a closure", "the gradients are unscaled already",
                     "Call unscale_() in the closure, or leave it to step(): a closure computes gradients anew.",
-                    self._lines.get(id(optimizer)),
+                    state.get("line"),
                 )  # fmt: skip
-            value, stepped = step_with_closure(optimizer, args, kwargs, partial(self._closure_is_finite, optimizer))
+            value, stepped = step_with_closure(optimizer, args, kwargs, partial(self._closure_is_finite, inner))
             state["stage"], skipped = STEPPED, not stepped
         else:
             self._refuse_unscaled_loss("step()")
-            if takes_scale(optimizer):
+            if state["stage"] is READY and self._are_unscaled(inner):
+                self.unscale_(inner)  # raises
+            if inner is optimizer and takes_scale(inner):
                 if state["stage"] is READY:
-                    self._findings.to_be_unscaled(optimizer)  # its kernel unscales: unscale_ is not called
-            else:
+                    self._findings.to_be_unscaled(inner)  # its kernel unscales: unscale_ is not called
+                value, skipped = super().step(inner, *args, **kwargs), None
+            else:  # a wrapper's kernel is not its own, and sees no scale
                 if state["stage"] is READY:
-                    self.unscale_(optimizer)
-                self._refuse_without_gradients(state["found_inf_per_device"])
-            value = super().step(optimizer, *args, **kwargs)
-            skipped = self._decided
-        result = self._result(optimizer, value, state["found_inf_per_device"], skipped)
+                    self._unscale(inner, state)
+                flags = state["found_inf_per_device"]
+                self._refuse_without_gradients(flags)
+                # one look at the device for each, as torch's scaler has it
+                skipped = bool(sum(flag.item() for flag in flags.values()))
+                value = None if skipped else optimizer.step(*args, **kwargs)
+                state["stage"] = STEPPED
+        result = self._result(inner, value, state, skipped)
         watch = open_watch()
         if watch is not None:
-            if self._decided:  # its step was not run: who watches was not told
+            if skipped and closure_in(args, kwargs) is None:  # its step was not run: who watches was not told
                 watch.step_skipped()
             result.op = _op_seen(watch.found)
-        self._lines[id(optimizer)] = loop_line()
+        state["line"] = loop_line()
         self._results.append(result)
         return result
 
@@ -193,11 +216,6 @@ class Scaler(ScalerState):
         """Check the optimizer's gradients and multiply them by `inverse`; a flag for each device."""
         return check(optimizer, inverse, found, self._group)
 
-    def stepped_unless(self, flags: list[torch.Tensor], optimizer: Any, step: Callable[[], Any]) -> Any:
-        """Let the optimizer step unless a flag is set: one look at the device for each, as torch's scaler has it."""
-        self._decided = bool(sum(flag.item() for flag in flags))
-        return None if self._decided else step()
-
     def _closure_is_finite(self, optimizer: Any, loss: Any) -> bool:
         self._refuse_unscaled_loss("step() with a closure")
         scaled = None if self._scaled is None else self._scaled()
@@ -217,14 +235,14 @@ class Scaler(ScalerState):
         self._refuse_without_gradients(flags)
         return not in_one(flags.values(), scale.device).item()
 
-    def _result(self, optimizer: Any, value: Any, flags: Flags, skipped: bool | None) -> StepResult:
+    def _result(self, optimizer: Any, value: Any, state: dict[str, Any], skipped: bool | None) -> StepResult:
         """What step gives. Where the optimizer's kernel decided, the host does not ask what it did."""
-        watch = open_watch()
+        watch, flags = open_watch(), state["found_inf_per_device"]
         scale = self.scale_tensor
         decided: bool | Reading = bool(skipped)
         if skipped is None and flags and scale is not None:
             decided = Reading(in_one(flags.values(), scale.device))
-        early = self._early.get(id(optimizer))
+        early = state.get("early")
         given = None if self._model is None else self._model()
         models = [model for model in (given, *(watch.models if watch else ())) if model is not None]
         result = StepResult(
@@ -275,7 +293,7 @@ class Scaler(ScalerState):
             raise self._error(
                 asked, "step() was called for this optimizer since the last update()",
                 "Call update() once at the end of each iteration, after all optimizers.",
-                self._lines.get(id(optimizer)),
+                self.state_of(optimizer).get("line"),
             )  # fmt: skip
 
     def _refuse_unscaled_loss(self, asked: str) -> None:

@@ -9,11 +9,9 @@ import torch
 
 from narrowcast.errors import ScalerError
 from narrowcast.ledger.records import Advice
-from narrowcast.policy import Site
 from narrowcast.scales.history import History
 from narrowcast.scales.stuck import Streak
 from narrowcast.scaling.findings import NO_CUDA, Findings
-from narrowcast.scaling.gradients import Culprits
 from narrowcast.scaling.losses import LossScale
 from narrowcast.scaling.readings import Reading
 from narrowcast.scaling.results import StepResult
@@ -24,6 +22,8 @@ from narrowcast.torch_surface.grad_scaling import NativeScaler, is_definitely_wi
 ON_STUCK = ("warn", "raise")
 _SMALLEST = 2.0**-126
 """The reciprocal of a smaller scale is infinite in fp32, or nearly so."""
+_LOWEST = 1.0
+"""The default of `min_scale`."""
 OURS = "narrowcast"
 """The key of our own part of a state_dict; torch's scaler passes it by."""
 
@@ -40,7 +40,7 @@ class ScalerState(NativeScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        min_scale: float = 1.0,
+        min_scale: float | None = None,
         patience: int = 20,
         on_stuck: str = "warn",
         model: torch.nn.Module | None = None,
@@ -49,7 +49,7 @@ class ScalerState(NativeScaler):
         _check(init_scale, backoff_factor, min_scale, patience, on_stuck)
         without = enabled and device == "cuda" and is_definitely_without_cuda()
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled and not without)
-        self._min_scale, self._group = float(min_scale), process_group
+        self._min_scale, self._group = _LOWEST if min_scale is None else float(min_scale), process_group
         self._floor: float | torch.Tensor = min(self._min_scale, float(init_scale))
         self._model = None if model is None else weakref.ref(model)
         self._steps = Steps(patience, on_stuck)
@@ -63,9 +63,6 @@ class ScalerState(NativeScaler):
     def begin_iteration(self) -> None:
         """Forget what is known of the iteration that ends."""
         self._results: list[StepResult] = []
-        self._lines: dict[int, Site] = {}  # by optimizer: where it was unscaled or stepped
-        self._early: dict[int, Culprits] = {}
-        self._decided: bool | None = None
         self._scaled: weakref.ref[torch.Tensor] | None = None
         self._named: set[str] = set()
 
@@ -161,7 +158,7 @@ class ScalerState(NativeScaler):
         floor = self._floor
         state["_floor"] = float(floor.item()) if isinstance(floor, torch.Tensor) else floor
         state["_losses"] = {name: loss.data() for name, loss in self._losses.items()}
-        for name in ("_model", "_findings", "_results", "_lines", "_scaled", "_named", "_decided", "_early"):
+        for name in ("_model", "_findings", "_results", "_scaled", "_named"):
             del state[name]
         return state
 
@@ -177,9 +174,15 @@ class ScalerState(NativeScaler):
         self.begin_iteration()
 
 
-def _check(init_scale: float, backoff_factor: float, min_scale: float, patience: int, on_stuck: str) -> None:
+def _check(init_scale: float, backoff_factor: float, min_scale: float | None, patience: int, on_stuck: str) -> None:
     _check_scale(init_scale, f"Scaler(init_scale={init_scale})")
-    _check_scale(min_scale, f"Scaler(min_scale={min_scale})")
+    if min_scale is not None:
+        _check_scale(min_scale, f"Scaler(min_scale={min_scale})")
+        if min_scale > init_scale:
+            raise ScalerError(
+                f"Scaler(init_scale={init_scale}, min_scale={min_scale})", "the first scale is below the lowest one",
+                advice=f"Give init_scale={min_scale} or more, or a lower min_scale.",
+            )  # fmt: skip
     if not backoff_factor > 0:
         advice = "Give a factor between 0 and 1: 0.5 halves."
         raise ScalerError(f"Scaler(backoff_factor={backoff_factor})", "the scale would be 0", advice=advice)

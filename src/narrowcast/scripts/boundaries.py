@@ -20,8 +20,8 @@ from narrowcast.module_calls import ModuleCall
 from narrowcast.policy import Kind, Policy, Site
 from narrowcast.regions.pinned import Pin, pin_of
 from narrowcast.scripts.callers import is_forward, mark_whole
+from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.scopes import ANYWHERE, Bounds, Scanner, Scope, Scopes, close_passage
-from narrowcast.scripts.source import shown_at
 from narrowcast.torch_bridge import DTYPES, FORMATS
 from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowcast.policy import NOWHERE, Site
-from narrowcast.scripts.source import site_of
+from narrowcast.scripts.places import site_of
 from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_surface.jit import compiled_method, find_type, method_names
 

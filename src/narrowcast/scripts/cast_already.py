@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from narrowcast.scripts.places import site_of
 from narrowcast.scripts.region_facts import constant, region_class
 from narrowcast.scripts.scopes import remove_unused_objects
-from narrowcast.scripts.source import site_of
 from narrowcast.torch_surface.jit import (
     NONE,
     compiled_method,

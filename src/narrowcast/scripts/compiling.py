@@ -16,11 +16,11 @@ from narrowcast.scripts.boundaries import bound_whole, close_passages
 from narrowcast.scripts.callers import mark_calls, mark_function, unmark
 from narrowcast.scripts.cast_already import prepare_marks
 from narrowcast.scripts.decorated import bare, check_methods, check_pins, undecorated
-from narrowcast.scripts.leaving import TORCH
+from narrowcast.scripts.leaving import TORCH, make_edges
 from narrowcast.scripts.policies import hold_policy
 from narrowcast.scripts.region import register_region
 from narrowcast.scripts.region_facts import number_of
-from narrowcast.scripts.scopes import Scope, make_edges
+from narrowcast.scripts.scopes import Scope
 from narrowcast.scripts.source import OURS, Regions, Signature, rewriting
 from narrowcast.torch_bridge import to_dtype
 from narrowcast.torch_surface.jit import (
@@ -45,7 +45,12 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
     """
 
     def with_regions(get_closure: Any) -> Any:
-        return lambda function: {**get_closure(undecorated(function)), OURS: region_class, TORCH: torch}
+        def closure(function: Any) -> dict[str, Any]:
+            inner = undecorated(function)
+            known = get_closure(inner) if inspect.isfunction(inner) else {}  # what is no function is refused later
+            return {**known, OURS: region_class, TORCH: torch}
+
+        return closure
 
     def compile_called(compile: Any, function: Any, *args: Any, **options: Any) -> Any:
         if not inspect.isfunction(function) or str(function.__module__).startswith(_HERE):
@@ -88,7 +93,9 @@ def compiling(region_class: type, device_types: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_region(region_class: type, value: Any) -> bool:
-    return issubclass(value if isinstance(value, type) else type(value), (torch.autocast, region_class))
+    """Whether something is a region, or a class of them, or a part without gradients, which scripts have, too."""
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, (torch.autocast, region_class)) or type(value) is torch.no_grad
 
 
 def _described(region_class: Any, value: Any) -> dict[str, Any]:
@@ -110,10 +117,11 @@ def _signature_of(region_class: type, value: Any) -> Signature | None:
     if value is torch.autocast:
         return ("device_type", "dtype", "enabled", "cache_enabled"), {"policy": "''"}
     names = ("enabled", "dtype", "cache_enabled")
+    told = {"cache_enabled": "True", "policy": "''"}
     if value is torch.cpu.amp.autocast:  # type: ignore[attr-defined]
-        return names, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), "policy": "''"}
+        return names, {"device_type": "'cpu'", "dtype": str(number_of(torch.bfloat16)), **told}
     if value is torch.cuda.amp.autocast:
-        return names, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), "policy": "''"}
+        return names, {"device_type": "'cuda'", "dtype": str(number_of(torch.float16)), **told}
     return None
 
 
@@ -123,9 +131,9 @@ def compile_function(function: Callable[..., Any], region_class: type) -> Any:
     return script_function(bare(function, functools.partial(_is_region, region_class)))
 
 
-def compile_module(module: torch.nn.Module) -> Any:
+def compile_module(module: torch.nn.Module, region_class: type) -> Any:
     """A new script module, whose types no other module shares."""
-    check_methods(module)
+    check_methods(module, functools.partial(_is_region, region_class))
     made = script_module(module)
     for part in made.modules():
         for name in method_names(part):

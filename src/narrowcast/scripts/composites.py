@@ -25,10 +25,9 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     for formula in (
         cells.lstm_cell, cells.gru_cell, cells.rnn_tanh_cell, cells.rnn_relu_cell,
         products.tensordot, products.inner, products.linalg_multi_dot, products.chain_matmul,
-        products.linalg_matrix_power, products.cov, products.corrcoef, products.mv, products._sparse_mm,
-        products._sparse_addmm,
+        products.linalg_matrix_power, products.cov, products.corrcoef, products.mv,
     )
-}  # fmt: skip
+} | {"aten::_sparse_mm": products.sparse_mm, "aten::_sparse_addmm": products.sparse_addmm}  # fmt: skip
 _GRU = "aten::gru"
 
 

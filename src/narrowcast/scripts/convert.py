@@ -17,13 +17,14 @@ from narrowcast.scripts.callers import path_of
 from narrowcast.scripts.calls import is_optional_tensor
 from narrowcast.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.scripts.composites import open_composites, tell_closed
+from narrowcast.scripts.leaving import make_edges
 from narrowcast.scripts.lifetimes import keep_until_last_use
 from narrowcast.scripts.numbering import number_calls
+from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.policies import named_policy
 from narrowcast.scripts.read import Reader, Reading
 from narrowcast.scripts.region_facts import region_class
-from narrowcast.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section, make_edges
-from narrowcast.scripts.source import shown_at
+from narrowcast.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
 from narrowcast.scripts.statistics import keep_norms, norms_kept
 from narrowcast.scripts.write import CastBefore, Kept, write_graph
 from narrowcast.sites.script_sites import MARK, number_of
@@ -140,7 +141,7 @@ def make_graph_explicit(
     outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
     if observed:  # the casts of a call come behind its mark
         _tell_sites(graph, reading)
-    forks = [item for item in section.walk() if item.node.kind() == "prim::fork" and item.scopes]
+    forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]
     cast_before = write_graph(graph, section, reading, outcome.program, kept)
     _convert_forks(forks, module, cast_before)
     if marked:
@@ -260,7 +261,7 @@ def _answer(graph: Any, section: Section) -> None:
 _UNSEEN = {
     "prim::PythonOp": (
         "a call into Python (torch.jit.ignore), which no region of a script reaches",
-        "Call it outside of the region, or open a region inside it.",
+        "Call it outside of the region.",
     ),
     "prim::CallMethod": (
         "a call of a method that is chosen when the script runs (an interface)",

@@ -8,13 +8,13 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
-from narrowcast.sites.python_stack import is_user_file
+from narrowcast.sites.python_stack import find_site, is_user_file
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -33,7 +33,9 @@ def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any
         found += getattr(layer, _BARE, ())
         if not hasattr(layer, "__wrapped__"):
             if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
-                raise _refused(function, layer, f"it decorates {_named(layer)}, and scripts have no code for that")
+                raise _refused(
+                    function, layer, f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
+                )
             return found
         region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
         if _is_decorator(layer) and region is not None:
@@ -47,7 +49,7 @@ def bare(function: Any, is_region: Callable[[Any], bool]) -> Any:
     """The function below all decorators; a copy that knows the regions among them, if there are any."""
     regions, inner = regions_around(function, is_region), undecorated(function)
     if any(isinstance(getattr(layer, "__wrapped__", None), types.MethodType) for layer in _layers(function)):
-        raise _refused(function, inner, "it decorates a method of an object, and a script has no such function")
+        raise _refused(function, inner, "a region decorates a method of an object, and a script has no such function")
     if not regions or hasattr(inner, _BARE):
         return inner
     made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
@@ -76,9 +78,15 @@ def check_pins(function: Any) -> None:
         )  # fmt: skip
 
 
-def check_methods(module: torch.nn.Module) -> None:
-    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator."""
+def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. And for a `__call__` that
+    opens a region: it is not in a script.
+    """
     for part in module.modules():
+        call = type(part).__call__
+        if call is not torch.nn.Module.__call__ and not isinstance(part, torch.jit.ScriptModule):
+            if _may_open(call, is_region):
+                raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
         for kind in type(part).__mro__:
             for name, found in vars(kind).items():
                 if callable(found) and hasattr(found, "__narrowcast_pinned__"):
@@ -95,6 +103,12 @@ def namespace(function: Any) -> dict[str, Any]:
     """The names that a function sees: its module's, and those it closes over."""
     inner = undecorated(function)
     return {**getattr(inner, "__globals__", {}), **_captured(inner)}
+
+
+def is_of_contextlib(function: Any) -> bool:
+    """A function that contextlib.contextmanager decorates, or one of its own classes."""
+    home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+    return home == nullcontext.__module__ and function is not nullcontext
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -125,9 +139,9 @@ def _is_pin(layer: Any) -> bool:
 
 
 def _is_decorator(layer: Any) -> bool:
-    """Whether it is what torch's regions, or ours, make of a function, and not something around that."""
+    """Whether it is what torch's context managers, or our regions, make of a function, and not something around it."""
     home = getattr(layer, "__globals__", {}).get("__name__", "")  # `__module__` is that of what it wraps
-    return str(home).startswith((_OWN, "torch.amp."))
+    return str(home).startswith((_OWN, "torch.amp.", "torch.utils."))
 
 
 def _named(value: Any) -> str:
@@ -136,11 +150,13 @@ def _named(value: Any) -> str:
 
 def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
     """A decorator of somebody else: what it does is not in a script."""
+    if not isinstance(layer, types.FunctionType):
+        raise _refused(function, layer, f"the decorator is {_named(layer)}, and TorchScript compiles functions alone")
     if _may_open(layer, is_region):
         found = "a decorator opens a region in code of its own, and TorchScript compiles what is below decorators"
         raise _refused(function, layer, found)
-    code = getattr(layer, "__code__", None)
-    if code is not None and is_user_file(code.co_filename):
+    code = layer.__code__
+    if is_user_file(code.co_filename) or _is_decorator(layer):
         warnings.warn(
             f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
             f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
@@ -151,7 +167,7 @@ def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) 
 
 def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
     """Whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
-    seen, waiting = {id(wrapper.__wrapped__), id(undecorated(wrapper))}, [wrapper]
+    seen, waiting = {id(layer) for layer in _layers(wrapper)} - {id(wrapper)}, [wrapper]
     while waiting and len(seen) < _MOST:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
@@ -184,17 +200,20 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
-def code_of(value: Any) -> types.CodeType | None:
-    """The code of a function, or of what an object runs when it is called."""
-    called = value if hasattr(value, "__code__") else vars(type(value)).get("__call__")
-    return getattr(called, "__code__", None)
+def places_of(*values: Any) -> tuple[Origin, ...]:
+    """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
+    calls = [value if hasattr(value, "__code__") else vars(type(value)).get("__call__") for value in values]
+    codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
+    found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
+    site = find_site()
+    return found or ((Origin(site.file, site.line),) if site.file else ())
 
 
 def _refused(function: Any, layer: Any, found: str) -> ScriptError:
-    codes = dict.fromkeys(code_of(value) for value in (undecorated(function), layer))
+    inner = undecorated(function)
     return ScriptError(
-        asked=f"a script of {getattr(function, '__qualname__', function)}, which is decorated",
+        asked=f"a script of {getattr(inner, '__qualname__', None) or 'what is decorated'}",
         found=found,
-        where=tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if code is not None),
+        where=places_of(inner, layer),
         advice="Open the region where the function is called, or in its body: with torch.autocast(...): ...",
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from narrowcast.scripts.calls import facts_of, holds_tensors
 
+_ITSELF = ("aten::to", "aten::type_as", "aten::contiguous")  # they give what they are given, where it is so already
 _ADDING = ("aten::append", "aten::insert", "aten::_set_item")
 
 
@@ -34,22 +35,23 @@ class Leaves:
     def _sources(self, value: Any) -> list[Any]:
         node = value.node()
         facts = facts_of(node)
+        if node.kind() in _ITSELF:
+            return [node.inputsAt(0)]
         if facts is not None and (facts.computes or node.kind() != "aten::alias"):
             return []
         position = [output.unique() for output in node.outputs()].index(value.unique())
         blocks = list(node.blocks())
         if node.kind() == "prim::Param":  # of the body of a loop
+            if not position:
+                return []  # the number of the step
             loop = _owner(node)
-            return (
-                [list(loop.inputs())[position + 1], list(next(loop.blocks()).outputs())[position]] if position else []
-            )
+            (body,) = loop.blocks()
+            return [list(loop.inputs())[position + 1], list(body.outputs())[position]]
         if node.kind() == "prim::Loop":
             return [list(node.inputs())[position + 2], list(blocks[0].outputs())[position + 1]]
         if node.kind() == "prim::If":
             return [list(block.outputs())[position] for block in blocks]
-        added = [
-            use.user for use in value.uses() if use.user.kind() in ("aten::append", "aten::_set_item", "aten::insert")
-        ]
+        added = [use.user for use in value.uses() if use.user.kind() in _ADDING]
         return [*node.inputs(), *[v for user in added for v in list(user.inputs())[1:]]]
 
 

@@ -18,6 +18,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from narrowcast.scripts.region_facts import region_class
+from narrowcast.torch_surface.jit import NONE
+
+Node = Any  # torch._C.Node
+
 TORCH = "__narrowcast_torch"
 """The name of torch in functions that TorchScript compiles."""
 ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK = "_enabled", "fast_dtype", "device", "cached"
@@ -45,10 +50,18 @@ def exits_early(body: list[ast.stmt], top: bool = True) -> bool:
 class Flattener:
     """One function's with statements, as marks."""
 
-    def __init__(self, is_no_grad: Callable[[ast.expr], bool], check_region: Callable[[ast.expr], None]) -> None:
-        """check_region: ScriptError for what is known to be no region; there are marks for regions alone."""
+    def __init__(
+        self,
+        is_no_grad: Callable[[ast.expr], bool],
+        is_other: Callable[[ast.expr], bool],
+        refuse: Callable[[ast.expr], None],
+    ) -> None:
+        """is_other: whether an expression is known to be no region; there are marks for regions alone. refuse: raises
+        where something leaves another.
+        """
+        self.refuse = refuse
         self.is_no_grad = is_no_grad
-        self.check_region = check_region
+        self.is_other = is_other
         self.entered: set[str] = set()
 
     def flattened(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -65,7 +78,16 @@ class Flattener:
         return found
 
     def _pushed(self, statement: ast.With) -> list[ast.stmt]:
-        """A with statement as marks around those of its parts that nothing leaves."""
+        """A with statement as marks around those of its parts that nothing leaves; what is no region stays as it is."""
+        for n, item in enumerate(statement.items):
+            if self.is_other(item.context_expr):
+                if _leaves(statement.body):
+                    self.refuse(item.context_expr)
+                outer, inner = (ast.With(items=i, body=[]) for i in (statement.items[:n], statement.items[n + 1 :]))
+                inner.body = statement.body
+                statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
+                outer.body = [statement]
+                return self._pushed(at(outer, statement)) if outer.items else outer.body
         made: list[ast.stmt] = []
         items: list[str] = []
         for item in statement.items:
@@ -74,7 +96,6 @@ class Flattener:
                 made.append(at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
                 items.append(name)
                 continue
-            self.check_region(item.context_expr)
             name, keep = kept("with", item.context_expr, statement)
             made.append(keep)
             if item.optional_vars is not None:
@@ -109,18 +130,19 @@ class Flattener:
 
     def _compound(self, items: list[str], statement: Any) -> list[ast.stmt]:
         made: list[ast.stmt] = []
-        is_if = isinstance(statement, ast.If)
+        is_if, asked = isinstance(statement, ast.If), getattr(statement, "test", getattr(statement, "iter", None))
         if isinstance(statement, ast.While) and _computes(statement.test):
             branch = ast.If(test=statement.test, body=statement.body, orelse=[ast.Break()])
             statement.body, statement.test = [at(branch, statement)], at(ast.Constant(True), statement)
-        elif not isinstance(statement, ast.While) and _computes(statement.test if is_if else statement.iter):
+        elif not isinstance(statement, ast.While) and asked is not None and _computes(asked):
             made += self._edges(items, statement)
         marked = bool(made)
         for name in ("body", "orelse"):
-            inner = self._inside(items, getattr(statement, name))
+            inner = self._inside(items, getattr(statement, name, []))
             if marked and (is_if or inner):
                 inner = [*_exits(items, BRANCH_MARK, statement), *inner]
-            setattr(statement, name, inner)
+            if inner:
+                setattr(statement, name, inner)
         return [*made, statement]
 
     def _edges(self, items: list[str], place: ast.stmt) -> list[ast.stmt]:
@@ -199,6 +221,14 @@ def _counts(expression: ast.expr) -> bool:
     return getattr(called, "attr", getattr(called, "id", "")) in ("dim", "size", "len") and not _computes(expression)
 
 
+def without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """The docstring of a function, if it has one, and the rest of its body."""
+    first = body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
+        return body[:1], body[1:]
+    return [], body
+
+
 def at(node: Any, place: Any) -> Any:
     """A new node with the position of another in the source."""
     ast.copy_location(node, place)
@@ -206,3 +236,46 @@ def at(node: Any, place: Any) -> Any:
         if not hasattr(child, "lineno"):
             ast.copy_location(child, place)
     return node
+
+
+# -- what becomes of the marks in a graph ------------------------------------------------------------------------------
+
+
+def make_edges(graph: Any) -> None:
+    """Turn the marks of regions (leaving.py) into the nodes that with statements have. Other passes drop marks."""
+    _make_edges_in(graph, graph.block(), None, [])
+
+
+def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]) -> None:
+    """owner: the node that the block belongs to. around: the objects that are entered in the block of that."""
+    entered: list[int] = []
+    for node in list(block.nodes()):
+        for inner in node.blocks():
+            _make_edges_in(graph, inner, node, entered)
+        edge = _mark_of(node) if node.kind() == "prim::SetAttr" else None
+        if edge is None:
+            continue
+        key, place = node.inputsAt(0).unique(), node
+        if edge == BRANCH_MARK and key not in entered:  # the condition ends before the branches
+            place = owner if key in around else None
+        if place is not None:
+            leaves = edge in (EXIT_MARK, BRANCH_MARK)
+            made = graph.create("prim::Exit" if leaves else "prim::Enter", [node.inputsAt(0)], 1)
+            made.output().setType(NONE if leaves else node.inputsAt(0).type())
+            if edge == AGAIN_MARK:
+                made.s_("name", AGAIN_MARK)
+            made.copyMetadata(node)
+            made.insertBefore(place)
+            open_here = entered if place is node else around
+            open_here.remove(key) if leaves else open_here.append(key)
+        node.destroy()
+
+
+def _mark_of(node: Node) -> str | None:
+    """The mark, if an assignment marks the edge of a region."""
+    read = node.inputsAt(1).node()
+    if region_class(node.inputsAt(0)) is None or read.kind() != "prim::GetAttr" or read.s("name") != node.s("name"):
+        return None
+    if read.input().unique() != node.inputsAt(0).unique():
+        return None
+    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK) else None

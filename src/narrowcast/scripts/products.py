@@ -180,10 +180,11 @@ def corrcoef(self: Tensor) -> Tensor:
     return c.clamp(-1, 1)
 
 
-def _sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
+def sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
     """A product of matrices of which one or both are sparse."""
     if sparse.layout == torch.sparse_coo and dense.layout == torch.sparse_coo:
-        return torch._sparse_sparse_matmul(sparse, dense)
+        product: Tensor = torch.sparse.mm(sparse, dense)
+        return product
     sizes = [sparse.size(0), dense.size(1)]
     if sparse.layout != torch.strided:
         zeros = torch.zeros(sizes, dtype=dense.dtype, device=dense.device)
@@ -192,7 +193,7 @@ def _sparse_mm(sparse: Tensor, dense: Tensor) -> Tensor:
     return torch.addmm(zeros.t(), dense.t(), sparse.t(), beta=0, alpha=1).t()
 
 
-def _sparse_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+def sparse_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """A product of a sparse matrix, and what is added to it."""
     return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)
 

@@ -23,8 +23,10 @@ class autocast:  # noqa: N801 (in scripts it has this name)
         policy: str = "native",
     ) -> None:
         self.device = device_type
-        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-        self._enabled = enabled
+        low = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        self.fast_dtype = low
+        # torch's own is off in any other format
+        self._enabled = enabled and (policy != "" or dtype is None or low == 5 or low == 15)
         self.cached = -1 if cache_enabled is None else int(cache_enabled)  # as around it, or as its policy says
         self.narrowcast_policy = policy
 

@@ -8,7 +8,7 @@ import torch
 
 from narrowcast.errors import RegionError, ScriptError
 from narrowcast.policy import DEVICE_TYPES
-from narrowcast.scripts.source import shown_at
+from narrowcast.scripts.places import shown_at
 
 Value = Any  # torch._C.Value
 Node = Any  # torch._C.Node
@@ -40,7 +40,9 @@ def number_of(dtype: torch.dtype) -> int:
     """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
     if dtype not in _NUMBERS:
         advice = "Give torch.bfloat16 or torch.float16."
-        raise RegionError(f"a region in a script in {dtype}", "it is no floating format of a region", advice=advice)
+        raise RegionError(
+            f"a region in a script in {dtype}", "autocast cannot use this dtype as its low format", advice=advice
+        )
     return _NUMBERS[dtype]
 
 
@@ -52,7 +54,7 @@ _WRITTEN = 'Write it where it is used: with torch.autocast("cpu", torch.bfloat16
 _UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
     "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
     "aten::__getitem__": (
-        "which one of a list or dict is known only when it runs",
+        "which region the list or dict gives is known only when it runs",
         f"{_WRITTEN}, one with statement for each, chosen by an if.",
     ),
     "": (
@@ -115,7 +117,10 @@ def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node
         found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
         maker = instance.node()
         asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
-        raise ScriptError(asked, found, shown_at(maker) or shown_at(node), advice)
+        inside = (
+            shown_at(n) for n in (maker, node, *node.owningBlock().nodes()) if n in (maker, node) or n.isAfter(node)
+        )
+        raise ScriptError(asked, found, next(filter(None, inside), ()), advice)
     if device not in DEVICE_TYPES:
         raise ScriptError(
             asked=f"a region on device type {device!r}", found="no autocast lists are known for it",

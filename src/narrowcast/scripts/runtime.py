@@ -77,13 +77,15 @@ def cast_weight_once(
     """The same, with the cast that was made of this very weight before."""
     if on and torch.is_grad_enabled() and x.requires_grad and x.is_leaf and x.dtype == torch.float32:
         if x.device.type == device:
+            found = -1
             for i in range(len(weights)):
                 if weights[i] is x and casts[i].dtype == low:
-                    return casts[i]
-            y = x.to(low)
-            weights.append(x)
-            casts.append(y)
-            return y
+                    found = i
+            if found < 0:
+                found = len(weights)
+                weights.append(x)
+                casts.append(x.to(low))
+            return casts[found]
     return x
 
 

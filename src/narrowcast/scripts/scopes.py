@@ -17,7 +17,7 @@ from narrowcast.errors import ScriptError
 from narrowcast.ledger import HidingBlock
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.scripts.callers import cross, is_caller_mark, site_in
-from narrowcast.scripts.leaving import AGAIN_MARK, BRANCH_MARK, ENTER_MARK, EXIT_MARK
+from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.region_facts import (
     DEFAULT_LOW,
     POLICY,
@@ -29,9 +29,8 @@ from narrowcast.scripts.region_facts import (
     region_class,
     the_same,
 )
-from narrowcast.scripts.source import shown_at
 from narrowcast.torch_bridge import to_dtype
-from narrowcast.torch_surface.jit import BOOL, INT, NONE
+from narrowcast.torch_surface.jit import BOOL, INT
 
 ANYWHERE = "any"
 """The device type of what holds on every device: a pin."""
@@ -196,6 +195,8 @@ class Scanner:
             item = Item(node, scopes, callers[-1], grad_mode=self.grad_mode is not False, call=self.calls[-1])
             item.blocks = self._inner(node, stack[-1], callers[-1])
             section.items.append(item)
+        while len(stack) > depth and block.findAllNodes("prim::RaiseException"):  # what follows that is gone
+            self._left(entered.pop(), block.returnNode(), stack)
         if len(stack) != depth:
             raise ScriptError(
                 asked="a region in a script", found="it is left in another block than it was entered in",
@@ -371,45 +372,6 @@ def _sets_grad_mode(block: Any) -> bool:
         node.kind() == "aten::set_grad_enabled" or any(_sets_grad_mode(inner) for inner in node.blocks())
         for node in block.nodes()
     )
-
-
-def make_edges(graph: Any) -> None:
-    """Turn the marks of regions (leaving.py) into the nodes that with statements have. Other passes drop marks."""
-    _make_edges_in(graph, graph.block(), None, [])
-
-
-def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]) -> None:
-    """owner: the node that the block belongs to. around: the objects that are entered in the block of that."""
-    entered: list[int] = []
-    for node in list(block.nodes()):
-        for inner in node.blocks():
-            _make_edges_in(graph, inner, node, entered)
-        edge = _mark_of(node) if node.kind() == "prim::SetAttr" else None
-        if edge is None:
-            continue
-        key, place = node.inputsAt(0).unique(), node
-        if edge == BRANCH_MARK and key not in entered:  # the condition ends before the branches
-            place = owner if key in around else None
-        if place is not None:
-            leaves = edge in (EXIT_MARK, BRANCH_MARK)
-            made = graph.create("prim::Exit" if leaves else "prim::Enter", [node.inputsAt(0)], 1)
-            made.output().setType(NONE if leaves else node.inputsAt(0).type())
-            if edge == AGAIN_MARK:
-                made.s_("name", AGAIN_MARK)
-            made.insertBefore(place)
-            open_here = entered if place is node else around
-            open_here.remove(key) if leaves else open_here.append(key)
-        node.destroy()
-
-
-def _mark_of(node: Node) -> str | None:
-    """The mark, if an assignment marks the edge of a region."""
-    read = node.inputsAt(1).node()
-    if region_class(node.inputsAt(0)) is None or read.kind() != "prim::GetAttr" or read.s("name") != node.s("name"):
-        return None
-    if read.input().unique() != node.inputsAt(0).unique():
-        return None
-    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK) else None
 
 
 def _is_machinery(node: Node) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,20 +27,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.jit import frontend as _frontend
 
 from narrowcast.errors import NarrowcastError, Origin, ScriptError
-from narrowcast.policy import as_policy
-from narrowcast.scripts.decorated import namespace, regions_around, undecorated
-from narrowcast.scripts.leaving import Flattener, at, exits_early, kept
+from narrowcast.formats import fp32 as _fp32
+from narrowcast.policy import DEVICE_TYPES, as_policy
+from narrowcast.scripts.decorated import is_of_contextlib, namespace, regions_around, undecorated
+from narrowcast.scripts.leaving import TORCH, Flattener, at, exits_early, kept, without_docstring
 from narrowcast.scripts.policies import hold_policy
-from narrowcast.sites.python_stack import is_user_file
-from narrowcast.torch_surface.jit import parser_replaced
+from narrowcast.torch_bridge import FORMATS
+from narrowcast.torch_surface.jit import ScriptFunction, ScriptMethod, parser_replaced
 
-frontend: Any = _frontend
-_NATIVE = ast.Constant("native")
+_is_scripting: Any = vars(torch.jit)["is_scripting"]
+_SPELT = "Write them out, each by its name: with torch.autocast(device_type=..., dtype=...): ..."
 _UNKNOWN = object()
-_FRAME = re.compile(r"(.+)\((\d+)\): ")
 OURS = "__narrowcast_region_ours"
 """The name of our region class in functions that TorchScript compiles."""
 Signature = tuple[tuple[str, ...], dict[str, str]]
@@ -86,7 +84,7 @@ class _Rewriter:
         self.definition = parsed.ast.body[0]
         self.parsed = parsed
         self.regions = regions
-        self.names = namespace(function)
+        self.names = {**namespace(function), TORCH: torch}
         stored = {n.id for n in ast.walk(self.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         self.local = {a.arg for a in ast.walk(self.definition) if isinstance(a, ast.arg)} | stored
         self.owner = ""  # the name of the object whose method this is: what it holds is known
@@ -102,6 +100,9 @@ class _Rewriter:
         decorators = definition.decorator_list
         places = decorators if len(decorators) == len(around) else [definition.body[0]] * len(around)
         made = [self._as_call(region, place) for region, place in zip(around, places, strict=True)]
+        assigned = [n for n in ast.walk(definition) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
+        assigned = [n for n in assigned if self.regions.signature_of(self._value(n.value.func)) is not None]  # type: ignore[attr-defined]
+        self.made = {t.id for n in assigned for t in n.targets if isinstance(t, ast.Name)}
         definition.body = self._per_device(definition.body)
         within = [n for s in definition.body for n in ast.walk(s) if isinstance(n, ast.With)]
         for item in [item for node in within for item in node.items]:
@@ -111,11 +112,13 @@ class _Rewriter:
                 self._check_called(node)
                 self._make_ours(node)
         if made:
-            docstring, body = _without_docstring(definition.body)
+            docstring, body = without_docstring(definition.body)
             items = [ast.withitem(context_expr=region) for region in made]
             definition.body = [*docstring, at(ast.With(items=items, body=body), definition.body[0])]
         if exits_early(definition.body):
-            definition.body = Flattener(self._is_no_grad, self._check_region).flattened(definition.body)
+            definition.body = Flattener(self._is_no_grad, self._is_other, self._refuse_leaving).flattened(
+                definition.body
+            )
         ast.fix_missing_locations(definition)
 
     # -- what expressions mean in Python
@@ -133,6 +136,11 @@ class _Rewriter:
         except Exception:
             return _UNKNOWN
 
+    def _constant(self, expression: ast.expr | None) -> Any:
+        """The same, without what the object of a method holds: that may be another when the script runs."""
+        names = set() if expression is None else {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
+        return _UNKNOWN if self.owner in names else self._value(expression)
+
     def _evaluated(self, expression: ast.expr) -> Any:
         return eval(compile(ast.Expression(expression), "<region>", "eval"), dict(self.names))
 
@@ -149,24 +157,44 @@ class _Rewriter:
         """A region that an expression means in Python, as the call that makes it; None for what makes its own."""
         if isinstance(expression, ast.Call):
             function = self._value(expression.func)
+            if is_of_contextlib(function):
+                raise self._error(
+                    f"a with statement in a script, {ast.unparse(expression)}",
+                    "TorchScript cannot compile this context manager", expression,
+                    "Write what it does in its place; a region as with torch.autocast(...): ...",
+                )  # fmt: skip
             whole = any(isinstance(a, ast.Starred) for a in expression.args) or None in map(_named, expression.keywords)
             made_here = hasattr(function, "__code__") or (self.regions.signature_of(function) is not None and not whole)
             if function is _UNKNOWN or made_here or not (whole or self._gives_regions(function)):
                 return None
         value = self._value(expression)
+        if isinstance(expression, ast.Call) and value is _UNKNOWN:
+            raise self._error(_asked(expression), "not all of its arguments are known", expression, _SPELT)
+        if isinstance(value, type) and self.regions.is_region(value):
+            name = ast.unparse(expression)
+            raise self._error(f"a region in a script, {name}", "it is a class", expression, f"Call it: {name}(...).")
         return self._as_call(value, expression) if value is not _UNKNOWN and self.regions.is_region(value) else None
 
     def _check_called(self, call: ast.Call) -> None:
-        """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another."""
+        """ScriptError for an object in the place of a function that it decorates: TorchScript takes it for another. And
+        for a region that is entered by hand.
+        """
         value = self._value(call.func)
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("__enter__", "__exit__"):
+            owner = call.func.value
+            if getattr(owner, "id", "") in self.made or self.regions.is_region(self._value(owner)):
+                found = "a script can tell where a region ends from a with statement alone"
+                raise self._error(_asked(call), found, call, "Write it as one: with torch.autocast(...): ...")
         if value is not _UNKNOWN and hasattr(value, "__wrapped__") and not hasattr(value, "__code__"):
-            if not isinstance(value, types.MethodType | type):
+            if not isinstance(value, types.MethodType | type | ScriptFunction | ScriptMethod):
                 regions_around(value, self.regions.is_region)
 
     def _gives_regions(self, function: Any) -> bool:
         return self.regions.is_region(getattr(function, "func", function))  # of a functools.partial, too
 
     def _as_call(self, region: Any, place: Any) -> ast.expr:
+        if type(region) is torch.no_grad:
+            return at(ast.parse(f"{TORCH}.no_grad()", mode="eval").body, place)  # type: ignore[no-any-return]
         try:
             facts = self.regions.describe(region)
         except NarrowcastError as error:
@@ -181,21 +209,23 @@ class _Rewriter:
         if signature is None:
             return
         names, defaults = signature
-        if len(call.args) > len(names) or None in map(_named, call.keywords):
-            raise self._error(
-                ast.unparse(call), "its arguments cannot be told apart", call, f"Name them: {', '.join(names)}."
-            )
+        if len(call.args) > len(names):
+            found = f"it takes at most {len(names)} arguments by position"
+            raise self._error(_asked(call), found, call, f"They are {', '.join(names)}.")
+        if None in map(_named, call.keywords):
+            raise self._error(_asked(call), "not all of its arguments are known", call, _SPELT)
         given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
         self._check_arguments(kind, given, call)
-        found = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()} | given
-        dtype = self._value(given.get("dtype"))
-        if dtype is not _UNKNOWN and dtype is not None:
-            found["dtype"] = at(ast.Constant(self.regions.as_number(dtype)), call)
-        for name in ("enabled", "cache_enabled"):
-            if isinstance(self._value(given.get(name)), bool):
-                found[name] = at(ast.Constant(self._value(given[name])), call)
+        written = {k: ast.parse(v, mode="eval").body for k, v in defaults.items()} | given
+        constants = {name: self._constant(given.get(name)) for name in ("dtype", "enabled", "cache_enabled")}
+        for name, value in constants.items():
+            if name == "dtype" and value is not _UNKNOWN and value is not None:
+                is_off = constants["enabled"] is False and FORMATS.get(value, _fp32).bits < 16
+                written[name] = at(ast.Constant(None if is_off else self.regions.as_number(value)), call)
+            elif isinstance(value, bool):
+                written[name] = at(ast.Constant(value), call)
         call.func, call.args = ast.Name(OURS, ast.Load()), []
-        call.keywords = [ast.keyword(k, v) for k, v in found.items()]
+        call.keywords = [ast.keyword(k, v) for k, v in written.items()]
         at(call, call)
         self._with_digest(call)
 
@@ -205,18 +235,21 @@ class _Rewriter:
         known = {name: value for name, value in values.items() if value is not _UNKNOWN}
         if "device_type" in given:
             known.setdefault("device_type", "cpu")
+        advice = f"Its arguments are {', '.join(inspect.signature(kind).parameters)}."
         try:
             inspect.signature(kind).bind(**given)
+            advice = f"Give one of {', '.join(DEVICE_TYPES)}; of a tensor x, that is x.device.type."
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a device that is not here
                 kind(**known)
-            self.regions.as_number(known.get("dtype") or torch.bfloat16)
-            if known.get("dtype") is not None and issubclass(kind, torch.autocast):
-                torch.empty(0, dtype=known["dtype"])
+            advice = "Give torch.bfloat16 or torch.float16."
+            if not isinstance(known.get("dtype"), torch.dtype | None) and issubclass(kind, torch.autocast):
+                raise TypeError(f"dtype is a {type(known['dtype']).__name__}, and torch's regions take a torch.dtype")
+            if known.get("enabled") is not False:
+                self.regions.as_number(known.get("dtype") or torch.bfloat16)
         except Exception as error:
             found = error.found if isinstance(error, NarrowcastError) else str(error).partition("\n")[0]
-            advice = getattr(error, "advice", "") or "Write it as eager code takes it: torch.bfloat16 or torch.float16."
-            raise self._error(f"a region in a script, {ast.unparse(call)}", found, call, advice) from None
+            raise self._error(_asked(call), found, call, getattr(error, "advice", "") or advice) from None
 
     def _with_digest(self, call: ast.Call) -> None:
         """A call of ours, in place: a policy is any Python expression, in a script it is text. Its cache is its own."""
@@ -227,30 +260,48 @@ class _Rewriter:
                 keyword.value = at(ast.Constant(True if isinstance(grade, str) else grade), keyword.value)
         call.keywords = [k for k in call.keywords if k.arg != "policy" or ast.unparse(k.value) != "None"]
         told = {k.arg: k.value for k in call.keywords if k.arg in ("policy", "inner")}
-        if "inner" not in told and isinstance(told.get("policy", _NATIVE), ast.Constant):
+        if not told or ("policy" in told and ast.unparse(told["policy"]) == "''"):  # torch's own
             return
         try:
-            value = as_policy(self._evaluated(told.get("policy", _NATIVE)))
-            inner = self._evaluated(told["inner"]) if "inner" in told else None
-            digest = hold_policy(value if inner is None else value.with_inner(inner))
+            value = as_policy(self._evaluated(told["policy"]) if "policy" in told else None)
+            if "inner" in told:
+                value = value.with_inner(self._evaluated(told["inner"]))
         except Exception as error:
-            raise self._error(
-                "a region's policy in a script", f"{type(error).__name__}: {error}", call,
-                "Name a policy that exists when the function is scripted.",
-            ) from None  # fmt: skip
-        call.keywords = [k for k in call.keywords if k.arg not in told]
-        call.keywords.append(at(ast.keyword("policy", ast.Constant(digest)), call))
+            found = f"{type(error).__name__}: {error}"
+            advice = "Name a policy that exists when the function is scripted."
+            if isinstance(error, NarrowcastError):
+                found, advice = f"{error.asked}: {error.found}", error.advice
+            elif isinstance(error, NameError) and error.name in self.local:
+                found = "it is known only when the script runs"
+            raise self._error("a region's policy in a script", found, call, advice) from None
+        if "inner" in told or not isinstance(told["policy"], ast.Constant):
+            call.keywords = [k for k in call.keywords if k.arg not in told]
+            call.keywords.append(at(ast.keyword("policy", ast.Constant(hold_policy(value))), call))
 
     # -- device types that only the running script knows
 
     def _per_device(self, body: list[ast.stmt]) -> list[ast.stmt]:
         found: list[ast.stmt] = []
         for statement in body:
+            known = self._scripting(statement.test) if isinstance(statement, ast.If) else None
+            if known is not None:  # TorchScript does not compile the other branch
+                found += self._per_device(statement.body if known else statement.orelse) or [at(ast.Pass(), statement)]  # type: ignore[attr-defined]
+                continue
             for name in ("body", "orelse"):
                 if getattr(statement, name, None):
                     setattr(statement, name, self._per_device(getattr(statement, name)))
             found += self._chosen(statement) if isinstance(statement, ast.With) else [statement]
         return found
+
+    def _scripting(self, test: ast.expr) -> bool | None:
+        """What a condition is in a script because of `torch.jit.is_scripting()`; None for others."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            known = self._scripting(test.operand)
+            return None if known is None else not known
+        if isinstance(test, ast.BoolOp):
+            ends = isinstance(test.op, ast.Or)
+            return ends if any(self._scripting(value) is ends for value in test.values) else None
+        return True if isinstance(test, ast.Call) and self._value(test.func) is _is_scripting else None
 
     def _chosen(self, statement: ast.With) -> list[ast.stmt]:
         """A with statement, or one for each device type that the running script may choose; none for nullcontext."""
@@ -258,29 +309,41 @@ class _Rewriter:
         if not statement.items:
             return statement.body
         for n, item in enumerate(statement.items):
+            if isinstance(item.context_expr, ast.IfExp) and self._value(item.context_expr) is _UNKNOWN:
+                return self._branched(statement, n, item.context_expr)
             device = self._device_of(item.context_expr)
             if device is None or isinstance(device.value, ast.Constant):
                 continue
-            value = self._value(device.value)
-            if isinstance(value, str) and self.owner not in ast.unparse(device.value).split("."):
-                device.value = at(ast.Constant(value), device.value)
+            value = self._constant(device.value)
+            if value is not _UNKNOWN:
+                device.value = at(ast.Constant(value), device.value) if isinstance(value, str) else device.value
                 continue
             name, keep = kept("device", device.value, statement)
             place = f"{self.parsed.filename}:{self.parsed.file_lineno + statement.lineno - 1}"
-            told = f"narrowcast: {place}: this region was scripted for {', '.join(self.regions.device_types)} alone"
+            devices = ", ".join(self.regions.device_types)
+            told = f"narrowcast: {place}: this region was scripted for {devices} alone; script it where it is to run"
             branches: list[ast.stmt] = ast.parse(f"raise RuntimeError({told!r})").body
             for device_type in reversed(self.regions.device_types):
                 device.value = at(ast.Constant(device_type), statement)
                 inner = copy.deepcopy(ast.With(items=statement.items[n:], body=statement.body))
                 test = ast.parse(f"{name} == {device_type!r}", mode="eval").body
                 branches = [ast.If(test=test, body=self._chosen(at(inner, statement)), orelse=branches)]
-            made = [keep, *[at(branch, statement) for branch in branches]]
-            return [at(ast.With(items=statement.items[:n], body=made), statement)] if n else made
+            return _within(statement, n, [keep, *[at(branch, statement) for branch in branches]])
         return [statement]
+
+    def _branched(self, statement: ast.With, n: int, chosen: ast.IfExp) -> list[ast.stmt]:
+        """A with statement whose n-th item a condition chooses, as one in each branch."""
+        bodies = []
+        for expression in (chosen.body, chosen.orelse):
+            item = ast.withitem(context_expr=expression, optional_vars=statement.items[n].optional_vars)
+            inner = copy.deepcopy(ast.With(items=[item, *statement.items[n + 1 :]], body=statement.body))
+            bodies.append(self._chosen(at(inner, statement)))
+        return _within(statement, n, [at(ast.If(test=chosen.test, body=bodies[0], orelse=bodies[1]), statement)])
 
     def _is_null(self, item: ast.withitem) -> bool:
         made = item.context_expr
-        return isinstance(made, ast.Call) and self._value(made.func) is nullcontext and item.optional_vars is None
+        is_made = isinstance(made, ast.Call) and self._value(made.func) is nullcontext
+        return item.optional_vars is None and (is_made or isinstance(self._value(made), nullcontext))
 
     def _device_of(self, expression: ast.expr) -> ast.keyword | None:
         """The device type in a call of a region class, as an argument with a name; None for other expressions."""
@@ -289,66 +352,42 @@ class _Rewriter:
         signature = self.regions.signature_of(self._value(expression.func))
         if signature is None or "device_type" not in signature[0]:
             return None
-        if expression.args and not isinstance(expression.args[0], ast.Starred):
+        if 0 < len(expression.args) <= len(signature[0]) and not isinstance(expression.args[0], ast.Starred):
+            expression.asked = ast.unparse(expression)  # type: ignore[attr-defined]
             names = dict(zip(signature[0], expression.args, strict=False))
-            expression.keywords += [ast.keyword(k, v) for k, v in names.items()]
-            expression.args = expression.args[len(names) :]
+            expression.keywords[:0] = [ast.keyword(k, v) for k, v in names.items()]
+            expression.args = []
             at(expression, expression)
         return next((k for k in expression.keywords if k.arg == "device_type"), None)
 
-    # -- with statements that are left early
+    # -- with statements that something leaves
 
     def _is_no_grad(self, expression: ast.expr) -> bool:
         return isinstance(expression, ast.Call) and self._value(expression.func) is torch.no_grad
 
-    def _check_region(self, expression: ast.expr) -> None:
-        """ScriptError for what is known to be no region: there are marks for regions alone."""
+    def _is_other(self, expression: ast.expr) -> bool:
+        """Whether it is known to be no region."""
         value = self._value(expression.func) if isinstance(expression, ast.Call) else None
-        if isinstance(value, type) and self.regions.signature_of(value) is None:
-            raise self._error(
-                f"a script of a function in which something leaves with {ast.unparse(expression)}",
-                "TorchScript cannot leave a with statement early, and this one is no region", expression,
-                "Write the function with one return, at its end.",
-            )  # fmt: skip
+        is_class = isinstance(value, type) and value is not torch.no_grad
+        return is_class and self.regions.signature_of(value) is None
+
+    def _refuse_leaving(self, expression: ast.expr) -> None:
+        """What TorchScript's compiler ends at with an internal assertion."""
+        raise self._error(
+            f"a with statement in a script, {ast.unparse(expression)}",
+            "a return, break or continue leaves it, and TorchScript knows that of regions alone", expression,
+            "Put the return behind the with statement.",
+        )  # fmt: skip
+
+
+def _within(statement: ast.With, n: int, body: list[ast.stmt]) -> list[ast.stmt]:
+    """The body in the first n items of a with statement."""
+    return [at(ast.With(items=statement.items[:n], body=body), statement)] if n else body
+
+
+def _asked(call: ast.Call) -> str:
+    return f"a region in a script, {getattr(call, 'asked', None) or ast.unparse(call)}"
 
 
 def _named(keyword: ast.keyword) -> str | None:
     return keyword.arg
-
-
-def _without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    first = body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
-        return body[:1], body[1:]
-    return [], body
-
-
-# -- places ------------------------------------------------------------------------------------------------------------
-
-
-def shown_at(node: Any) -> tuple[Origin, ...]:
-    """Where a node comes from: file, line, column, the line itself and a caret below it. Empty if that is not known."""
-    lines = node.sourceRange().splitlines()
-    head = next((line for line in lines if line.strip().startswith('File "')), None)
-    if head is None:
-        return _shown_in_trace(lines)
-    file, _, rest = head.strip().removeprefix('File "').partition('", line ')
-    marks = next((n for n, line in enumerate(lines) if "~" in line and line.strip(" ~") in ("", "<--- HERE")), None)
-    note = ""
-    if marks:
-        source, caret = lines[marks - 1], lines[marks].replace(" <--- HERE", "")
-        note = f"column {caret.index('~') + 1}\n    {source}\n    {caret.replace('~', '^', 1).rstrip()}"
-    return (Origin(file, int(rest.partition(" ")[0]), note),)
-
-
-def _shown_in_trace(lines: list[str]) -> tuple[Origin, ...]:
-    """Of a traced node, whose lines are the Python stack, the user's innermost."""
-    frames = [found for line in lines if (found := _FRAME.match(line))]
-    inner = next((f for f in frames if is_user_file(f[1])), frames[0] if frames else None)
-    return (Origin(inner[1], int(inner[2])),) if inner else ()
-
-
-def site_of(node: Any) -> tuple[str, int]:
-    """The file and line of a node; ("", 0) if they are not known."""
-    found = shown_at(node)
-    return (found[0].file, found[0].line) if found else ("", 0)

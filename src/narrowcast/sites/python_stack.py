@@ -48,6 +48,12 @@ def is_user_file(file: str) -> bool:
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
 
 
+@cache
+def _may_call_modules(file: str) -> bool:
+    """Whether the methods in this file may be a user's module's: those of IPython and exec, too, which have no file."""
+    return is_user_file(file) or (file.startswith("<") and not file.startswith("<eval_with_key>"))
+
+
 @dataclass(frozen=True, slots=True)
 class Around:
     """Where something is called: the modules around it, innermost first, and the line that calls it."""
@@ -137,15 +143,15 @@ def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
         if code is _CALL:
             modules.append(frame.f_locals["self"])
             callers.clear()
-        elif (with_names or line_frame is None) and is_user_file(code.co_filename):
+        elif with_names and len(callers) < _CALLERS and _may_call_modules(code.co_filename):
+            callers.append(frame)
+        if code is not _CALL and (with_names or line_frame is None) and is_user_file(code.co_filename):
             if _runs_loops(frame.f_globals.get("__name__", "")):
                 framework = framework or frame
             else:
                 line_frame = line_frame or frame
             if with_names:
                 functions.append(f"{frame.f_globals.get('__name__', '')}.{code.co_qualname}")
-            if len(callers) < _CALLERS:
-                callers.append(frame)
         frame = frame.f_back
     line_frame = line_frame or framework
     outside = carried.site if carried is not None else NOWHERE
@@ -210,7 +216,7 @@ def path_around(called: list[Module]) -> str:
     while frame is not None:
         if frame.f_code in codes:
             callers.clear()
-        elif len(callers) < _CALLERS and is_user_file(frame.f_code.co_filename):
+        elif len(callers) < _CALLERS and _may_call_modules(frame.f_code.co_filename):
             callers.append(frame)
         frame = frame.f_back
     return _path_around(called[_outermost(called)], callers)

@@ -18,8 +18,9 @@ from narrowcast.graphs.compiled import watch_graphs
 from narrowcast.policy import Policy
 from narrowcast.report.agreement import Agreement, Compared, RanCall, compare_calls, disagreement_lines
 from narrowcast.runs.capture import observed_region
-from narrowcast.runs.observer import Observer, SeenCall
+from narrowcast.runs.observer import Observer
 from narrowcast.runs.raising import first_line
+from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.subject import Subject
 from narrowcast.runs.trial import Trial
 from narrowcast.torch_surface.dynamo import forget_compiled_code

@@ -8,6 +8,7 @@ from narrowcast.torch_bridge.ops import (
     find_op,
     find_registered,
     id_with_dtype,
+    is_pointwise,
     is_random,
     op_facts,
     op_id,
@@ -16,7 +17,15 @@ from narrowcast.torch_bridge.ops import (
     overloads_in,
 )
 from narrowcast.torch_bridge.rules import check_ops, ops_of
-from narrowcast.torch_bridge.tensors import cast, device_type_of, is_weight, number_as_tensor, tensors_in
+from narrowcast.torch_bridge.tensors import (
+    cast,
+    device_type_of,
+    is_weight,
+    number_as_tensor,
+    part_of,
+    tensors_in,
+    values_of,
+)
 
 __all__ = [
     "DTYPES",
@@ -31,6 +40,7 @@ __all__ = [
     "find_op",
     "find_registered",
     "id_with_dtype",
+    "is_pointwise",
     "is_random",
     "is_weight",
     "number_as_tensor",
@@ -40,7 +50,9 @@ __all__ = [
     "ops_of",
     "overload_with_dtype",
     "overloads_in",
+    "part_of",
     "short_type",
     "tensors_in",
     "to_dtype",
+    "values_of",
 ]

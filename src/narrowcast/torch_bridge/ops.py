@@ -159,3 +159,8 @@ def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
 def is_random(op: OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_pointwise(op: OpOverload) -> bool:
+    """Whether each element of the result comes of one of each argument, as torch says of the op."""
+    return torch.Tag.pointwise in op.tags

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from narrowcast.torch_surface.dispatch import is_view
+from narrowcast.torch_surface.grad_scaling import dtensor_class, local_part, stored_values
 
 _to = torch.ops.aten.to.dtype
 
@@ -54,6 +55,18 @@ def device_type_of(*trees: Any) -> str | None:
                 return tensor.device.type
             found = found or tensor.device.type
     return found
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    dtensor = dtensor_class()
+    return local_part(tensor) if dtensor is not None and isinstance(tensor, dtensor) else tensor
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor stores on this rank, of a sparse one its values; writing to it writes to the tensor."""
+    part = part_of(tensor)
+    return stored_values(part) if part.is_sparse else part
 
 
 def is_weight(tensor: torch.Tensor) -> bool:

@@ -44,6 +44,26 @@ def current_autograd_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
+def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[list[torch.Tensor], bool]:
+    """The leaves that a backward from a node reaches by a path without any of some nodes, named by their sequence
+    numbers; and whether it meets one of these.
+    """
+    waiting, leaves, has_met = [root], [], False
+    seen: set[Any] = set()
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif sequence_number(node) in barriers:
+            has_met = True
+        else:
+            waiting += [before for before, _ in node.next_functions]
+    return leaves, has_met
+
+
 def has_saved_tensors_hooks() -> bool:
     """Whether what autograd saves on this thread goes through somebody's hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -34,9 +34,11 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 TO_COPY = torch.ops.aten._to_copy.default
+"""The op that a conversion of element types ends in."""
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
-"""The op that a conversion of element types ends in."""
+ONES_LIKE = torch.ops.aten.ones_like.default
+"""What `loss.backward()` asks of its root."""
 ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
 """An nn.TransformerEncoderLayer as one op; those that its kernel calls are below."""
 MULTI_HEAD_ATTENTION = torch.ops.aten._native_multi_head_attention.default
@@ -50,6 +52,8 @@ without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees what runs inside."""
 below_modes = torch._C._DisableTorchDispatch
 """The same for tensors of torch's own classes, at a tenth of its cost."""
+without_functions = torch._C.DisableTorchFunction
+"""`with without_functions():` no `__torch_function__`, of a class or a mode, sees what runs inside."""
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of users are on."""
 all_op_names = torch._C._dispatch_get_all_op_names
@@ -172,6 +176,12 @@ def holds_others(kind: type[torch.Tensor]) -> bool:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a view of another, to autograd."""
     return bool(tensor._is_view())
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The memory that a weak reference refers to; None where it is freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ READY, UNSCALED, STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
 
 
 class NativeScaler(torch.amp.GradScaler):
-    """torch's scaler, whose own methods call `gradients_checked` and `stepped_unless` where they check and step."""
+    """torch's scaler, whose own methods call `gradients_checked` where they check."""
 
     def gradients_checked(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor
@@ -35,20 +35,10 @@ class NativeScaler(torch.amp.GradScaler):
         """Check the optimizer's gradients and multiply them by `inverse`; a flag for each device."""
         raise NotImplementedError
 
-    def stepped_unless(self, flags: list[torch.Tensor], optimizer: Any, step: Callable[[], Any]) -> Any:
-        """Let the optimizer step unless a flag is set; what its step gave."""
-        raise NotImplementedError
-
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         return self.gradients_checked(optimizer, inv_scale, found_inf)
-
-    def _maybe_opt_step(
-        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        step = functools.partial(optimizer.step, *args, **kwargs)
-        return self.stepped_unless(list(optimizer_state["found_inf_per_device"].values()), optimizer, step)
 
     # -- its parts under public names ----------------------------------------------------------------------------------
 
@@ -93,9 +83,27 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     return getattr(scaler, "_scale", None)
 
 
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of frameworks, which have it as `optimizer`: both have the same parameters."""
+    inner = getattr(optimizer, "optimizer", None)
+    while inner is not None and _first_of(inner) is not None and _first_of(inner) is _first_of(optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
+def _first_of(optimizer: Any) -> Any:
+    groups = getattr(optimizer, "param_groups", None)
+    return groups[0]["params"][0] if groups and groups[0]["params"] else None
+
+
 def takes_scale(optimizer: Any) -> bool:
     """Whether the optimizer's own kernel unscales and skips: then the host does not learn whether it stepped."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def scale_for_kernel(optimizer: Any) -> torch.Tensor | None:
+    """The scale that an optimizer's own kernel is about to divide gradients by."""
+    return getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
 
 
 # -- DTensor -----------------------------------------------------------------------------------------------------------

@@ -57,6 +57,30 @@ def module_call_code() -> CodeType:
     return code
 
 
+def is_sharded(module: Module) -> bool:
+    """Whether FSDP2 (fully_shard) shards the module's parameters."""
+    sharding: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    return sharding is not None and isinstance(module, sharding.FSDPModule)
+
+
+def formats_of_wrapper(module: Module) -> tuple[dict[str, torch.dtype | None], list[str]]:
+    """Of a module that FSDP2 shards the dtypes of its MixedPrecisionPolicy by name, with that of the reduction filled
+    in; and the names of the hooks that reduce gradients, FSDP2's or DistributedDataParallel's.
+    """
+    hooks: list[Any] = []
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        hooks = [hook for hook, _ in module._comm_hooks]
+    formats: dict[str, torch.dtype | None] = {}
+    if is_sharded(module):
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        hooks += [hook for group in groups if (hook := getattr(group, "_all_reduce_hook", None)) is not None]
+        policy = state._mp_policy
+        formats = {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
+        formats["reduce_dtype"] = policy.reduce_dtype or policy.param_dtype
+    return formats, [str(getattr(hook, "__name__", type(hook).__name__)) for hook in hooks]
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 CHECKPOINT_FILE = torch.utils.checkpoint.__file__

@@ -1,0 +1,109 @@
+"""Kernels: sound ones are never named, planted faults are, by the inputs that the run really had."""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.report.verdicts import KERNEL, NOT_FINITE
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kernels_to_judge import cases, kernel, looked_at
+
+
+def test_no_sound_kernel_is_named():
+    """Each fourth of the calls, with a seed of its own each time; all of them run in tests/conformance/trust."""
+    seed = time.time_ns() % 100_000
+    chosen = random.Random(seed)
+    judged = 0
+    for name, function in cases(seed):
+        if chosen.random() < 0.25:
+            for op, found in looked_at(function):
+                judged += found is not None
+                assert found is None or not found.is_beyond, (seed, name, op, found)
+    assert judged > 200
+
+
+@pytest.mark.parametrize("every", [1, 8, 64])
+def test_a_product_that_accumulates_in_bf16_is_named(every):
+    """Partial sums of so many terms are rounded; the fp32 kernel is sound."""
+
+    def addmm(bias, a, b, *, beta=1, alpha=1):
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+        for k in range(0, a.shape[1], every if a.dtype is torch.bfloat16 else a.shape[1]):
+            part = slice(k, k + (every if a.dtype is torch.bfloat16 else a.shape[1]))
+            total = total + torch.mm(a[:, part], b[part])
+        return total + bias
+
+    model, x = nn.Linear(512, 16), torch.randn(8, 512)
+    with kernel("addmm", addmm):
+        found = nc.compare(model, (x,), dtype="bf16", isolate=0)
+    assert [(row.id.op, row.verdict) for row in found.faults] == [("aten.linear.default", KERNEL)], found
+    assert found.faults[0].bound > 2 and "its kernel is off" in found.faults[0].why
+
+
+def test_a_kernel_that_rounds_up_is_told_of_though_outputs_are_within_their_band():
+    """The third fact alone: the word is `kernel`."""
+
+    def silu(x):
+        exact = x.double() * torch.sigmoid(x.double())
+        if x.dtype is not torch.bfloat16:
+            return exact.to(x.dtype)
+        return torch.nextafter(exact.bfloat16(), torch.full_like(x, torch.inf))
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
+    with kernel("silu", silu):
+        found = nc.compare(model, (torch.randn(32, 64),), dtype="bf16", isolate=0)
+    assert found.verdict == KERNEL and [row.id.op for row in found.faults] == ["aten.silu.default"], found
+    assert max(o.relative_error for o in found.outputs) < 4 * found.band
+
+
+def test_an_infinity_that_a_kernel_makes_inside_is_made_there():
+    """Squares of fp16 added up in fp16 overflow; the same inputs are fine in fp64. What reads it passes it on."""
+
+    def norm(x, p, dim, keepdim=False, *, dtype=None):
+        return x.square().sum(dim, keepdim=keepdim, dtype=x.dtype).sqrt()
+
+    class Normed(nn.Module):
+        def forward(self, x):
+            return torch.linalg.vector_norm(x.half(), dim=-1, keepdim=True).float() * torch.ones(3)
+
+    with kernel("linalg_vector_norm", norm):
+        found = nc.compare(Normed(), (300 * torch.ones(4, 8),), reference=lambda x: x.norm(dim=-1, keepdim=True) * 1,
+                           isolate=0)  # fmt: skip
+    assert found.verdict == NOT_FINITE, found
+
+
+def test_a_call_that_writes_is_judged_by_what_it_read():
+    """`addmm_` reads what it writes to."""
+    x, w, b = (torch.randn(8, 8).bfloat16() for _ in range(3))
+    [(op, found)] = [each for each in looked_at(lambda: b.addmm_(x, w)) if each[1] is not None]
+    assert op == "aten.addmm_.default" and found.share < 1.01
+
+
+def test_attention_without_dropout_is_judged_and_with_it_not():
+    """torch says of both that they draw."""
+    q = torch.randn(1, 1, 8, 16).bfloat16()
+    found = [j for _, j in looked_at(lambda: F.scaled_dot_product_attention(q, q, q)) if j is not None]
+    assert found and found[0].share < 1
+    drawn = looked_at(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+    assert all(j is None for op, j in drawn if "attention" in op)
+
+
+def test_values_that_flush_to_zero_are_no_fault_where_a_mode_says_so():
+    """Subnormals of bf16."""
+    x = torch.full((64,), 1e-39).bfloat16()
+    if not torch.set_flush_denormal(True):
+        pytest.fail("this cpu has no such mode")
+    try:
+        [(_, found)] = looked_at(lambda: x * 0.5)
+    finally:
+        torch.set_flush_denormal(False)
+    assert not found.is_beyond

@@ -1,0 +1,292 @@
+"""`nc.check_training`: losses that are not scaled, steps skipped, gradients not cleared, weights written in regions."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils import clip_grad_norm_
+
+import narrowcast as nc
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_loops import BF16, FP16, Loop, found_at, is_right, region
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+UNSCALED, SKIPPED, LATE, CLEARED, STALE = (
+    "a loss that is not scaled", "every step is skipped", "gradients added after unscale_", "gradients never cleared",
+    "weights written in an open region",
+)  # fmt: skip
+HALVES = (slice(0, 4), slice(4, 8))
+
+
+def two_losses(loop: Loop) -> tuple[torch.Tensor, torch.Tensor]:
+    loop.optimizer.zero_grad()
+    with region(FP16):
+        out = loop.net(loop.x)
+        return cross_entropy(out, loop.y), out.float().square().mean()
+
+
+# -- losses and scales -------------------------------------------------------------------------------------------------
+
+
+def second_backward_unscaled(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    loop.scaler.scale(first).backward(retain_graph=True)
+    second.backward()  # HERE
+    loop.end()
+
+
+def second_term_unscaled(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    (loop.scaler.scale(first) + second).backward()  # HERE
+    loop.end()
+
+
+def sum_scaled(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    loop.scaler.scale(first + second).backward()
+    loop.end()
+
+
+def terms_scaled(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    (loop.scaler.scale(first) + loop.scaler.scale(second)).backward()
+    loop.end()
+
+
+def each_scaled(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    loop.scaler.scale(first).backward(retain_graph=True)
+    (loop.scaler.scale(second) / 2).backward()
+    loop.end()
+
+
+def scaled_by_the_number(loop: Loop) -> None:
+    first, second = two_losses(loop)
+    loop.scaler.scale(first).backward(retain_graph=True)
+    (second * loop.scaler.get_scale()).backward()
+    loop.end()
+
+
+def energy_and_forces(loop: Loop) -> None:
+    """Gradients of an unscaled energy are asked for, and reach no weight."""
+    loop.optimizer.zero_grad()
+    x = loop.x.clone().requires_grad_()
+    with region(FP16):
+        energy = loop.net(x).float().sum()
+    (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+    loop.scaler.scale(energy.square() + mse_loss(forces, torch.zeros_like(x))).backward()
+    loop.end()
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+@pytest.mark.parametrize("step", [second_backward_unscaled, second_term_unscaled], ids=lambda step: step.__name__)
+def test_one_of_two_losses_that_is_not_scaled_is_found(step: Callable[[Loop], None], ours: bool) -> None:
+    loop = Loop()
+    loop.scaler = nc.Scaler("cpu", init_scale=1024.0) if ours else loop.scaler
+    found_at(step, loop, UNSCALED)
+    is_right(sum_scaled, loop)  # as is advised
+
+
+def test_a_loss_that_an_optimizers_own_kernel_unscales_has_to_be_scaled_too() -> None:
+    loop = Loop()
+    loop.optimizer = torch.optim.AdamW(loop.weights, fused=True)
+    found_at(second_backward_unscaled, loop, UNSCALED)
+    is_right(sum_scaled, loop)
+
+
+@pytest.mark.parametrize(
+    "step", [terms_scaled, each_scaled, scaled_by_the_number, energy_and_forces], ids=lambda step: step.__name__
+)
+def test_losses_that_are_scaled_some_other_way_are_right(step: Callable[[Loop], None]) -> None:
+    is_right(step, Loop())
+
+
+def test_losses_with_scales_of_their_own_are_right() -> None:
+    loop = Loop()
+    loop.scaler = nc.Scaler("cpu", init_scale=1024.0)
+
+    def step(loop: Loop) -> None:
+        first, second = two_losses(loop)
+        loop.scaler.backward(first, loop.optimizer, loss_id="first", retain_graph=True)
+        loop.scaler.backward(second, loop.optimizer, loss_id="second")
+        loop.end()
+
+    is_right(step, loop)
+
+
+def times(factor: float) -> Callable[[Loop], None]:
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.scaler.scale(loop.loss(dtype=FP16) * factor).backward()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()  # HERE
+
+    return step
+
+
+def test_a_loop_whose_steps_are_all_skipped_is_wrong() -> None:
+    loop = Loop()
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    check = found_at(times(float("inf")), loop, SKIPPED)
+    assert not check
+    assert check.steps == 3  # until the scale was one
+    assert "with nc.watch(): step()" in check.findings[0].todo
+
+
+def test_a_scale_that_is_too_high_at_first_is_no_fault() -> None:
+    """More steps are run, until one passes; what a scaler plans is a note."""
+    loop = Loop()
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    check = nc.check_training(times(1.0), (loop,), steps=1)
+    assert check.findings == (), str(check)
+    assert check.steps > 1
+    assert any("steps were skipped" in note for note in check.notes)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def unscaled_after_the_first(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    for number, rows in enumerate(HALVES):
+        loop.scaler.scale(loop.loss(rows, FP16)).backward()
+        if number == 0:
+            loop.scaler.unscale_(loop.optimizer)  # HERE
+    clip_grad_norm_(loop.weights, 1.0)
+    loop.end()
+
+
+def unscaled_after_the_last(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    for number, rows in enumerate(HALVES):
+        loop.scaler.scale(loop.loss(rows, FP16)).backward()
+        if number == 1:
+            loop.scaler.unscale_(loop.optimizer)
+    clip_grad_norm_(loop.weights, 1.0)
+    loop.end()
+
+
+def test_gradients_unscaled_in_the_first_of_two_parts_are_found() -> None:
+    found_at(unscaled_after_the_first, Loop(), LATE)
+    is_right(unscaled_after_the_last, Loop())
+
+
+def never_cleared(loop: Loop) -> None:
+    loop.loss().backward()  # HERE
+    loop.optimizer.step()
+
+
+def test_gradients_that_nobody_clears_are_found() -> None:
+    check = found_at(never_cleared, Loop(), CLEARED)
+    assert "optimizer.zero_grad()" in check.findings[0].todo
+
+
+def cleared_by_none(loop: Loop) -> None:
+    never_cleared(loop)
+    for weight in loop.weights:
+        weight.grad = None
+
+
+def cleared_in_place(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=False)
+    never_cleared(loop)
+
+
+def cleared_by_hand(loop: Loop) -> None:
+    for weight in loop.weights:
+        if weight.grad is not None:
+            weight.grad *= 0
+    never_cleared(loop)
+
+
+def polluted_and_cleared(loop: Loop) -> None:
+    """Of two players the second's backward reaches the first's gradients after its step: they are cleared in time."""
+    loop.train(loop.loss())
+    loop.loss().backward()
+
+
+@pytest.mark.parametrize(
+    "step", [cleared_by_none, cleared_in_place, cleared_by_hand, polluted_and_cleared], ids=lambda step: step.__name__
+)
+def test_gradients_that_are_cleared_in_some_way_are_right(step: Callable[[Loop], None]) -> None:
+    is_right(step, Loop())
+
+
+def test_accumulation_over_calls_of_the_step_is_right() -> None:
+    parts = iter(range(8))
+
+    def step(loop: Loop) -> None:
+        (loop.loss() / 2).backward()
+        if next(parts) % 2:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+    check = nc.check_training(step, (Loop(),), steps=4)
+    assert check, str(check)
+
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("open_region", [region, lambda: nc.autocast("cpu", BF16)], ids=["torch", "ours"])
+def test_weights_written_between_two_forwards_of_a_region_are_found(open_region: Callable[[], object]) -> None:
+    def wrong(loop: Loop) -> None:
+        with open_region():
+            first = cross_entropy(loop.net(loop.x), loop.y)
+            for weight in loop.weights:
+                weight.data.add_(0.01)  # HERE
+            second = cross_entropy(loop.net(loop.x), loop.y)
+        loop.train(first + second)
+
+    def as_advised(loop: Loop) -> None:
+        with open_region():
+            first = cross_entropy(loop.net(loop.x), loop.y)
+        for weight in loop.weights:
+            weight.data.add_(0.01)
+        with open_region():
+            second = cross_entropy(loop.net(loop.x), loop.y)
+        loop.train(first + second)
+
+    def before_all(loop: Loop) -> None:
+        with open_region():
+            for weight in loop.weights:
+                weight.data.mul_(0.99)
+            loss = cross_entropy(loop.net(loop.x), loop.y)
+        loop.train(loss)
+
+    found_at(wrong, Loop(), STALE)
+    is_right(as_advised, Loop())
+    is_right(before_all, Loop())
+
+
+def test_a_head_in_fp32_after_the_region_is_right_if_its_input_was_cast() -> None:
+    loop = Loop()
+    head = nn.Linear(4, 4)
+
+    def step(loop: Loop) -> None:
+        with region():
+            features = loop.net(loop.x)
+        loop.train(cross_entropy(head(torch.relu(features.float())), loop.y))
+
+    is_right(step, loop)
+
+
+def test_a_low_key_stored_in_a_queue_in_fp32_is_right() -> None:
+    loop, queue = Loop(), torch.zeros(4, 16)
+    joined = [torch.zeros(4, 16)]
+
+    def step(loop: Loop) -> None:
+        with torch.no_grad(), region():
+            key = loop.net(loop.x)
+        queue[:, :8] = key.T
+        queue.index_copy_(1, torch.arange(8), key.T.float())
+        joined[0] = torch.cat([joined[0][:, 8:], key.T], 1)
+        loop.train(loop.loss())
+
+    is_right(step, loop)

@@ -1,0 +1,209 @@
+"""What `nc.compare` says of sound programs that are hard to judge, and of models that bring their formats with them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typer import Typer
+from typer.testing import CliRunner
+
+import narrowcast as nc
+from narrowcast.cli import runs as commands
+from narrowcast.report.differences import CallError, Differences
+from narrowcast.report.verdicts import EXACT, FAULT, KERNEL, NOT_COMPARED, NOT_FINITE, ROUND_OFF
+from narrowcast.runs import bands, noise
+
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def is_sound(found):
+    bad = [g for g in found.gradients if g.verdict not in (ROUND_OFF, EXACT)]
+    return found.verdict in (ROUND_OFF, EXACT) and not found.faults and not bad
+
+
+class Masked(nn.Module):
+    """Attention whose masks are filled with the lowest value of the scores' format; padded rows see nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x, is_padded):
+        q, k, v = self.project(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2) / 6
+        mask = (
+            torch.ones(8, 8, dtype=torch.bool).tril()
+            & torch.tensor([not is_padded or n < 5 for n in range(8)])[:, None]
+        )
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        return self.out(scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_lowest_value_of_a_format_is_no_argument_that_differs_and_no_infinity(dtype, is_padded):
+    """fp32's is rounded to bf16 in no run but one that is made up; with every result moved it stays."""
+    found = nc.compare(Masked(), (torch.randn(2, 8, 32), is_padded), dtype=dtype, backward=True, isolate=0)
+    assert is_sound(found) and found.band < 0.1, found
+
+
+def test_the_lowest_value_is_the_same_argument_beside_another_model():
+    """And another epsilon is not."""
+    model, x = Masked(), torch.randn(2, 8, 32)
+
+    def low(x, is_padded):
+        with nc.autocast("cpu", dtype="fp16"):
+            return model(x, is_padded)
+
+    found = nc.compare(low, (x, True), reference=model, isolate=0)
+    assert not found.faults, found
+
+
+def test_what_underflows_is_said_and_is_no_fault():
+    """In the forward with the call that makes the zeros; where the loss is small, that a scaler helps."""
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-6)
+    found = nc.compare(model, (torch.randn(32, 64),), dtype="fp16", isolate=0)
+    [note] = [note for note in found.notes if note.startswith("Underflow: ")]
+    assert is_sound(found) and "first in 0 aten.linear.default" in note and "or use bf16" in note, found
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 4096))
+    mean_square = lambda y: y.float().square().mean()
+    found = nc.compare(model, (torch.randn(64, 64),), dtype="fp16", backward=mean_square, isolate=0)
+    assert is_sound(found) and any("nc.Scaler" in note for note in found.notes), found
+
+
+def test_a_layer_on_expanded_rows_is_judged_by_what_it_gives():
+    """fp32 multiplies other rows in the backward than bf16 does."""
+
+    class Expanded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.linear = nn.Parameter(torch.randn(6, 32)), nn.Linear(32, 8)
+
+        def forward(self, x):
+            return self.linear(self.rows[None].expand(2, -1, -1)) + x
+
+    assert is_sound(nc.compare(Expanded(), (torch.zeros(8),), dtype="bf16", backward=True, isolate=0))
+
+
+def test_where_two_moved_runs_leave_a_doubt_more_decide(monkeypatch):
+    """Of a scalar loss two may both be near zero, as they are here."""
+
+    class Near(noise.Noise):
+        def __init__(self, seed):
+            super().__init__(seed)
+            if seed in (11, 12):
+                self._strip *= 1e-4
+
+    monkeypatch.setattr(bands, "Noise", Near)
+    found = nc.compare(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), (X,), dtype="bf16", isolate=0)
+    assert is_sound(found) and found.runs == 12, found
+
+
+def test_losses_of_chunks_are_sound():
+    """A scalar, added up of eight."""
+
+    class Chunked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+        def forward(self, ids):
+            pairs = zip(self.table(ids).chunk(8), ids.roll(-1).chunk(8), strict=True)
+            return sum(F.cross_entropy(self.head(x), y) for x, y in pairs) / 8
+
+    found = nc.compare(Chunked(), (torch.randint(0, 50, (64,)),), dtype="bf16", backward=True, isolate=0)
+    assert is_sound(found), found
+
+
+@pytest.mark.parametrize("form", ["bf16", "nc.compile", "torch.compile", "compiled bf16"])
+def test_a_model_that_is_low_itself_is_compared_with_fp32(form):
+    """With a copy of its weights in fp32, or with what it was compiled of."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), X
+    if "bf16" in form:
+        model, x = model.bfloat16(), X.bfloat16()
+    if form == "nc.compile":
+        model = nc.compile(model, dtype="bf16", backend="aot_eager")
+    elif "compile" in form:
+        model = torch.compile(model, backend="aot_eager")
+    found = nc.compare(model, (x,), isolate=0)
+    assert found.verdict == (EXACT if form == "torch.compile" else ROUND_OFF), found
+    assert all(row.reference == "fp32" for row in found.rows)
+
+
+@pytest.mark.parametrize("form", ["export", "script", "function"])
+def test_what_brings_its_casts_with_it_is_not_compared_with_itself(form):
+    """Beside its original it is."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def function(x):
+        with nc.autocast("cpu", dtype="bf16"):
+            return model(x)
+
+    made = {
+        "export": lambda: nc.export(model, (X,), dtype="bf16").module(),
+        "script": lambda: nc.script(model, dtype="bf16"),
+        "function": lambda: function,
+    }[form]()
+    found = nc.compare(made, (X,), isolate=0)
+    assert found.verdict == NOT_COMPARED and "reference=" in found.notes[0], found
+    assert nc.compare(made, (X,), reference=model, isolate=0).verdict == ROUND_OFF
+
+
+def test_what_only_passes_a_nan_on_is_at_no_fault():
+    """The one call that makes the infinity is named."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight.mul_(1e4)
+    found = nc.compare(model, (40 * X,), dtype="fp16", isolate=0)
+    assert found.verdict == NOT_FINITE and [row.id.module_path for row in found.faults] == ["0"], found
+    assert {row.verdict for row in found.rows[1:]} == {"passed on"}
+
+
+@pytest.mark.parametrize(("verdict", "code"), [
+    (EXACT, 0), (ROUND_OFF, 0), (FAULT, 1), (KERNEL, 1), (NOT_FINITE, 1), (NOT_COMPARED, 2), ("not judged", 0),
+])  # fmt: skip
+def test_the_command_says_it_with_its_exit_code(verdict, code, monkeypatch):
+    """A kernel too; 2 where nothing was compared."""
+    found = Differences("model", "cpu", "native", "bf16", "fp32", verdict=verdict)
+    monkeypatch.setattr(commands, "load_subject", lambda target: nc.Subject(torch.abs, (X,)))
+    monkeypatch.setattr(commands, "compare", lambda *args, **kwargs: found)
+    app = Typer()
+    app.command()(commands.compare_command)
+    assert CliRunner().invoke(app, ["model:make"]).exit_code == code
+
+
+def test_an_op_without_a_bound_is_not_judged_and_no_fault():
+    """Another library's; its result is beyond what moved inputs make, and the output says so."""
+
+    @torch.library.custom_op("narrowcast_tests::coarse", mutates_args=())
+    def coarse(x: torch.Tensor) -> torch.Tensor:
+        return (x * 4).round() / 4 if x.dtype is torch.bfloat16 else x.clone()
+
+    found = nc.compare(nn.Sequential(nn.Linear(64, 64), Applied(coarse)), (X,),
+                       dtype="bf16", isolate=0)  # fmt: skip
+    row = next(row for row in found.rows if row.id.op.startswith("narrowcast_tests"))
+    assert isinstance(row, CallError) and row.verdict == "not judged" and found.verdict == FAULT, found
+
+
+class Applied(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self._function = function
+
+    def forward(self, x):
+        return self._function(x)

@@ -1,0 +1,309 @@
+"""`nc.check_training`: updates, averages and sums that rounding keeps in place, judged by what moved; right twins."""
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import narrowcast as nc
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_loops import BF16, Loop, found_at, is_right, region
+
+UPDATES, AVERAGE, SUM, GRADIENTS = (
+    "updates lost in rounding", "an average in a low format", "a sum in a low format",
+    "gradients added up in a low format",
+)  # fmt: skip
+HALVES = (slice(0, 4), slice(4, 8))
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def low_weights(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.low_loss().backward()
+    loop.optimizer.step()  # HERE
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"])
+def test_updates_below_half_a_unit_are_lost_whichever_kernel_makes_them(options: dict[str, bool]) -> None:
+    loop = Loop(BF16)
+    loop.optimizer = torch.optim.AdamW(loop.weights, lr=1e-5, **options)
+    check = found_at(low_weights, loop, UPDATES)
+    assert "of 172 elements in bf16" in check.findings[0].what
+    assert "model.float()" in check.findings[0].todo
+
+
+def test_updates_by_hand_that_make_new_weights_are_lost_too() -> None:
+    def step(loop: Loop) -> None:
+        loop.low_loss().backward()
+        for weight in loop.weights:
+            weight.data = weight.data - 1e-5 * weight.grad  # HERE
+            weight.grad = None
+
+    found_at(step, Loop(BF16), UPDATES)
+
+
+def test_weights_in_fp32_and_a_region_are_what_is_advised() -> None:
+    is_right(lambda loop: loop.train(loop.loss()), Loop(lr=1e-5))
+
+
+def test_weights_in_bf16_that_move_far_enough_are_left_alone() -> None:
+    is_right(lambda loop: loop.train(loop.low_loss()), Loop(BF16, lr=0.3))
+
+
+class Precise(torch.optim.Optimizer):
+    """Weights in a low format, moved by little without a loss."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            self.move(weight, self.state[weight], weight.grad * -1e-5)
+
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class Kahan(Precise):
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        rest = held.setdefault("rest", torch.zeros_like(weight))
+        rest.add_(update)
+        before = weight.clone()
+        weight.add_(rest)
+        rest.add_(before.sub_(weight))
+
+
+class Stochastic(Precise):
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        bits = (weight.float() + update.float()).view(torch.int32)
+        bits = (bits + torch.randint_like(bits, 0, 1 << 16)) & -65536
+        weight.copy_(bits.view(torch.float32))
+
+
+class StochasticInPlace(Precise):
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        moved = weight.float() + update.float()
+        bits = moved.view(torch.int32)
+        bits.add_(torch.randint_like(bits, 0, 1 << 16)).bitwise_and_(-65536)
+        weight.copy_(moved)
+
+
+class Dithered(Precise):
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        unit = weight.float().abs() * 2**-8
+        weight.copy_(weight.float() + update.float() + (torch.rand_like(unit) - 0.5) * unit)
+
+
+class Copied(Precise):
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        wide = held.setdefault("wide", weight.float())
+        weight.copy_(wide.add_(update))
+
+
+class Plain(Precise):
+    def move(self, weight: torch.Tensor, held: dict[str, torch.Tensor], update: torch.Tensor) -> None:
+        weight.copy_(weight.float() + update.float())
+
+
+@pytest.mark.parametrize("kind", [Kahan, Stochastic, StochasticInPlace, Dithered, Copied])
+def test_what_rounds_at_random_or_holds_the_rest_loses_nothing(kind: Callable[[Any], Precise]) -> None:
+    loop = Loop(BF16)
+    loop.optimizer = kind(loop.weights)
+    is_right(lambda loop: loop.train(loop.low_loss()), loop)
+
+
+def test_the_same_optimizer_without_either_loses_updates() -> None:
+    """So what is said of the others is not for their being the user's own."""
+    loop = Loop(BF16)
+    loop.optimizer = Plain(loop.weights)
+    assert nc.check_training(lambda: loop.train(loop.low_loss())).kinds == (UPDATES,)
+
+
+def test_copies_of_the_weights_in_fp32_outside_of_the_model_lose_nothing() -> None:
+    loop = Loop(BF16)
+    wide = [weight.detach().float() for weight in loop.weights]
+    loop.optimizer = torch.optim.AdamW(wide, lr=1e-5)
+
+    def step(loop: Loop) -> None:
+        loop.net.zero_grad()
+        loop.low_loss().backward()
+        for copied, weight in zip(wide, loop.weights, strict=True):
+            copied.grad = weight.grad.float()
+        loop.optimizer.step()
+        with torch.no_grad():
+            for copied, weight in zip(wide, loop.weights, strict=True):
+                weight.copy_(copied)
+
+    is_right(step, loop)
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+
+
+def averaged_in_place(loop: Loop) -> None:
+    loop.train(loop.loss())
+    with torch.no_grad():
+        for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+            mean.mul_(0.999).add_(weight, alpha=0.001)  # HERE
+
+
+def averaged_by_lerp(loop: Loop) -> None:
+    loop.train(loop.loss())
+    for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+        mean.detach().lerp_(weight.detach().to(mean.dtype), 0.001)  # HERE
+
+
+def averaged_in_a_list(loop: Loop) -> None:
+    loop.train(loop.loss())
+    means, weights = [p.data for p in loop.average.parameters()], [w.data for w in loop.weights]
+    torch._foreach_lerp_(means, [w.to(means[0].dtype) for w in weights], 0.001)  # HERE
+
+
+def averaged_and_copied(loop: Loop) -> None:
+    loop.train(loop.loss())
+    for mean, weight in zip(loop.average.parameters(), loop.weights, strict=True):
+        mean.data.copy_(0.999 * mean.data + 0.001 * weight.data.to(mean.dtype))  # HERE
+
+
+class Shadow(Loop):
+    """Averages in a dict, as homegrown ones are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.means = {name: weight.detach().to(dtype) for name, weight in self.net.named_parameters()}
+
+
+def averaged_in_a_dict(loop: Any) -> None:
+    loop.train(loop.loss())
+    for name, weight in loop.net.named_parameters():
+        mean = loop.means[name]
+        loop.means[name] = (0.999 * mean + 0.001 * weight.detach().to(mean.dtype)).clone()  # HERE
+
+
+AVERAGES = [averaged_in_place, averaged_by_lerp, averaged_in_a_list, averaged_and_copied]
+
+
+@pytest.mark.parametrize("step", AVERAGES, ids=lambda step: step.__name__)
+def test_an_average_in_bf16_stands_still_and_one_in_fp32_does_not(step: Callable[[Loop], None]) -> None:
+    loop = Loop()
+    loop.average.to(BF16)
+    check = found_at(step, loop, AVERAGE)
+    assert "copy.deepcopy(model).float()" in check.findings[0].todo
+    loop.average = copy.deepcopy(loop.net).float()
+    is_right(step, loop)
+
+
+def test_an_average_that_is_made_anew_each_time_stands_still_too() -> None:
+    found_at(averaged_in_a_dict, Shadow(BF16), AVERAGE)
+    is_right(averaged_in_a_dict, Shadow(torch.float32))
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+class Summing(Loop):
+    """A loop with a running loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.total = torch.zeros((), dtype=dtype)
+
+
+def summed_in_place(loop: Any) -> None:
+    loss = loop.loss()
+    loop.train(loss)
+    loop.total += loss.detach()  # HERE
+
+
+def summed_anew(loop: Any) -> None:
+    loss = loop.loss()
+    loop.train(loss)
+    loop.total = loop.total + loss.detach().to(loop.total.dtype)  # HERE
+
+
+def summed_in_a_step(loop: Any) -> None:
+    total = torch.zeros((), dtype=loop.total.dtype)
+    with region():
+        for x, y in zip(loop.x.split(2), loop.y.split(2), strict=True):
+            total = total + cross_entropy(loop.net(x), y).to(total.dtype)  # HERE
+    loop.train(total.float())
+
+
+@pytest.mark.parametrize("step", [summed_in_place, summed_anew, summed_in_a_step], ids=lambda step: step.__name__)
+def test_a_loss_summed_in_bf16_is_found_and_one_in_fp32_is_right(step: Callable[[Any], None]) -> None:
+    check = found_at(step, Summing(BF16), SUM)
+    assert "loss.detach().float()" in check.findings[0].todo
+    is_right(step, Summing(torch.float32))
+
+
+def test_a_loss_of_two_parts_is_no_sum() -> None:
+    is_right(lambda loop: loop.train(loop.low_loss().to(BF16) + loop.low_loss().to(BF16)), Loop(BF16, lr=0.3))
+
+
+def accumulated_in_bf16(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    for rows in HALVES:
+        loop.low_loss(rows).backward()  # HERE
+    loop.optimizer.step()
+
+
+def test_gradients_of_several_backwards_in_bf16_are_found_and_in_fp32_are_right() -> None:
+    found_at(accumulated_in_bf16, Loop(BF16, lr=0.3), GRADIENTS)
+
+    def as_advised(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        for rows in HALVES:
+            loop.loss(rows).backward()
+        loop.optimizer.step()
+
+    is_right(as_advised, Loop())
+
+
+def test_two_losses_with_a_backward_each_are_no_accumulation() -> None:
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.low_loss().backward()
+        loop.low_loss().square().backward()
+        loop.optimizer.step()
+
+    is_right(step, Loop(BF16, lr=0.3))
+
+
+def accumulated_by_hand(loop: Loop, dtype: torch.dtype = BF16) -> None:
+    totals = [torch.zeros_like(weight, dtype=dtype) for weight in loop.weights]
+    for rows in HALVES:
+        loop.optimizer.zero_grad()
+        loop.loss(rows).backward()
+        for total, weight in zip(totals, loop.weights, strict=True):
+            total.add_(weight.grad)  # HERE
+    for total, weight in zip(totals, loop.weights, strict=True):
+        weight.grad = total.float()
+    loop.optimizer.step()
+
+
+def test_gradients_added_by_hand_in_bf16_are_found_and_in_fp32_are_right() -> None:
+    found_at(accumulated_by_hand, Loop(), GRADIENTS)
+    is_right(lambda loop: accumulated_by_hand(loop, torch.float32), Loop())
+
+
+def test_a_momentum_in_bf16_by_hand_is_no_accumulation() -> None:
+    loop = Loop()
+    momenta = [torch.zeros_like(weight, dtype=BF16) for weight in loop.weights]
+
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.loss().backward()
+        for momentum, weight in zip(momenta, loop.weights, strict=True):
+            weight.grad.copy_(momentum.mul_(0.9).add_(weight.grad))
+        loop.optimizer.step()
+
+    is_right(step, loop)

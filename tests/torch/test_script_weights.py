@@ -1,0 +1,142 @@
+"""A weight is cast once in a region of a script, however it comes: gradients are those of eager's weight cache."""
+
+import io
+from typing import List  # noqa: UP035
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.eager.record import _native_ops
+from narrowcast.eager.registered import install_visiting, remove_visiting
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def product(x: Tensor):
+    return torch.mm(x, x)
+
+
+def out_of_a_list(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        ms = [torch.mm(x, t) for t in [x, y]]
+        return ms[0], ms[1]
+
+
+def appended(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        o = [x]
+        for _i in range(3):
+            o.append(o[-1] @ x)
+        return o[-1], o[1] + y
+
+
+def many(ts: List[Tensor]):  # noqa: UP006
+    with torch.autocast("cpu"):
+        found = torch.mm(ts[0], ts[1])
+        for t in ts:
+            found = torch.mm(found, t)
+        return found
+
+
+def a_list_as_argument(x: Tensor, y: Tensor):
+    return many([x, y, x]), x + y
+
+
+def out_of_a_dict(x: Tensor, y: Tensor):
+    d = {"a": x, "b": y}
+    with torch.autocast("cpu"):
+        return torch.mm(d["a"], d["b"]), torch.mm(d["b"], x)
+
+
+def chosen(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        t = x if x.sum() > 1000 else y
+        return torch.mm(t, y), torch.mm(x, t)
+
+
+def carried(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        z = x
+        for _i in range(2):
+            z = torch.mm(z, y) + torch.mm(y, x)
+        return z, torch.mm(x, x)
+
+
+def forked(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        a, b = torch.jit.fork(product, x), torch.jit.fork(product, y)
+        return torch.jit.wait(a), torch.jit.wait(b)
+
+
+def converted(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        return torch.mm(x, y) + torch.mm(x.float(), y), torch.mm(y.to(torch.float32), x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor, y: Tensor):
+        with torch.autocast("cpu"):
+            z = x
+            for t in [self.weight, x, self.weight, y]:
+                z = torch.mm(z, t) + self.linear(z) + torch.mm(z, self.weight)
+            return z, x
+
+
+def run(function):
+    """Outputs and gradients."""
+    torch.manual_seed(1)
+    leaves = [(torch.randn(16, 16) / 4).requires_grad_() for _ in range(2)]
+    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
+    found = function(*leaves)
+    sum((t.float() * torch.linspace(0, 1, 16)).sum() for t in found).backward()
+    gradients = [p.grad for p in (*leaves, *parameters)]
+    for parameter in parameters:
+        parameter.grad = None
+    return [t.detach() for t in found] + gradients
+
+
+@pytest.fixture
+def one_weight_cache():
+    """Tests before this one may have left kernels of ours on some ops, whose weight cache is another than torch's."""
+    install_visiting(_native_ops("cpu"), "cpu")
+    yield
+    remove_visiting("cpu")
+
+
+CASES = [out_of_a_list, appended, a_list_as_argument, out_of_a_dict, chosen, carried, converted, forked, Model]
+
+
+@pytest.mark.usefixtures("one_weight_cache")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_gradients_are_eager_s(case):
+    """Bit for bit, with the leaves as arguments, called again, and after saving."""
+    torch.manual_seed(0)
+    program = case() if isinstance(case, type) else case
+    expected = run(program)
+    scripted = nc.script(program)
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    for ran in (scripted, scripted, torch.jit.load(buffer)):
+        assert all(map(torch.equal, expected, run(ran)))
+
+
+def test_the_gradients_tell_casts_apart():
+    """A cast of its own for each use gives others."""
+
+    def uncached(x, y):
+        with torch.autocast("cpu", cache_enabled=False):
+            return torch.mm(x, x), torch.mm(x, y)
+
+    assert not all(map(torch.equal, run(out_of_a_list), run(uncached)))
+
+
+def test_what_needs_no_search_has_none():
+    """A linear layer casts its weight and goes on."""
+    assert "aten::__is__" not in str(nc.script(nn.Linear(4, 4), dtype="bf16").graph)
