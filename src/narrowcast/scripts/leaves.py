@@ -6,7 +6,8 @@ from typing import Any
 
 from narrowcast.scripts.calls import facts_of, holds_tensors
 
-_ITSELF = ("aten::to", "aten::type_as", "aten::contiguous")  # they give what they are given, where it is so already
+# they give what they are given, where it is so already
+_ITSELF = ("aten::to", "aten::type_as", "aten::contiguous", "aten::resolve_conj", "aten::resolve_neg")
 _ADDING = ("aten::append", "aten::insert", "aten::_set_item")
 
 
