@@ -103,7 +103,9 @@ def sweep(options: argparse.Namespace) -> None:
     """All batches of a shard."""
     part, parts = map(int, options.shard.split("/"))
     file = options.state / f"shard_{part}_of_{parts}.jsonl"
-    numbers = sorted({n for n, _ in to_do(range(part - 1, options.count, parts), options)})
+    numbers = sorted(
+        {n for n, _ in to_do(range(options.first + part - 1, options.first + options.count, parts), options)}
+    )
     while numbers:
         batch = numbers[:BATCH]
         command = [sys.executable, __file__, "--state", str(options.state), "--slow", str(options.slow),
@@ -210,6 +212,7 @@ def main() -> int:
     """The sweep, its summary, or a small program; 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first program")
     parser.add_argument("--shard", default="1/1", help="K/N: every N-th program from the K-th on")
     parser.add_argument("--state", type=Path, default=Path("build/script_sweep"))
     parser.add_argument("--slow", type=int, default=10, help="compile and export one program in so many")

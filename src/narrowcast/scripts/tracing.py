@@ -15,7 +15,7 @@ from narrowcast.policy import NOWHERE
 from narrowcast.regions.watchers import told_of_regions
 from narrowcast.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
-from narrowcast.scripts.composites import casts_inside
+from narrowcast.scripts.composites import casts_inside, traced_inside
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit, policy_of
 from narrowcast.scripts.region_facts import region_class
 from narrowcast.scripts.scripted import (
@@ -33,6 +33,7 @@ from narrowcast.torch_surface.jit import (
     compiled_module,
     compiler_lock,
     method_names,
+    recorded_inside,
     script_calls_replaced,
     traced_graph,
     tracing_state,
@@ -49,7 +50,8 @@ def tracing() -> Iterator[None]:
     kept: list[Method] = []
     with compiler_lock:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
-        with _following(kept), told_of_regions(_Marker(), "traces mark regions"):
+        marked = told_of_regions(_Marker(), "traces mark regions")
+        with _following(kept), marked, recorded_inside(traced_inside()):
             yield
 
 

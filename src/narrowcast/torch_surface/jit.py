@@ -145,6 +145,18 @@ def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Itera
         yield
 
 
+@contextmanager
+def recorded_inside(names: Iterable[str]) -> Iterator[None]:
+    """torch.jit.trace records what these ops (aten::...) call, not their own calls. One thread at a time."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in names:
+            library.impl(name, torch.library.fallthrough_kernel, "Tracer", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
 def add_text(module: Any, name: str, text: str) -> None:
     """Give a script module an attribute that is saved with it; one that it has is given this value."""
     if module._c.hasattr(name):
