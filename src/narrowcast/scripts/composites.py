@@ -56,11 +56,10 @@ def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], P
 def traced_inside() -> list[str]:
     """The ops of which a trace records what they call, so that the casts of regions inside it are in it.
 
-    Not recurrent ones, of which libraries compute the whole, nor `mv`, which has casts inside for sparse matrices alone.
+    Not recurrent ones, of which libraries compute the whole, and not `mv`, which casts inside for sparse matrices alone.
     """
-    return sorted(
-        {*_FORMULAS, "aten::einsum", *[f"aten::{name}" for name in named("inside.stands_for_one")]} - {"aten::mv"}
-    )
+    names = (*_FORMULAS, "aten::einsum", *(f"aten::{name}" for name in named("inside.stands_for_one")))
+    return [name for name in names if name != "aten::mv"]
 
 
 def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:

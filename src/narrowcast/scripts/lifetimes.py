@@ -2,7 +2,7 @@
 
 A tensor that a branch or the body of a loop makes, that a loop inside reads, and that is given out or put into a list
 after that, is dropped by the loop inside: "Expected Tensor but got None". The optimizer hides it from some runs with
-gradients; ours are run without it. The op in between gives the very tensor that it takes, so that a weight is one still.
+gradients; ours are run without it. The op in between gives the very tensor that it takes: a weight stays one.
 """
 
 from __future__ import annotations

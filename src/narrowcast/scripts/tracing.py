@@ -32,6 +32,7 @@ from narrowcast.torch_surface.jit import (
     compiled_method,
     compiled_module,
     compiler_lock,
+    forks_replaced,
     method_names,
     recorded_inside,
     script_calls_replaced,
@@ -51,8 +52,39 @@ def tracing() -> Iterator[None]:
     with compiler_lock:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
         marked = told_of_regions(_Marker(), "traces mark regions")
-        with _following(kept), marked, recorded_inside(traced_inside()):
+        with _following(kept), _forks_inside(), marked, recorded_inside(traced_inside()):
             yield
+
+
+@contextmanager
+def _forks_inside() -> Iterator[None]:
+    """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
+    would be out of reach of the code around it, which takes them from torch's weight cache.
+    """
+
+    def fork(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracing_state() is None or not any_autocast():
+            return plain(function, *args, **kwargs)
+        return _Forked(function(*args, **kwargs))
+
+    def wait(plain: Any, future: Any) -> Any:
+        return future.wait() if isinstance(future, _Forked) else plain(future)
+
+    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain), "traces follow forks"):
+        yield
+
+
+class _Forked:
+    """What was forked in a trace, and is done."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        """The result."""
+        return self.result
+
+    value = wait
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,6 +142,13 @@ def parser_replaced(parse_def: Wrap) -> Iterator[None]:
 def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Iterator[None]:
     """Around the calls of script functions and methods."""
     with held(ScriptFunction, why, __call__=of_function), held(ScriptMethod, why, __call__=of_method):
+        yield
+
+
+@contextmanager
+def forks_replaced(fork: Wrap, wait: Wrap, why: str) -> Iterator[None]:
+    """Around what torch.jit.fork and torch.jit.wait call."""
+    with held(torch._C, why, fork=fork, wait=wait):
         yield
 
 
