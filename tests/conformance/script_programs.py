@@ -210,7 +210,7 @@ OPS = (
     "({a} * {c}).sum(0, keepdim=True) * {b}", "F.mse_loss({a} * {c}, {b}) * {b}",
     "torch.bmm(({a} * {c})[None], {b}[None].to({a}.dtype))[0]", "({a} * {c}) @ {w}",
     "torch.sparse.mm(({a} * {c}).detach().to_sparse(), {b}.detach())",
-    "torch.sparse.mm(torch.eye(4).to_sparse(), {w}.detach())",
+    "torch.sparse.mm(torch.eye(4).to_sparse(), {w}.detach())", "torch.cdist({a} * {c}, {w})",
 )  # fmt: skip
 CALLS = (
     *(f"{name}({{a}} * {{c}}, {{w}})" for name in (

@@ -157,8 +157,10 @@ def recorded_inside(names: Iterable[str]) -> Iterator[None]:
     """torch.jit.trace records what these ops (aten::...) call, not their own calls. One thread at a time."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name in names:
-            library.impl(name, torch.library.fallthrough_kernel, "Tracer", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+            for name in names:
+                library.impl(name, torch.library.fallthrough_kernel, "Tracer", allow_override=True)
         yield
     finally:
         library._destroy()
