@@ -53,8 +53,6 @@ OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_o
 FLOW = re.compile(r"^ +(for|if) ", re.MULTILINE)
 KNOWN = [
     # docs/limits.md
-    Known("a trace records a composite op as one call, without the casts of a region inside",
-          lambda front, text: front == "trace" and "einsum" in text, None),
     Known("only the running script knows whether a region is on: its casts are kept apart",
           lambda front, text: front in SCRIPTS and ("enabled=flag" in text or "first if" in text), 0.05),
     Known("torch.jit.script has no code for nc.autocast, drops decorators, and knows no dtype by a name",
@@ -75,8 +73,6 @@ KNOWN = [
           lambda front, text: front == "jit" and "cache_enabled" in text, 0.05),
     Known("a branch that depends on values cannot be exported (torch.export's)",
           lambda front, text: front == "export" and "v0.sum() > 0" in text, None, "data-dependent"),
-    Known("a trace of forks may end the process (torch.jit.trace alone does, too)",
-          lambda front, text: front == "trace" and "fork" in text, None, r"the process ended (by signal |with -)11"),
     Known("Dynamo loses a region object over a graph break (torch.compile alone does, too)",
           lambda front, text: front == "compile", None, "ResumePrologueTracingError"),
     Known("gradients add up in another order in compiled code (the same with torch.compile alone)",

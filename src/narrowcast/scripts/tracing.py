@@ -51,19 +51,20 @@ def tracing() -> Iterator[None]:
     kept: list[Method] = []
     with compiler_lock:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
-        marked = told_of_regions(_Marker(), "traces mark regions")
-        with _following(kept), _forks_inside(), marked, recorded_inside(traced_inside()):
+        marker = _Marker()
+        marked = told_of_regions(marker, "traces mark regions")
+        with _following(kept), _forks_inside(marker), marked, recorded_inside(traced_inside()):
             yield
 
 
 @contextmanager
-def _forks_inside() -> Iterator[None]:
+def _forks_inside(marker: _Marker) -> Iterator[None]:
     """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
     would be out of reach of the code around it, which takes them from torch's weight cache.
     """
 
     def fork(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing_state() is None or not any_autocast():
+        if tracing_state() is None or not (any_autocast() or any(marker.open.values())):
             return plain(function, *args, **kwargs)
         return _Forked(function(*args, **kwargs))
 
