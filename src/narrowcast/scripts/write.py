@@ -69,7 +69,7 @@ class _Writer:
                 continue
             if value.type().kind() == "TensorType" and leaves.may_be(value):
                 self.weights.add(step.id)
-                if self.kept or not leaves.is_given(value):
+                if self.kept or self._scope(step).open or not leaves.is_given(value):
                     self.searched.add(self._scope(step).session)
         for item in section.walk():
             if item.node.kind() == "prim::fork":
