@@ -64,8 +64,8 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/comparisons.py --inductor mnist_cnn,vit,unet
 	$(BIN)/python tests/conformance/scripts.py
 	$(BIN)/python -m pytest -q -n auto -m slow
+	$(BIN)/python tests/conformance/script_sweep.py --count 2000
 	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/torch/test_ways_to_open_regions.py
-	NARROWCAST_SCRIPTS=1000 $(BIN)/python -m pytest -q tests/conformance/test_script_programs.py
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
 	$(BIN)/python tests/conformance/front_ends.py
 	$(BIN)/python tests/conformance/front_ends.py --dtype bfloat16

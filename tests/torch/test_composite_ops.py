@@ -150,16 +150,33 @@ def test_an_op_whose_inside_is_not_written_down_says_so():
         nc.script(program, dtype="bf16")
 
 
+LSTM = nn.LSTM(3, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["tensordot", "three matrices", "cov", "einsum that sums", "pad reflect", "sparse"])
+def test_a_trace_records_what_regions_inside_cast_in_composite_ops(name):
+    """A product that needs no gradient of what is sparse, too."""
+    op = OPS.get(name, lambda: torch.sparse.mm(SQUARE.to_sparse(), SQUARE))
+
+    def program(x):
+        with nc.autocast("cpu", BF16):
+            return op() * x
+
+    expected, one = program(torch.ones(())), torch.ones(())
+    found = nc.trace(program, one, check_trace=False)(one)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
 def test_a_region_inside_traced_code_says_what_it_does_not_record():
     """With the line; not where that region is off, nor for a region around the trace."""
 
     def program(x, enabled=True):
         with nc.autocast("cpu", BF16, enabled=enabled):
-            return torch.tensordot(x, x, dims=1)
+            return LSTM(x)[0]
 
-    with pytest.warns(nc.errors.ScriptWarning, match=r"aten.tensordot \(.*\d+\) stands in a region inside the traced"):
+    with pytest.warns(nc.errors.ScriptWarning, match=r"aten.lstm \(.*\d+\) stands in a region inside the traced"):
         nc.trace(program, SQUARE, check_trace=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", nc.errors.ScriptWarning)
         nc.trace(lambda x: program(x, enabled=False), SQUARE, check_trace=False)
-        nc.trace(lambda x: torch.tensordot(x, x, dims=1), SQUARE, dtype=BF16, check_trace=False)
+        nc.trace(lambda x: LSTM(x)[0], SQUARE, dtype=BF16, check_trace=False)

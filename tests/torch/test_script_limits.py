@@ -170,6 +170,24 @@ def test_traces_that_call_scripts(xw):
     assert nc.trace(traced, xw)(*xw).dtype is BF16
 
 
+def product(a, b):
+    return torch.mm(a, b)
+
+
+def test_traces_of_forks(xw):
+    """torch: the code around a fork cannot use a cast that was made in it. Here it runs in place."""
+
+    def traced(a, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            forked = torch.jit.fork(product, a, b)
+            with torch.autocast("cpu", enabled=False):
+                other = torch.jit.fork(torch.autocast("cpu")(product), b, b)
+            return torch.mm(a, b) + torch.jit.wait(forked) + torch.mm(b, b) + other.wait()
+
+    xw = [x.detach().requires_grad_() for x in xw]
+    assert torch.equal(nc.trace(traced, tuple(xw), check_trace=False)(*xw), traced(*xw))
+
+
 def off(a, b):
     with torch.autocast("cpu", enabled=False):
         return torch.mm(a, b)

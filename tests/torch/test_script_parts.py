@@ -350,6 +350,25 @@ def test_a_saved_file_loads_where_a_method_computes_nothing(tmp_path):
         assert loaded(torch.randn(2, 4)).dtype is BF16
 
 
+def left_early(x: torch.Tensor, n: int):
+    with torch.autocast("cpu"):
+        if n > 1:
+            return torch.mm(x, x)
+        x = torch.mm(x + 1, x)
+    return x.float()
+
+
+def unused(x: torch.Tensor, n: int):
+    left_early(x, n)
+    return x * 2
+
+
+def test_a_saved_file_loads_where_nothing_reads_what_is_left_early(tmp_path):
+    """Nothing is left of the branches, and a file cannot hold an if without a body either."""
+    nc.script(unused).save(str(tmp_path / "unused.pt"))
+    assert torch.jit.load(str(tmp_path / "unused.pt"))(torch.ones(2, 2), 1).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
 class Recurrent(torch.nn.Module):
     """A recurrent layer, whose `forward` TorchScript compiles as overloads, and what follows it."""
 

@@ -64,6 +64,20 @@ def carried(x: Tensor, y: Tensor):
         return z, torch.mm(x, x)
 
 
+def twice_in_a_loop(x: Tensor, y: Tensor):
+    z, ts = x * 2, [x, y]
+    with torch.autocast("cpu"):
+        for t in ts:
+            z = torch.mm(torch.mm(z, t) + 1, t)
+        return z, y + 1
+
+
+def in_full_precision_too(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        ts = [x, y]
+        return torch.mm(ts[0], ts[1]), torch.cdist(ts[0], ts[1])
+
+
 def forked(x: Tensor, y: Tensor):
     with torch.autocast("cpu"):
         a, b = torch.jit.fork(product, x), torch.jit.fork(product, y)
@@ -121,6 +135,21 @@ class Model(nn.Module):
             return z, x
 
 
+class Listed(nn.Module):
+    """Its weight comes out of a list first, and is used as it is after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor, y: Tensor):
+        with torch.autocast("cpu"):
+            z = x
+            for t in [y, self.weight]:
+                z = torch.mm(z, t)
+            return z, torch.mm(x, self.weight)
+
+
 def run(function):
     """Outputs and gradients."""
     torch.manual_seed(1)
@@ -143,19 +172,9 @@ def one_weight_cache():
 
 
 CASES = [
-    out_of_a_list,
-    appended,
-    a_list_as_argument,
-    out_of_a_dict,
-    chosen,
-    carried,
-    converted,
-    forked,
-    results_that_equal,
-    held_by_an_object,
-    Setting,
-    Model,
-]
+    out_of_a_list, appended, a_list_as_argument, out_of_a_dict, chosen, carried, twice_in_a_loop, in_full_precision_too,
+    converted, forked, results_that_equal, held_by_an_object, Setting, Model, Listed,
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("one_weight_cache")

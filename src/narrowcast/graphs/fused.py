@@ -18,6 +18,7 @@ from narrowcast.torch_surface.dispatch import (
     ENCODER_LAYER,
     MULTI_HEAD_ATTENTION,
     SCALED_MM,
+    SPARSE_ADDMM,
     TRILINEAR,
     OpOverload,
 )
@@ -154,5 +155,6 @@ INSIDE: Mapping[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.linalg_matrix_exp.default: _matrix_exp,
     torch.ops.aten.linalg_pinv.atol_rtol_tensor: _pinv,
     SCALED_MM: _scaled_mm,
+    SPARSE_ADDMM: torch.addmm,
 }
 """By op: what makes the calls inside its kernel, or says that it is called in another way."""

@@ -70,17 +70,22 @@ def switch_off(graph: Any, device_types: Iterable[str]) -> None:
         leave_off(graph, instance)
 
 
-def drop_empty(graph: Any) -> None:
-    """Take out marks around nothing that computes, in place: a file cannot hold a with statement without a body."""
-    _drop_empty_in(graph)
+def drop_empty(graph: Any) -> bool:
+    """Take out marks around nothing that computes, in place: a file cannot hold a with statement without a body.
+
+    Whether there was any.
+    """
+    found = _drop_empty_in(graph)
     remove_unused_objects(graph)
+    return found
 
 
-def _drop_empty_in(block: Any) -> None:
+def _drop_empty_in(block: Any) -> bool:
+    found = False
     opened: list[tuple[Any, bool]] = []  # where a mark is entered, and whether something computes since
     for node in list(block.nodes()):
         for inner in node.blocks():
-            _drop_empty_in(inner)
+            found |= _drop_empty_in(inner)
         if node.kind() == "prim::Enter" and region_class(node.inputsAt(0)):
             opened.append((node, False))
         elif node.kind() == "prim::Exit" and opened and region_class(node.inputsAt(0)):
@@ -90,8 +95,10 @@ def _drop_empty_in(block: Any) -> None:
             elif is_mark(node.inputsAt(0)) and first.inputsAt(0).unique() == node.inputsAt(0).unique():
                 node.destroy()
                 first.destroy()
+                found = True
         elif _computes(node):
             opened = [(enter, True) for enter, _ in opened]
+    return found
 
 
 def _computes(node: Any) -> bool:

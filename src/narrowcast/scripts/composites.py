@@ -53,6 +53,15 @@ def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], P
     return found
 
 
+def traced_inside() -> list[str]:
+    """The ops of which a trace records what they call, so that the casts of regions inside it are in it.
+
+    Not recurrent ones, of which libraries compute the whole, nor `mv`, which casts inside for sparse ones alone.
+    """
+    names = (*_FORMULAS, "aten::einsum", *(f"aten::{name}" for name in named("inside.stands_for_one")))
+    return [name for name in names if name != "aten::mv"]
+
+
 def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
     """Whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
     facts = facts_of(node)

@@ -148,9 +148,9 @@ def make_graph_explicit(
     forget_shapes(graph)
     with norms_kept(graph):
         drop_unused(graph)
+        while marked and drop_empty(graph):  # what only a mark held may be dropped, and be all that another one holds
+            drop_unused(graph)
     keep_norms(graph)
-    if marked:
-        drop_empty(graph)
     keep_until_last_use(graph)
     return reading, outcome
 

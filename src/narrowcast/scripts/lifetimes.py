@@ -2,7 +2,7 @@
 
 A tensor that a branch or the body of a loop makes, that a loop inside reads, and that is given out or put into a list
 after that, is dropped by the loop inside: "Expected Tensor but got None". The optimizer hides it from some runs with
-gradients; ours are run without it.
+gradients; ours are run without it. The op in between gives the very tensor that it takes: a weight stays one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _keep_in(graph: Any, block: Any) -> set[str]:
         for inner in node.blocks():
             read |= _keep_in(graph, inner) | (_reads(inner) if node.kind() == "prim::Loop" else set())
         for name in sorted(read & made.keys()):
-            other = graph.create("aten::alias", [made[name]], 1)
+            other = graph.create("aten::resolve_conj", [made[name]], 1)
             other.output().setType(made[name].type())
             other.insertAfter(node)
             made[name].replaceAllUsesAfterNodeWith(other, other.output())

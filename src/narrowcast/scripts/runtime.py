@@ -89,13 +89,6 @@ def cast_weight_once(
     return x
 
 
-def note_weight(x: Tensor, y: Tensor, weights: List[Tensor], casts: List[Tensor]) -> Tensor:  # noqa: UP006
-    """A cast of a weight, which is noted."""
-    weights.append(x)
-    casts.append(y)
-    return y
-
-
 def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
     """`cast` of a tensor that may be None."""
     if x is not None:

@@ -15,7 +15,7 @@ from narrowcast.policy import NOWHERE
 from narrowcast.regions.watchers import told_of_regions
 from narrowcast.scripts.callers import graphs_of, mark_calls, site_in, unmark
 from narrowcast.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
-from narrowcast.scripts.composites import casts_inside
+from narrowcast.scripts.composites import casts_inside, traced_inside
 from narrowcast.scripts.convert import inline_calls, make_graph_explicit, policy_of
 from narrowcast.scripts.region_facts import region_class
 from narrowcast.scripts.scripted import (
@@ -32,7 +32,9 @@ from narrowcast.torch_surface.jit import (
     compiled_method,
     compiled_module,
     compiler_lock,
+    forks_replaced,
     method_names,
+    recorded_inside,
     script_calls_replaced,
     traced_graph,
     tracing_state,
@@ -49,8 +51,41 @@ def tracing() -> Iterator[None]:
     kept: list[Method] = []
     with compiler_lock:
         prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
-        with _following(kept), told_of_regions(_Marker(), "traces mark regions"):
+        marker = _Marker()
+        marked = told_of_regions(marker, "traces mark regions")
+        with _following(kept), _forks_inside(marker), marked, recorded_inside(traced_inside()):
             yield
+
+
+@contextmanager
+def _forks_inside(marker: _Marker) -> Iterator[None]:
+    """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
+    would be out of reach of the code around it, which takes them from torch's weight cache.
+    """
+
+    def fork(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracing_state() is None or not (any_autocast() or any(marker.open.values())):
+            return plain(function, *args, **kwargs)
+        return _Forked(function(*args, **kwargs))
+
+    def wait(plain: Any, future: Any) -> Any:
+        return future.wait() if isinstance(future, _Forked) else plain(future)
+
+    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain), "traces follow forks"):
+        yield
+
+
+class _Forked:
+    """What was forked in a trace, and is done."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        """The result."""
+        return self.result
+
+    value = wait
 
 
 @contextmanager

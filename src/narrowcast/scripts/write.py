@@ -62,13 +62,14 @@ class _Writer:
         self._look(section)
         leaves = Leaves(self.graph)
         for _, step in self.program.body.walk():
-            number = step.operands[0].value if step.op in (CAST, WEIGHT) and self._scope(step).cached else -1
+            lowers = step.op == WEIGHT or (step.op == CAST and self._is_low(step))
+            number = step.operands[0].value if lowers and self._scope(step).cached else -1
             value = self.read.get(number)
             if value is None or self._type(number) not in (UNKNOWN, "fp32") or self.program.values[number].weight:
                 continue
             if value.type().kind() == "TensorType" and leaves.may_be(value):
                 self.weights.add(step.id)
-                if self.kept or not leaves.is_given(value):
+                if self.kept or self._scope(step).open or not leaves.is_given(value):
                     self.searched.add(self._scope(step).session)
         for item in section.walk():
             if item.node.kind() == "prim::fork":
@@ -139,12 +140,10 @@ class _Writer:
             if step.id in self.made:
                 return
             value, cache = self._value(source), self._cache_of(self._scope(step))
-            is_known = self.program.values[source].weight
-            if cache is not None and step.id in self.weights:
+            is_known = self.program.values[source].weight and self._is_low(step)
+            if cache is not None and (step.id in self.weights or is_known):
                 value = self._cast_once(value, self._scope(step))
             self.made[step.id] = self._cast(value, self._type(source) if cache is None else UNKNOWN, step)
-            if cache is not None and is_known:
-                self.made[step.id] = self._call(runtime.note_weight, [value, self.made[step.id], *cache])
         elif step.op == TOGETHER:
             self.made[step.id] = self._together(step)
         elif step.op == BACK:
@@ -178,11 +177,18 @@ class _Writer:
     def _scope(self, step: Step) -> Scope:
         return self.reading.scopes[step.region or 0]
 
+    def _format(self, step: Step) -> torch.dtype:
+        return DTYPES[step.value.format] if step.value.format is not None else torch.float32
+
+    def _is_low(self, step: Step) -> bool:
+        """Whether a cast is one to the low format of its region."""
+        dst, low = self._format(step), self._scope(step).low
+        return dst is not torch.float32 and (dst is low or not isinstance(low, torch.dtype))
+
     def _cast(self, value: Any, src: str, step: Step) -> Any:
         """A value of the script, cast to what the step gives."""
         scope = self._scope(step)
-        dst = DTYPES[step.value.format] if step.value.format is not None else torch.float32
-        is_low = dst is not torch.float32 and (dst is scope.low or not isinstance(scope.low, torch.dtype))
+        dst, is_low = self._format(step), self._is_low(step)
         exactly = step.constants == EXACTLY
         if scope.device_type == ANYWHERE:
             everywhere = runtime.cast_everywhere_exactly if exactly else runtime.cast_everywhere

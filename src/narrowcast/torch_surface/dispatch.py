@@ -45,6 +45,7 @@ ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
 MULTI_HEAD_ATTENTION = torch.ops.aten._native_multi_head_attention.default
 ADDMM_ACTIVATION = torch.ops.aten._addmm_activation.default
 SCALED_MM = torch.ops.aten._scaled_mm.default
+SPARSE_ADDMM = torch.ops.aten._sparse_addmm.default
 TRILINEAR = torch.ops.aten._trilinear.default
 """What torch.bilinear calls; its kernel calls bmm."""
 ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -186,6 +186,27 @@ def script_calls_replaced(of_function: Wrap, of_method: Wrap, why: str) -> Itera
     """Around the calls of script functions and methods."""
     with held(ScriptFunction, why, __call__=of_function), held(ScriptMethod, why, __call__=of_method):
         yield
+
+
+@contextmanager
+def forks_replaced(fork: Wrap, wait: Wrap, why: str) -> Iterator[None]:
+    """Around what torch.jit.fork and torch.jit.wait call."""
+    with held(torch._C, why, fork=fork, wait=wait):
+        yield
+
+
+@contextmanager
+def recorded_inside(names: Iterable[str]) -> Iterator[None]:
+    """torch.jit.trace records what these ops (aten::...) call, not their own calls. One thread at a time."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+            for name in names:
+                library.impl(name, torch.library.fallthrough_kernel, "Tracer", allow_override=True)
+        yield
+    finally:
+        library._destroy()
 
 
 def add_text(module: Any, name: str, text: str) -> None:

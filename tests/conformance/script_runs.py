@@ -1,0 +1,321 @@
+"""A random program in eager code and in the front ends: what each gives, and where they differ.
+
+script:     nc.script
+saved:      what nc.script gives, from a file
+converted:  nc.convert of that file
+jit:        nc.convert of what torch.jit.script gives
+trace:      nc.trace, for the flag and the number that it is called with
+compile:    nc.compile, with the backend aot_eager
+export:     nc.export
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from script_programs import drawn, uses_all
+from torch import nn
+
+import narrowcast as nc
+
+FRONT_ENDS = ("script", "saved", "converted", "jit", "trace", "compile", "export")
+CALLS = ((True, 2), (False, 1))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that docs/limits.md explains, or that is torch's own.
+
+    tolerance: of gradients, in relation to their size; None where anything may differ that says this.
+    """
+
+    name: str
+    holds: Callable[[str, str], bool]
+    tolerance: float | None
+    says: str = ""
+
+    def covers(self, wrong: list[tuple[str, float | None]]) -> bool:
+        """Whether this explains all that differs."""
+        if self.tolerance is None:
+            return all(re.search(self.says, what) for what, _ in wrong)
+        return all(part is not None and part <= self.tolerance for _, part in wrong)
+
+
+SCRIPTS = ("script", "saved", "converted", "jit")
+OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_off|first if", re.MULTILINE)
+FLOW = re.compile(r"^ +(for|if) ", re.MULTILINE)
+KNOWN = [
+    # docs/limits.md
+    Known("only the running script knows whether a region is on: its casts are kept apart",
+          lambda front, text: front in SCRIPTS and ("enabled=flag" in text or "first if" in text), 0.05),
+    Known("torch.jit.script has no code for nc.autocast, drops decorators, and knows no dtype by a name",
+          lambda front, text: front == "jit" and bool(re.search("nc.autocast|LOW|^ *@", text, re.MULTILINE)), None),
+    Known("nc.convert does not know device types that torch.jit.script left open, and names the line",
+          lambda front, text: front == "jit" and "x.device.type" in text, None, "device type is not known"),
+    Known("a weight that is used as it is and, in a loop or a branch, cast: the cast is before the loop",
+          lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), 1e-6),
+    Known("where regions of two low formats nest, ours empty torch's weight cache: one that is off counts, too",
+          lambda front, text: "float16" in text and "nc.autocast" in text and bool(OFF_BEFORE.search(text)), 0.05),
+    # what runs at the same time
+    Known("gradients of leaves that go into forks add up in any order", lambda front, text: "fork" in text, 0.05),
+    # casts that a file has are calls like others: a region around it makes casts of its own
+    Known("the casts in a saved script are not those of a region around it",
+          lambda front, text: front == "converted", 0.05),
+    # torch's
+    Known("torch.jit.script drops cache_enabled",
+          lambda front, text: front == "jit" and "cache_enabled" in text, 0.05),
+    Known("a branch that depends on values cannot be exported (torch.export's)",
+          lambda front, text: front == "export" and "v0.sum() > 0" in text, None, "data-dependent"),
+    Known("Dynamo loses a region object over a graph break (torch.compile alone does, too)",
+          lambda front, text: front == "compile", None, "ResumePrologueTracingError"),
+    Known("gradients add up in another order in compiled code (the same with torch.compile alone)",
+          lambda front, text: front == "compile", 0.05),
+]  # fmt: skip
+"""What differs, by name. A program that is left with nothing else is counted by these."""
+
+
+class Fixed(nn.Module):
+    """A program as a function of tensors alone."""
+
+    def __init__(self, program: Any, flag: bool, n: int):
+        super().__init__()
+        self.program, self.flag, self.n = program, flag, n
+
+    def forward(self, x, w, b):
+        return tuple(self.program(x, w, b, self.flag, self.n))
+
+
+def inputs():
+    torch.manual_seed(0)
+    return [t.requires_grad_() for t in (torch.randn(4, 4), torch.randn(4, 4) / 2, torch.randn(4))]
+
+
+def run(function, arguments=(), around=contextlib.nullcontext):
+    """Outputs and gradients, or "error: ..."."""
+    leaves = inputs()
+    weights = list(function.parameters()) if isinstance(function, nn.Module) else []
+    for weight in weights:
+        weight.grad = None
+    try:
+        with around():
+            found = function(*leaves, *arguments)
+        torch.stack([o.double().tanh().sum() for o in found]).sum().backward()
+    except Exception as error:
+        return f"error: {said(error)}"
+    return [*found, *[leaf.grad for leaf in (*leaves, *weights)]]
+
+
+def said(error: Exception) -> str:
+    """The type and message of an error; the last line where TorchScript tells where it was first."""
+    lines = str(error).strip().splitlines() or [""]
+    if "in the TorchScript interpreter" in str(error):
+        lines = lines[-1:]
+    return f"{type(error).__name__}: {' '.join(lines)[:400]}"
+
+
+def differences(expected, found, whole=True, gradients=3):
+    """What differs, and of a gradient by how much, as a part of it: an output's dtype or bits, a gradient, an error.
+
+    whole: eager code has no errors in what nothing uses.
+    """
+    if isinstance(expected, str) or isinstance(found, str):
+        alike = isinstance(expected, str) == isinstance(found, str) or (isinstance(expected, str) and not whole)
+        texts = [one if isinstance(one, str) else "no error" for one in (expected, found)]
+        return [] if alike else [(f"{texts[0]}, in eager code; {texts[1]}", None)]
+    if len(expected) != len(found):
+        return [(f"{len(expected)} values in eager code, {len(found)}", None)]
+    wrong = []
+    for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+        is_gradient = n >= len(expected) - gradients
+        name = f"gradient {n - len(expected) + gradients}" if is_gradient else f"output {n}"
+        if (a is None) != (b is None) or (a is not None and a.dtype is not b.dtype):
+            kinds = ["None" if one is None else str(one.dtype) for one in (a, b)]
+            wrong.append((f"{name}: {kinds[0]}, in eager code; {kinds[1]}", None))
+        elif a is not None and not torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()):
+            a, b = a.detach().nan_to_num().double(), b.detach().nan_to_num().double()
+            part = ((a - b).norm() / a.norm().clamp(min=1e-6)).item()
+            wrong.append((f"{name} differs", part) if is_gradient else (f"{name} differs by {part:.1e}", None))
+    return wrong
+
+
+def whole(text: str) -> bool:
+    """Whether nothing is left out of a program: some values of loops over lists are in no output."""
+    return uses_all(text) and not re.search(r"\bfor [kt]\d|m\d+ is not", text)
+
+
+def _loaded(script):
+    """A script from the file that it is saved to."""
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+def facts(text: str) -> str:
+    """What filters read: the low format, and the part that is not in all programs."""
+    low = re.search(r"^LOW = (.*)", text, re.MULTILINE)
+    return f"# {low[1] if low else ''}\n{drawn(text)}"
+
+
+def judged(wrong, front_end: str, text: str):
+    """What is left of the differences without what is known, and the names of that.
+
+    TorchScript drops what nothing uses, and the errors in that.
+    """
+    if not whole(text):
+        wrong = [one for one in wrong if not re.search(r"error: .*in eager code; no error$", one[0])]
+    held = [one for one in KNOWN if one.holds(front_end, facts(text))] if wrong else []
+    covering = [one for one in held if one.covers(wrong)]
+    if covering:
+        return [], [min(covering, key=lambda one: one.tolerance or 0.0).name]
+    tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
+    return [one for one in wrong if one[1] is None or one[1] > tolerance], []
+
+
+def arounds(low, dtypes=("alone", "inside")):
+    found = {"alone": contextlib.nullcontext, "inside": lambda: nc.autocast("cpu", low)}
+    return {name: found[name] for name in dtypes}
+
+
+class Runs:
+    """The runs of one program. What eager code gives is computed once."""
+
+    def __init__(self, module: Any, text: str):
+        self.module, self.text = module, text
+        self.arounds = arounds(module.LOW)
+        self.expected = {
+            (call, name): run(module.program, call, around)
+            for call in CALLS for name, around in self.arounds.items()
+        }  # fmt: skip
+        self.gradients = 3 + len(self.weights())
+        self.raises = any(isinstance(one, str) for one in self.expected.values())
+        self.no_form: dict[str, str] = {}
+
+    def weights(self):
+        return list(self.module.program.parameters()) if isinstance(self.module.program, nn.Module) else []
+
+    def wrong(self, front_end: str, calls=CALLS) -> list[tuple[str, float | None]]:
+        """What differs in a front end, and of a gradient by which part of it."""
+        found = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call, name, times, made in getattr(self, f"_{front_end}")(calls):
+                for n in range(times):
+                    result = made if isinstance(made, str) else made()
+                    wrong = differences(self.expected[call, name], result, whole(self.text), self.gradients)
+                    found += [(f"flag={call[0]} n={call[1]} {name} call {n + 1}: {what}", part) for what, part in wrong]
+        return found
+
+    def refused(self, front_end: str) -> str:
+        """Why torch has no such form of the program; empty where it has."""
+        return self.no_form.get(front_end, "")
+
+    def _refusal(self, calls, error):
+        """Compared with a call that eager code runs, if there is one."""
+        keys = [(call, name) for call in calls for name in self.arounds]
+        runs = [key for key in keys if not isinstance(self.expected[key], str)]
+        return *[*runs, *keys][0], 1, f"refused: {said(error)}"
+
+    def _each(self, function, calls, names=("alone", "inside")):
+        for call in calls:
+            for name in names:
+                yield call, name, 2, lambda call=call, name=name: run(function, call, self.arounds[name])
+
+    def _script(self, calls):
+        try:
+            self.made = nc.script(self.module.program)
+        except Exception as error:
+            yield self._refusal(calls, error)
+            return
+        yield from self._each(self.made, calls)
+
+    def _file(self):
+        """What nc.script gives, from a file; None where it gives nothing, which is counted there."""
+        with contextlib.suppress(Exception):
+            self.made = getattr(self, "made", None) or nc.script(self.module.program)
+            for call in CALLS:  # as a user does who saves what he has trained
+                run(self.made, call)
+        if not hasattr(self, "made"):
+            return None
+        return _loaded(self.made)
+
+    def _saved(self, calls):
+        """As TorchScript interprets it: its second call otherwise adds up gradients by rules of torch's own."""
+        for call, name, times, found in self._made(self._file, calls, ("alone",)):
+            yield call, name, times, found if isinstance(found, str) else self._interpreted(found)
+
+    def _interpreted(self, found):
+        def interpreted():
+            with torch.jit.optimized_execution(False):
+                return found()
+
+        return interpreted
+
+    def _converted(self, calls):
+        try:
+            loaded = self._file()
+        except Exception:
+            return  # it is counted as saved
+        if loaded is not None:
+            yield from self._made(lambda: nc.convert(loaded), calls)
+
+    def _made(self, make, calls, names=("alone", "inside")):
+        try:
+            made = make()
+        except Exception as error:
+            yield self._refusal(calls, error)
+            return
+        if made is not None:
+            yield from self._each(made, calls, names)
+
+    def _jit(self, calls):
+        try:
+            made = torch.jit.script(self.module.program)
+            _loaded(made)  # torch cannot load some of what it saves
+        except Exception as error:
+            self.no_form["jit"] = f"{type(error).__name__}: {error}"[:200]
+            return
+        yield from self._made(lambda: nc.convert(made), calls)
+
+    def _fixed(self, calls, make, times=2, inside=True):
+        for call in calls:
+            for name, around in self.arounds.items():
+                fixed = Fixed(self.module.program, *call)
+                if isinstance(self.expected[call, name], str):
+                    continue
+                try:
+                    made = make(fixed, around)
+                except Exception as error:
+                    yield call, name, 1, f"refused: {said(error)}"
+                    continue
+                called = around if inside else contextlib.nullcontext
+                yield call, name, times, lambda made=made, called=called: run(made, (), called)
+
+    def _trace(self, calls):
+        def make(fixed, around):
+            with around():
+                return nc.trace(fixed, tuple(inputs()), check_trace=False)
+
+        yield from self._fixed(calls, make)
+
+    def _compile(self, calls):
+        def make(fixed, around):
+            torch._dynamo.reset()
+            return nc.compile(fixed, backend="aot_eager")
+
+        yield from self._fixed(calls, make)
+
+    def _export(self, calls):
+        def make(fixed, around):
+            with around():
+                made = nc.export(fixed, tuple(inputs())).module()
+            return made
+
+        yield from self._fixed(calls, make, 1, inside=False)  # its region is in the program
