@@ -1,0 +1,3 @@
+"""placeholder"""
+def all_faults():
+    return []
