@@ -1,7 +1,7 @@
 """How often is it right? Sound programs about which nothing may be said, and faults that must be.
 
     python tests/conformance/trust/run.py --sound --faults --state FILE [--count N] [--minutes M] [--seed S] [--shard i/n]
-    python tests/conformance/trust/run.py --state FILE --summary [--json benchmarks/results/trust.json]
+    python tests/conformance/trust/run.py --state FILE --summary [--json benchmarks/results/trust.json --page docs/trust.md]
 
 Each trial runs in a process of its own, so that one that crashes or hangs is a result. What FILE has is not run again.
 """
@@ -27,19 +27,21 @@ import faults
 import sound
 import torch
 import verbs
-from program import Made
+from program import Made, Program
 
 import narrowcast as nc
 
 OK, FALSE_ALARM, MISSED, HARMED, NOT_JUDGED = "ok", "false alarm", "missed", "harmed", "not judged"
 WORDS = (OK, FALSE_ALARM, MISSED, HARMED, NOT_JUDGED)
 LIMIT = 60.0
+BEGIN, END = "<!-- written by tests/conformance/trust/run.py -->", "<!-- end -->"
 Trial = tuple[dict[str, str], Callable[[], tuple[str, str]]]
 
 
 def sound_trials(seed: int, composed: int) -> Iterator[Trial]:
     programs, missing = sound.corpus(seed, composed)
-    print(*missing, sep="\n", end="")
+    for one in missing:
+        print(one)
     for program in programs:
         for name, verb in (verbs.FORWARD | (verbs.TRAINING if program.trains else {})).items():
             for format, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -56,6 +58,8 @@ def fault_trials() -> Iterator[Trial]:
     for fault in faults.all_faults():
 
         def one(fault: Any = fault) -> tuple[str, str]:
+            if not fault.is_faulty():
+                raise verbs.NotSound("no fault")
             said = fault.judged()
             return (MISSED, said) if said else (OK, "")
 
@@ -96,7 +100,7 @@ def guarded(one: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 
 def warm() -> None:
     """What each process would else import and probe again."""
-    program = sound.Program("warm", "", lambda: Made(torch.nn.Linear(4, 4), (torch.randn(2, 4),)))
+    program = Program("warm", "", lambda: Made(torch.nn.Linear(4, 4), (torch.randn(2, 4),)))
     for name in nc.__all__:
         getattr(nc, name)
     for verb in verbs.FORWARD.values():
@@ -156,7 +160,8 @@ def main() -> int:
     parser.add_argument("--state", type=Path, required=True, help="a line of JSON for each trial")
     parser.add_argument("--only", default="", help="a part of a trial's verb and name")
     parser.add_argument("--summary", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the summary there")
+    parser.add_argument("--page", type=Path, help="put its table into this page")
     asked = parser.parse_args()
     kept = [json.loads(line) for line in asked.state.read_text().splitlines()] if asked.state.exists() else []
     torch.set_num_threads(1)
@@ -186,6 +191,9 @@ def main() -> int:
         if asked.json:
             machine = {"torch": torch.__version__, "threads": 1}
             asked.json.write_text(json.dumps({"environment": machine, "rows": rows}, indent=1) + "\n")
+        if asked.page:
+            before, _, rest = asked.page.read_text().partition(BEGIN)
+            asked.page.write_text(f"{before}{BEGIN}\n\n{as_markdown(rows)}\n{END}{rest.partition(END)[2]}")
     return 1 if bad else 0
 
 
