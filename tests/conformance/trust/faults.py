@@ -1,7 +1,7 @@
 """Planted faults: what a verb must name, at which call and line, and whether what it advises helps.
 
-A fault is a cause planted in one of at most three places. `judged` runs the verb, follows its advice, runs it again, and
-gives an empty text where all of it was right, or what was said instead.
+A fault is a cause planted in one of at most three places. `judged` runs the verb, follows its advice, runs it again,
+and gives an empty text where all of it was right, or what was said instead.
 """
 
 from __future__ import annotations

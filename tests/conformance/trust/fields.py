@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from program import Fn, Made, program
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
-
-from program import Fn, Made, program
 
 
 def conv(i: int, o: int, **options: Any) -> nn.Conv2d:
@@ -28,8 +27,8 @@ def labels(n: int, of: int) -> Any:
 
 @program("CNN")
 def cnn_batch_norm() -> Made:
-    model = nn.Sequential(conv(3, 8, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 16),
-                          nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))  # fmt: skip
+    model = nn.Sequential(conv(3, 8, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+                          conv(8, 16), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))  # fmt: skip
     return Made(model, (torch.randn(4, 3, 12, 12),), labels(4, 5))
 
 
@@ -247,8 +246,8 @@ def spectrogram_loss() -> Made:
         return torch.log(torch.stft(x.float(), 32, 8, window=torch.hann_window(32), return_complex=True).abs() + 1e-3)
 
     x = torch.randn(2, 256)
-    model = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 8, 9, padding=4), nn.ELU(), nn.Conv1d(8, 1, 9, padding=4),
-                          nn.Flatten())  # fmt: skip
+    model = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 8, 9, padding=4), nn.ELU(),
+                          nn.Conv1d(8, 1, 9, padding=4), nn.Flatten())  # fmt: skip
     return Made(model, (x,), lambda out: (log_spectrum(out) - log_spectrum(x)).abs().mean())
 
 
@@ -282,7 +281,9 @@ def equivariant() -> Made:
         return h + m.node(torch.cat([h, e.sum(1)], -1)), x + (d / (far.sqrt() + 1) * m.move(e)).mean(1)
 
     model = Fn(run, edge=mlp(17, 8), node=mlp(16, 8), move=mlp(8, 1))
-    return Made(model, (torch.randn(6, 8), torch.randn(6, 3)), lambda o: o[0].float().square().mean() + o[1].float().sum())
+    return Made(
+        model, (torch.randn(6, 8), torch.randn(6, 3)), lambda o: o[0].float().square().mean() + o[1].float().sum()
+    )
 
 
 @program("physics with residuals")
@@ -306,13 +307,17 @@ def gan_generator() -> Made:
         return F.softplus(-m.judge(m.maker(z))).mean()
 
     maker = nn.Sequential(nn.Linear(8, 64), nn.Unflatten(1, (4, 4, 4)), nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.Tanh())
-    judge = nn.Sequential(conv(3, 8, stride=2), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1)).requires_grad_(False)
+    judge = nn.Sequential(conv(3, 8, stride=2), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1)).requires_grad_(
+        False
+    )
     return Made(Fn(run, maker=maker, judge=judge), (torch.randn(4, 8),))
 
 
 @program("GAN")
 def gan_judge_twice() -> Made:
-    judge = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 32)), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    judge = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 32)), nn.LeakyReLU(0.2), nn.Linear(32, 1)
+    )
 
     def run(m: Any, real: Tensor, made: Tensor) -> Tensor:
         return F.relu(1 - m.judge(real)).mean() + F.relu(1 + m.judge(made)).mean()

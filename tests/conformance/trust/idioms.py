@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from program import Fn, Made, Program
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from program import Fn, Made, Program
 
 D, T = 24, 10
 Masked = Any
@@ -41,7 +40,8 @@ MASKS = {
     "weights of zero": lambda s, m: s - 100.0 * (~m),
 }
 POINTWISE = {
-    "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared relu": lambda x: F.relu(x).square(), "softplus": F.softplus,
+    "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared relu": lambda x: F.relu(x).square(),
+    "softplus": F.softplus,
     "glu by sigmoid": lambda x: x * x.sigmoid(), "tanh": torch.tanh, "mish": F.mish,
     "log1p of exp": lambda x: torch.log1p(x.exp().clamp(max=1e4)), "snake": lambda x: x + x.sin().square(),
     "masked log": lambda x: torch.where(x > 0, x.clamp(min=1e-3).log(), 0.0),

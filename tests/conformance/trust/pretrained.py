@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 import torch
-
 from program import Made, program
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}

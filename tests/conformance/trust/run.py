@@ -1,7 +1,8 @@
 """How often is it right? Sound programs about which nothing may be said, and faults that must be.
 
-    python tests/conformance/trust/run.py --sound --faults --state FILE [--count N] [--minutes M] [--seed S] [--shard i/n]
-    python tests/conformance/trust/run.py --state FILE --summary [--json benchmarks/results/trust.json --page docs/trust.md]
+    cd tests/conformance/trust
+    python run.py --sound --faults --state FILE [--count N] [--minutes M] [--seed S] [--shard i/n]
+    python run.py --state FILE --summary [--json ../../../benchmarks/results/trust.json --page ../../../docs/trust.md]
 
 Each trial runs in a process of its own, so that one that crashes or hangs is a result. What FILE has is not run again.
 """

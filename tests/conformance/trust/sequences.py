@@ -1,4 +1,4 @@
-"""Sound programs that read sequences: decoders, encoders, experts, recurrent and state space models, losses of speech."""
+"""Sound programs that read sequences: decoders, encoders, experts, recurrent and state space models, speech."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from program import Fn, Made, program
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from program import Fn, Made, program
 
 D, H, V, T = 32, 4, 50, 12
 
@@ -482,7 +481,7 @@ def policy_gradient() -> Made:
         logp = m.policy(h).masked_fill(~allowed, float("-inf")).log_softmax(-1)
         ratio = (logp.gather(-1, action[:, None])[:, 0] - old).exp()
         actor = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-        entropy = -torch.where(allowed, logp.exp() * logp, 0.0).sum(-1).mean()
+        entropy = -(logp.exp() * logp.masked_fill(~allowed, 0.0)).sum(-1).mean()
         return actor + 0.5 * F.mse_loss(m.value(h)[:, 0].float(), gain) - 0.01 * entropy.float()
 
     body = nn.Sequential(nn.Linear(D, D), nn.Tanh())

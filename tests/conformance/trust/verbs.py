@@ -56,8 +56,8 @@ def state(made: Made) -> list[torch.Tensor]:
 
 def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
     return len(these) == len(those) and all(
-        a.dtype == b.dtype and a.shape == b.shape and (torch.equal(a, b) or torch.equal(a.isnan(), b.isnan())
-        and torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in zip(these, those, strict=True)
+        a.dtype == b.dtype and a.shape == b.shape and (torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(), b.nan_to_num()))) for a, b in zip(these, those, strict=True)
     )  # fmt: skip
 
 

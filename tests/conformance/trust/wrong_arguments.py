@@ -1,4 +1,4 @@
-"""Two programs of which one has another argument; `nc.compare` and `nc.compare_runs` must name the call and its line."""
+"""Two programs of which one has another argument; compare and compare_runs must name the call and its line."""
 
 from __future__ import annotations
 
