@@ -27,8 +27,9 @@ def labels(n: int, of: int) -> Any:
 
 @program("CNN")
 def cnn_batch_norm() -> Made:
-    model = nn.Sequential(conv(3, 8, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-                          conv(8, 16), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))  # fmt: skip
+    first = [conv(3, 8, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
+    then = [conv(8, 16), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*first, *then, nn.Linear(16, 5))
     return Made(model, (torch.randn(4, 3, 12, 12),), labels(4, 5))
 
 

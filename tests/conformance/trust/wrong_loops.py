@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -173,13 +175,21 @@ def judged(wrong: Callable[[Loop], None], kind: str) -> str:
         if wrong is not never_cleared:
             loop.optimizer.zero_grad()
         wrong(loop)
-        if wrong not in STEPPING and "loop.end" not in wrong.__code__.co_names and "end" not in wrong.__code__.co_names:
+        if wrong not in STEPPING and "end" not in wrong.__code__.co_names:
             loop.optimizer.step()
 
     found = nc.check_training(step)
-    kinds = [k for k in found.kinds if k != "weights cast again"]
-    right = len(kinds) == 1 and kind in kinds[0]
-    return "" if right else f"wanted {kind}, found {kinds}:\n{found}"
+    wrong_ones = [finding for finding in found.findings if finding.kind != "weights cast again"]
+    is_right = len({finding.kind for finding in wrong_ones}) == 1 and kind in wrong_ones[0].kind
+    if not is_right or not any(is_in(finding, function) for finding in wrong_ones for function in (wrong, Loop, step)):
+        return f"wanted {kind} in {wrong.__name__}:\n{found}"
+    return ""
+
+
+def is_in(finding: Any, function: Any) -> bool:
+    """Whether it is at a line of that function, or of what the function calls here."""
+    lines, first = inspect.getsourcelines(function)
+    return finding.file == __file__ and first <= finding.line < first + len(lines)
 
 
 def faults() -> Iterator[tuple[str, str, str, Callable[[], str], Callable[[], bool]]]:
