@@ -41,8 +41,8 @@ Trial = tuple[dict[str, str], Callable[[], tuple[str, str]]]
 
 def sound_trials(seed: int, composed: int) -> Iterator[Trial]:
     programs, missing = sound.corpus(seed, composed)
-    for one in missing:
-        print(one)
+    for said in missing:
+        print(said)
     for program in programs:
         for name, verb in (verbs.FORWARD | (verbs.TRAINING if program.trains else {})).items():
             for format, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
