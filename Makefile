@@ -70,6 +70,9 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/front_ends.py
 	$(BIN)/python tests/conformance/front_ends.py --dtype bfloat16
 	$(BIN)/python tests/conformance/sweep.py
+	rm -f build/trust.jsonl && mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python tests/conformance/trust/run.py --sound --faults --composed 20 --minutes 28 \
+		--state build/trust.jsonl --summary
 
 # Without what these packages ask for: their models need torch alone.
 .venv/.models: .venv/.ready
