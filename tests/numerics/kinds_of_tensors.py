@@ -1,5 +1,6 @@
 """Small programs, each with tensors of one kind: what they give must not depend on who looks on."""
 
+import io
 import random
 import weakref
 
@@ -191,6 +192,17 @@ def written_to():
     return *backward(w * 2, w), x, kept, [t._version for t in (x, kept, w)]
 
 
+def given_memory():
+    """As torch.load rebuilds tensors of its old format, before it reads what is in them."""
+    storage = torch.full((10,), float("nan")).untyped_storage()
+    given = torch.empty(0).set_(storage, 0, (10,), (1,))
+    size = storage.nbytes()
+    file = io.BytesIO()
+    torch.save([numbers(3) for _ in range(20)], file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    return size, given.fill_(1), *torch.load(file)
+
+
 def resized():
     x = numbers(4)
     y, w = x * 2, nn.Parameter(numbers(3))
@@ -286,6 +298,6 @@ def dead():
 PROGRAMS = [
     scalar, empty, of_one, expanded, complex_numbers, sparse_coo, sparse_csr, booleans, integers, eight_bits, quantized,
     nested, nested_strided, without_memory, parameters_of_a_class, made_of_others, parameters_made_of_others, vmapped,
-    transformed, fake, drawn, written_to, resized, overflowing, ignored_labels, lists, inference, trained,
+    transformed, fake, drawn, written_to, given_memory, resized, overflowing, ignored_labels, lists, inference, trained,
     sparse_gradients, seen_by_a_mode, other_default_device, dead,
 ]  # fmt: skip

@@ -182,7 +182,7 @@ def test_traces_of_forks(xw):
             forked = torch.jit.fork(product, a, b)
             with torch.autocast("cpu", enabled=False):
                 other = torch.jit.fork(torch.autocast("cpu")(product), b, b)
-            return torch.mm(a, b) + torch.jit.wait(forked) + torch.mm(b, b) + other.wait()
+            return torch.mm(a, b) + torch.jit.wait(forked) + torch.mm(b, b) + torch.jit.wait(other)
 
     xw = [x.detach().requires_grad_() for x in xw]
     assert torch.equal(nc.trace(traced, tuple(xw), check_trace=False)(*xw), traced(*xw))

@@ -1,5 +1,6 @@
 """What modules hold, in scripts: weights, buffers and statistics that are shared, written to, or may be None."""
 
+import copy
 import warnings
 
 import pytest
@@ -160,6 +161,39 @@ def test_norms_that_something_reads_are_as_they_were():
     before = made.norm.running_mean.clone()
     made(torch.randn(4, 8))
     assert not torch.equal(made.norm.running_mean, before)
+
+
+class UnreadPart(nn.Module):
+    """Calls a norm in a region, and reads nothing of what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x * 2) + 1
+        y = x * 3
+        return y
+
+
+class HasUnreadPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = UnreadPart()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def test_statistics_of_a_norm_in_a_part_that_nothing_reads():
+    """Torch inlines the part as it optimizes it, and would have dropped the norm."""
+    x, model = torch.randn(4, 8), HasUnreadPart()
+    made = nc.script(copy.deepcopy(model), dtype=BF16)
+    for run in (model, made):
+        run(x)
+    assert torch.equal(made.part.norm.running_mean, model.part.norm.running_mean)
+    assert model.part.norm.running_mean.any()
 
 
 class Block(nn.Module):

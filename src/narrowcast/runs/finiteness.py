@@ -12,7 +12,7 @@ from narrowcast.runs.arguments import Named, tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS
-from narrowcast.torch_surface.dispatch import holds_others, tree_leaves, version_of
+from narrowcast.torch_surface.dispatch import holds_others, op_name, tree_leaves, version_of
 
 Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -59,6 +59,8 @@ def parts_inside(call: SeenCall) -> Named:
 
 def gave(call: SeenCall) -> list[torch.Tensor]:
     """The floating tensors that a call gave, or wrote to."""
+    if gives_memory(call):
+        return []
     results = [t for t in call.results if is_floating(t)]
     if not call.facts.overwrites:
         return results
@@ -67,6 +69,11 @@ def gave(call: SeenCall) -> list[torch.Tensor]:
     names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
     pairs = zip(names, came_in(call), strict=True)
     return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+
+
+def gives_memory(call: SeenCall) -> bool:
+    """Whether it only gives a tensor other memory."""
+    return op_name(call.facts.op).removesuffix("_") in named("finite.gives_memory")
 
 
 def fills(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from narrowcast.eager.kernels import gather, list_lengths
 from narrowcast.runs.arguments import others_as_text
+from narrowcast.runs.finiteness import gives_memory
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
 from narrowcast.torch_surface.dispatch import holds_others, tree_map
@@ -17,10 +18,12 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def can_run_again(call: SeenCall) -> bool:
-    """Whether the same call can be made, and gives the same again: no random numbers are drawn, and no tensor is made
-    of others, whose class alone knows what is to be done with it.
+    """Whether the same call can be made, and gives the same again: no random numbers are drawn, no memory is given, and
+    no tensor is made of others, whose class alone knows what is to be done with it.
     """
-    return not _draws(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
+    return (
+        not _draws(call) and not gives_memory(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
+    )
 
 
 def _draws(call: SeenCall) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from narrowcast.policy import NOWHERE, Site
 from narrowcast.scripts.classes import check_class
 from narrowcast.scripts.places import site_of
+from narrowcast.scripts.statistics import hold, release
 from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_surface.jit import compiled_methods, find_type
 
@@ -42,6 +43,7 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
         if bound is not None and "path" in facts and is_forward(call.s("name")):
             noted, first, last = bound(graph, call)
             facts |= noted
+        hold(graph, call.output(), last)  # torch inlines methods as it optimizes them
         if facts:
             _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
             _mark(graph, _EXIT).insertAfter(last)
@@ -75,10 +77,11 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def unmark(graph: Any) -> None:
-    """Take the marks out, where calls are not inlined."""
+    """Take out what `mark_calls` has put in, where calls are not inlined."""
     for node in graph.findAllNodes(_MARK):
         if is_caller_mark(node):
             node.destroy()
+    release(graph)
 
 
 def graphs_of(module: Any) -> list[Any]:

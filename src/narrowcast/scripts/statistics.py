@@ -1,4 +1,6 @@
-"""Norms that write to running statistics: TorchScript does not know that they do, and drops one that nothing reads."""
+"""Norms that write to running statistics: TorchScript does not know that they do, and drops one that nothing reads, and
+the call of a method that has one.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,27 @@ _NORMS = ("aten::batch_norm", "aten::instance_norm")
 _MARK = "narrowcast_norm"
 
 
-@contextmanager
-def norms_kept(graph: Any) -> Iterator[None]:
-    """Passes inside leave such norms in the graph: each is read by a node that they do not drop."""
-    for norm in _norms(graph):
-        mark = graph.create("prim::Print", [norm.output()], 0)
-        mark.s_("name", _MARK)
-        mark.insertAfter(norm)
-    yield
+def hold(graph: Any, value: Any, after: Any) -> None:
+    """Let a node read a value that passes do not drop, in place."""
+    mark = graph.create("prim::Print", [value], 0)
+    mark.s_("name", _MARK)
+    mark.insertAfter(after)
+
+
+def release(graph: Any) -> None:
+    """Take such nodes out."""
     for mark in graph.findAllNodes("prim::Print"):
         if mark.hasAttribute("name") and mark.s("name") == _MARK:
             mark.destroy()
+
+
+@contextmanager
+def norms_kept(graph: Any) -> Iterator[None]:
+    """Passes inside leave such norms in the graph."""
+    for norm in _norms(graph):
+        hold(graph, norm.output(), norm)
+    yield
+    release(graph)
 
 
 def keep_norms(graph: Any) -> None:

@@ -92,11 +92,11 @@ def guarded(one: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     try:
         return end.recv() if end.poll(LIMIT) else (HARMED, f"no answer in {LIMIT:.0f} s")
     except EOFError:
-        process.join()
+        process.join(LIMIT)
         return HARMED, f"the process ended with {process.exitcode}"
     finally:
         process.kill()
-        process.join()
+        process.join(LIMIT)
 
 
 def warm() -> None:
