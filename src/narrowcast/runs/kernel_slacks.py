@@ -64,8 +64,8 @@ def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samp
     shapes = shapes_of(inputs.args, inputs.kwargs)
     steps = steps_in_between(inputs.facts.id, shapes, inputs.is_transposed) if results[0].is_cpu else 0
     if steps:
-        size = inputs.on_absolute_values() or []
-        found = [f + s * gamma(steps, low) for f, s in zip(found, size, strict=False)]
+        size, least = inputs.on_absolute_values() or [], FORMATS[results[0].dtype].smallest
+        found = [f + s * gamma(steps, low) + steps * least / 2 for f, s in zip(found, size, strict=False)]
     bias, weight = inputs.given("bias"), inputs.given("weight")
     if isinstance(bias, torch.Tensor) and isinstance(weight, torch.Tensor):  # the product was rounded before
         wide = bias.detach().double().abs().view(-1, *[1] * (weight.dim() - 2))
@@ -132,15 +132,15 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 
 def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have."""
+    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in."""
     names = ("grad_out", "input", "mean", "rstd")
     grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)
     leading = tuple(range(x.dim() - len(inputs.args[2])))
     size = (grad.abs() * (1 + ((x - mean) * rstd).abs())).sum(leading)
-    rows = mean.numel()
+    came, rows = FORMATS[inputs.given("grad_out").dtype], mean.numel()
     for n, result in enumerate(results):
         if leading and result.shape == size.shape:
-            slack[n] = slack[n] + gamma(rows, unit(FORMATS[result.dtype])) * size
+            slack[n] = slack[n] + gamma(rows, max(unit(FORMATS[result.dtype]), unit(came))) * size
 
 
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
