@@ -84,6 +84,18 @@ def energy_and_forces(loop: Loop) -> None:
     loop.end()
 
 
+def forces_in_the_region(loop: Loop) -> None:
+    """A gradient that is differentiated itself is a part of the forward."""
+    loop.optimizer.zero_grad()
+    x = loop.x.clone().requires_grad_()
+    with region(FP16):
+        energy = loop.net(x).float().sum()
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        loss = energy.square() + mse_loss(forces, torch.zeros_like(x))
+    loop.scaler.scale(loss).backward()
+    loop.end()
+
+
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 @pytest.mark.parametrize("step", [second_backward_unscaled, second_term_unscaled], ids=lambda step: step.__name__)
 def test_one_of_two_losses_that_is_not_scaled_is_found(step: Callable[[Loop], None], ours: bool) -> None:
@@ -101,7 +113,9 @@ def test_a_loss_that_an_optimizers_own_kernel_unscales_has_to_be_scaled_too() ->
 
 
 @pytest.mark.parametrize(
-    "step", [terms_scaled, each_scaled, scaled_by_the_number, energy_and_forces], ids=lambda step: step.__name__
+    "step",
+    [terms_scaled, each_scaled, scaled_by_the_number, energy_and_forces, forces_in_the_region],
+    ids=lambda step: step.__name__,
 )
 def test_losses_that_are_scaled_some_other_way_are_right(step: Callable[[Loop], None]) -> None:
     is_right(step, Loop())

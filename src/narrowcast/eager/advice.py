@@ -186,7 +186,7 @@ class Adviser:
         if task in self._tasks:
             return
         self._tasks.add(task)
-        if self._is_on:
+        if self._is_on and not torch.is_grad_enabled():  # with create_graph=True it is a part of a forward
             here = loop_line()
             if not here.file:  # autograd's own thread: the one that waits has the line
                 here = loop_line(sys._current_frames().get(self._thread))

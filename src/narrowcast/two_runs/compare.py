@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import RunError
-from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
+from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.ops.facts import NORM, SOFTMAX
 from narrowcast.report.mapping import RunMapping, generalised
 from narrowcast.report.run import Run
@@ -141,6 +141,8 @@ class _Judging:
             return EQUAL, ""
         if gave.relative <= band and not is_proved:
             return ROUND_OFF, ""
+        if pair.a[0].id.direction == RECOMPUTATION:
+            return INHERITED, "it repeats a call of the forward, which is compared"
         if reads_other:
             return DIFFERS, reads_other
         if is_given and gave.relative > came:

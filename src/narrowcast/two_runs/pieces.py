@@ -200,7 +200,7 @@ Whole = Callable[[TensorFacts, TensorFacts], float | None]
 
 def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Distance:
     """How far apart two pieces are, from the best that both runs kept."""
-    if a is None or b is None or not (a.is_seen and b.is_seen) or (a.is_mask and b.is_mask):
+    if a is None or b is None or not (a.is_seen and b.is_seen) or _are_masks(a, b):
         return Distance()
     if whole is not None and a.facts is not None and b.facts is not None and a.facts.shape == b.facts.shape:
         found = whole(a.facts, b.facts)
@@ -214,6 +214,11 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     if count:
         return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
+
+
+def _are_masks(a: Piece, b: Piece) -> bool:
+    """Whether both are filled with what says nothing, a lowest value or infinity: at least one with a lowest value."""
+    return (a.is_mask or b.is_mask) and all(piece.is_mask or not piece.is_finite for piece in (a, b))
 
 
 def _same_names(a: Piece, b: Piece) -> tuple[Mapping[tuple[int, int], Row], Mapping[tuple[int, int], Row]]:
