@@ -194,6 +194,10 @@ def test_statistics_of_a_norm_in_a_part_that_nothing_reads():
         run(x)
     assert torch.equal(made.part.norm.running_mean, model.part.norm.running_mean)
     assert model.part.norm.running_mean.any()
+    made = nc.trace(model, (x,), check_trace=False)
+    for run in (model, made):
+        run(x)
+    assert torch.equal(made.part.norm.running_mean, model.part.norm.running_mean)
 
 
 class Block(nn.Module):

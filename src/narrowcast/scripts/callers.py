@@ -14,7 +14,7 @@ from typing import Any
 from narrowcast.policy import NOWHERE, Site
 from narrowcast.scripts.classes import check_class
 from narrowcast.scripts.places import site_of
-from narrowcast.scripts.statistics import hold, release
+from narrowcast.scripts.statistics import hold, hold_norms, release
 from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_surface.jit import compiled_methods, find_type
 
@@ -31,6 +31,7 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
     bound: lets what goes into a module's call and comes out pass through its boundary; returns what is to be noted of
     it, and the nodes with which it begins and ends.
     """
+    hold_norms(graph)  # torch inlines methods as it optimizes them
     for call in (*graph.findAllNodes("prim::CallMethod"), *graph.findAllNodes("prim::CallFunction")):
         facts: dict[str, Any] = {}
         if call.kind() == "prim::CallMethod":
@@ -43,7 +44,7 @@ def mark_calls(graph: Any, bound: Bound | None = None) -> None:
         if bound is not None and "path" in facts and is_forward(call.s("name")):
             noted, first, last = bound(graph, call)
             facts |= noted
-        hold(graph, call.output(), last)  # torch inlines methods as it optimizes them
+        hold(graph, call.output(), last)
         if facts:
             _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
             _mark(graph, _EXIT).insertAfter(last)

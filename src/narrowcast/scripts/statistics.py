@@ -29,11 +29,16 @@ def release(graph: Any) -> None:
             mark.destroy()
 
 
+def hold_norms(graph: Any) -> None:
+    """Hold what such norms give."""
+    for norm in _norms(graph):
+        hold(graph, norm.output(), norm)
+
+
 @contextmanager
 def norms_kept(graph: Any) -> Iterator[None]:
     """Passes inside leave such norms in the graph."""
-    for norm in _norms(graph):
-        hold(graph, norm.output(), norm)
+    hold_norms(graph)
     yield
     release(graph)
 
