@@ -293,6 +293,28 @@ def test_saved_and_loaded_without_narrowcast(tmp_path):
     )
 
 
+class AfterAnother(nn.Module):
+    """A conversion is the first call in torch's region, and torch.export checks its input with a node of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        with nc.autocast("cpu", torch.bfloat16, policy="safe"):
+            y = torch.mm(x, self.weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.tensordot(y.float(), self.weight, dims=1)
+
+
+def test_a_region_after_another_has_its_own_policy():
+    """And not that of the region whose result it converts first."""
+    model, x = AfterAnother(), torch.randn(4, 8)
+    expected = model(x)
+    found = nc.export(model, (x,)).module()(x)
+    assert found.dtype is expected.dtype is torch.bfloat16 and torch.equal(found, expected)
+
+
 @pytest.mark.slow
 def test_ahead_of_time_inductor_without_narrowcast(tmp_path):
     """Compiled to a package, loaded in a process of its own; same formats, and bits within Inductor's rounding."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.regions.stack import Prepared
+from narrowcast.torch_surface.dispatch import ASSERT_METADATA
 from narrowcast.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
 from narrowcast.torch_surface.fx import keep_calls
 from narrowcast.torch_surface.patches import held, note_staying, once
@@ -130,7 +131,9 @@ def exported_key(body: torch.fx.GraphModule) -> str | None:
     depth = autocast_nesting() + 1
     for node in body.graph.nodes:
         note = (node.meta.get("custom") or {}).get(_NOTE)
-        if node.op == "call_function" and note is not None:
+        if (
+            node.op == "call_function" and note is not None and node.target is not ASSERT_METADATA
+        ):  # that has others' notes
             noted, _, key = note.partition(" ")
             return key if int(noted) == depth and key in _in_graphs else None
     return None
