@@ -294,7 +294,7 @@ def test_saved_and_loaded_without_narrowcast(tmp_path):
 
 
 class AfterAnother(nn.Module):
-    """A conversion is the first call in torch's region, and torch.export checks its input with a node of the one before."""
+    """A conversion is the first call in torch's region; torch.export checks its input with a node of the one before."""
 
     def __init__(self):
         super().__init__()
