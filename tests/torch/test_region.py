@@ -327,6 +327,8 @@ def test_numbers_in_functional_transforms(transform, number):
         assert torch.equal(transforms[transform](), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(transforms[transform](), expected)
+        with nc.capture():  # a mode that sees every op
+            assert torch.equal(transforms[transform](), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

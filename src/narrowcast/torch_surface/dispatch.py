@@ -162,7 +162,8 @@ def _wrapped_number(tensor: torch.Tensor) -> Any:
     if number is tensor:
         raise AttributeError("_wrapped_number")
     transforms = DispatchKeySet(DispatchKey.FuncTorchDynamicLayerFrontMode)
-    with excluding(transforms | DispatchKeySet(DispatchKey.FuncTorchDynamicLayerBackMode)):
+    transforms |= DispatchKeySet(DispatchKey.FuncTorchDynamicLayerBackMode)
+    with excluding(transforms), below_modes(), without_functions():
         return number.item()
 
 
