@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,9 @@ class Backwards:
         """The host reads a scale: it may multiply a loss by the number."""
         self._numbers.add(float(scale))
 
-    def computed(self, call: SeenCall, scales: set[int]) -> None:
-        """A call of the forward: whether it multiplies by a scale."""
-        name = op_name(call.facts.op)
-        if name in _FACTORS and scales:
+    def computed(self, call: SeenCall, find_scales: Callable[[], set[int]]) -> None:
+        """A call of the forward: whether it multiplies by a scale. find_scales: where these lie, asked of products."""
+        if op_name(call.facts.op) in _FACTORS and (scales := find_scales()):
             tensors = [t for t in call.args if isinstance(t, torch.Tensor) and has_storage(t)]
             by_number = any(isinstance(n, int | float) and float(n) in self._numbers for n in call.args)
             by_number |= any(t.dim() == 0 and t.dtype is torch.float64 and float(t) in self._numbers for t in tensors)

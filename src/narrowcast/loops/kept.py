@@ -15,9 +15,6 @@ from narrowcast.torch_bridge import OpFacts, tensors_in, values_of
 from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key
 from narrowcast.torch_surface.grad_scaling import scale_of
 
-UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
-UPDATE_SCALE = "aten._amp_update_scale_.default"
-
 
 class Kept:
     """Copies of memory, taken before it is written to for the first time, and objects as they were at the start.

@@ -15,7 +15,7 @@ from narrowcast.loops.backwards import Backwards
 from narrowcast.loops.batch_norm import low_statistics
 from narrowcast.loops.exact import Begun, Exact, told
 from narrowcast.loops.gradients import Found, Gradients, find_underflow
-from narrowcast.loops.kept import UNSCALE, UPDATE_SCALE, Kept, written
+from narrowcast.loops.kept import Kept, written
 from narrowcast.loops.sharded import casts_beside
 from narrowcast.loops.stale import Stale
 from narrowcast.loops.sums import Sums
@@ -38,6 +38,7 @@ from narrowcast.torch_surface.dispatch import (
     storage_key,
     without_functions,
 )
+from narrowcast.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 from narrowcast.torch_surface.state import autocast_nesting
 
 COSTS_TIME = "weights cast again"
@@ -223,7 +224,7 @@ class Looking(Observer):
         self.has_seen = True
         if not self._is_stepping:
             self._gradients.computed(call)
-            self._backwards.computed(call, self._kept.scales())
+            self._backwards.computed(call, self._kept.scales)
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
         is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)

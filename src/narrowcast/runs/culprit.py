@@ -20,6 +20,7 @@ from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, pla
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
 from narrowcast.torch_bridge import DTYPES, FORMATS, is_random, tensors_in
+from narrowcast.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
 
 
 def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
@@ -209,12 +210,12 @@ def is_unscaling(call: SeenCall) -> bool:
 
 def unscales(call: SeenCall) -> bool:
     """Whether it is a scaler's look at its gradients."""
-    return _name(call) == "_amp_foreach_non_finite_check_and_unscale"
+    return call.facts.id == UNSCALE
 
 
 def is_new_scale(call: SeenCall) -> bool:
     """Whether a scaler sets its scale anew: the step has ended for it."""
-    return _name(call) == "_amp_update_scale"
+    return call.facts.id == UPDATE_SCALE
 
 
 def gives_the_same_without(call: SeenCall) -> bool:

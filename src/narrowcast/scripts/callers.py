@@ -130,6 +130,11 @@ def site_in(caller: Site, node: Any) -> Site:
     return Site(path, caller.classes, caller.functions, file, line, caller.around)
 
 
+def set_names(graph: Any) -> set[str]:
+    """The names of attributes that a graph sets."""
+    return {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+
+
 def path_of(node: Any) -> tuple[str, ...] | None:
     """The names by which an attribute is read off the module; None if it is not read off it."""
     names: list[str] = []

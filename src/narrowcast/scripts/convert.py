@@ -13,7 +13,7 @@ from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.profiles.abilities import fitted
 from narrowcast.scripts.boundaries import ModuleBounds
-from narrowcast.scripts.callers import path_of
+from narrowcast.scripts.callers import path_of, set_names
 from narrowcast.scripts.calls import is_optional_tensor
 from narrowcast.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
 from narrowcast.scripts.composites import open_composites, tell_closed
@@ -45,7 +45,7 @@ def _read_attributes_once(graph: Any) -> None:
     inputs = list(graph.inputs())
     if not inputs or inputs[0].type().kind() != "ClassType":
         return
-    changed = _set_names(graph)
+    changed = set_names(graph)
     read: dict[tuple[str, ...], Any] = {}
     for node in graph.findAllNodes("prim::GetAttr"):
         path = path_of(node)
@@ -66,11 +66,6 @@ def _read_attributes_once(graph: Any) -> None:
             value = read[path[: n + 1]]
         node.output().replaceAllUsesWith(value)
         node.destroy()
-
-
-def _set_names(graph: Any) -> set[str]:
-    """The names of attributes that a graph sets."""
-    return {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
 
 
 def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
@@ -115,7 +110,7 @@ def make_graph_explicit(
 
     Raises ScriptError for what cannot be cast.
     """
-    changed = _set_names(graph)
+    changed = set_names(graph)
 
     def attribute(value: Any) -> Any:
         return attribute_of(value, module, changed)

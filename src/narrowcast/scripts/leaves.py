@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowcast.scripts.callers import path_of
+from narrowcast.scripts.callers import path_of, set_names
 from narrowcast.scripts.calls import facts_of, holds_tensors
 
 _NAMES = """to type_as contiguous flatten real conj resolve_conj resolve_neg atleast_1d atleast_2d atleast_3d
@@ -17,7 +17,7 @@ class Leaves:
     """Remembers what it has found out about the values of one graph, before that is changed."""
 
     def __init__(self, graph: Any) -> None:
-        self.changed = {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+        self.changed = set_names(graph)
         self.known: dict[int, bool] = {}
 
     def is_given(self, value: Any) -> bool:

@@ -136,7 +136,7 @@ def register(
 
     What `Library.impl` does for overloads that exist, without its checks, which take as long again.
     """
-    _read_numbers_in_transforms()
+    stay(torch.Tensor, "_wrapped_number", lambda _: _NUMBER, "kernels of ours are called with numbers")
     key = autocast_key_name(device_type)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
@@ -167,12 +167,11 @@ def _wrapped_number(tensor: torch.Tensor) -> Any:
         return number.item()
 
 
-def _read_numbers_in_transforms() -> None:
-    def set_number(tensor: torch.Tensor, number: Any) -> None:
-        vars(tensor)["_wrapped_number"] = number
+def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
+    vars(tensor)["_wrapped_number"] = number
 
-    number = property(_wrapped_number, set_number)
-    stay(torch.Tensor, "_wrapped_number", lambda _: number, "kernels of ours are called with numbers")
+
+_NUMBER = property(_wrapped_number, _set_wrapped_number)
 
 
 def registered_ops(device_type: str) -> tuple[str, ...]:

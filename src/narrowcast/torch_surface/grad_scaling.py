@@ -17,6 +17,9 @@ check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 """(gradients of one device and dtype, flag, inverse scale): multiply in place; the flag is 1.0 if one is not finite."""
 update_scale = torch._amp_update_scale_
 """(scale, steps without a skip, flag, growth factor, backoff factor, growth interval), in place, on the device."""
+UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
+UPDATE_SCALE = "aten._amp_update_scale_.default"
+"""The ids of these two."""
 norms_of = torch._foreach_norm
 """(tensors, order): a norm of each."""
 is_definitely_without_cuda = torch.cuda.amp.common.amp_definitely_not_available

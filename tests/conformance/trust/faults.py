@@ -18,7 +18,7 @@ import wrong_arguments
 import wrong_kernels
 import wrong_loops
 from torch import Tensor, nn
-from wrong_arguments import Applied
+from wrong_arguments import Applied, Between
 
 import narrowcast as nc
 
@@ -84,15 +84,11 @@ BACKWARD: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-class Layers(nn.Module):
-    """Two linear layers with the plant between them."""
+class Layers(Between):
+    """Two small linear layers with the plant between them."""
 
     def __init__(self, plant: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.plant, self.down = nn.Linear(16, 16), Applied(plant), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.plant(self.up(x)))
+        super().__init__(plant, 16)
 
 
 class Residual(Layers):

@@ -77,20 +77,27 @@ def backward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
     return [loss.detach()]
 
 
-def steps(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Four, with the scaler as it comes."""
+def step_of(made: Made, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """A step of a right loop, with the scaler as it comes; it gives the loss."""
     optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
-    losses = []
-    for _ in range(4):
+
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
         with nc.autocast("cpu", dtype):
             loss = made.loss_of(made.model(*made.args))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        losses.append(loss.detach())
-    return losses
+        return loss.detach()
+
+    return step
+
+
+def steps(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Four."""
+    step = step_of(made, dtype)
+    return [step() for _ in range(4)]
 
 
 Run = Callable[[Made, torch.dtype], list[torch.Tensor]]
@@ -204,17 +211,7 @@ def decoding(made: Made, dtype: torch.dtype) -> str:
 def check_training(program: Program, dtype: torch.dtype) -> str:
     """Of a right loop."""
     made = made_anew(program)
-    optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with nc.autocast("cpu", dtype):
-            loss = made.loss_of(made.model(*made.args))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
+    step = step_of(made, dtype)
     alone(program, dtype, backward)
     seeded()
     before = [], state(made), random_state()

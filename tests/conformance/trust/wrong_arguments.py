@@ -27,9 +27,9 @@ class Applied(nn.Module):
 class Between(nn.Module):
     """A function between two linear layers."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], size: int = 64) -> None:
         super().__init__()
-        self.up, self.plant, self.down = nn.Linear(64, 64), Applied(function), nn.Linear(64, 64)
+        self.up, self.plant, self.down = nn.Linear(size, size), Applied(function), nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.plant(self.up(x)))
