@@ -5,7 +5,6 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -350,22 +349,37 @@ class TestWatch:
             kept = x.log() * 2
         assert w.first.id.op == "aten.log.default" and "1 of 3 elements of self are zero" in w.first.sentence, kept
 
-    def test_a_value_that_a_low_format_may_have_rounded_is_not_beyond_mending(self):
-        """acos of a cosine, and what is divided by a root of squares: in fp32 alone no format is to blame."""
-        x = torch.full((4, 8), 1e-4)
-
-        def cosine(x):
-            return torch.acos((x @ torch.eye(8) * 1.01).sum(-1) / x.sum(-1))
-
-        for finds in (True, False):
-            with nc.watch() as w, nc.autocast("cpu") if finds else nullcontext():
-                cosine(x)
-            said = '"aten.matmul.default", action = "full"' in w.first.advice
-            assert said is finds and ("fp32" in w.first.advice) is finds and w.first.id.op == "aten.acos.default"
-        x = x.half() * torch.tensor([1, -1] * 4)
+    def test_who_rounded_a_value_onto_a_limit_is_found_by_running_it_again(self):
+        """acos of a cosine, and what is divided by a root of squares: no format of the call itself is to blame."""
+        layer, x = nn.Linear(8, 8), torch.randn(64, 8)
+        with nc.watch() as w, nc.autocast("cpu"):
+            low = layer(x)
+            angle = ((low @ low.T).diagonal() / low.float().square().sum(-1) * 0.9999).acos()
+        assert angle.isnan().any() and w.first.id.op == "aten.acos.default"
+        assert "with aten.matmul.default in fp32, it is finite" in w.first.advice, w.first.advice
+        assert '[[rule]] with op = "aten.matmul.default", action = "full"' in w.first.advice
+        x = torch.full((4, 8), 1e-4, dtype=torch.float16) * torch.tensor([1, -1] * 4)
         with nc.watch() as w:
             (x / x.square().mean(-1, keepdim=True).sqrt()).sum()
-        assert "keep in fp32 what made them" in w.first.advice and "none is open here" in w.first.advice
+        assert '"aten.pow.Tensor_Scalar", action = "full"' in w.first.advice and "none is open here" in w.first.advice
+        with nc.watch() as w, nc.autocast("cpu", torch.float16):
+            small = layer(x.float())
+            logarithms = small.mul_(1e-6).mul_(1e-4).abs().log()
+            assert logarithms.sum().isinf()
+        assert '"aten.linear.default", action = "full"' in w.first.advice, "what is written in place keeps its format"
+
+    def test_a_true_zero_is_not_laid_on_rounding(self):
+        """A relu's zeros are zeros in fp32, too, which running it again shows; what is gone cannot be run again."""
+        layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+        with nc.watch() as w, nc.autocast("cpu", torch.float16):
+            logarithms = layer(x).abs().neg().relu().log()
+        assert logarithms.isinf().all() and w.first.advice == (
+            "No format of this call mends it: keep its inputs off that value (a clamp, an epsilon, where)."
+        )
+        with nc.watch() as w, nc.autocast("cpu", torch.float16):
+            logarithms = (torch.rand(4, 8) @ torch.zeros(8, 8)).log()
+        assert logarithms.isinf().all()
+        assert "is not known here" in w.first.advice and "aten.matmul.default" in w.first.advice
 
     def test_a_fully_masked_row_is_a_finding(self):
         with nc.watch() as w:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,8 @@ from narrowcast.report import NotFinite
 from narrowcast.report.findings import CAST, FORMAT, OP, Finding, Watching
 from narrowcast.runs.arguments import Named, results_by_name, tensors_by_name
 from narrowcast.runs.finiteness import inputs_of, is_floating, is_lowest
-from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, planned_arguments, run_in
+from narrowcast.runs.makers import Maker, Rounded
+from narrowcast.runs.rerun import can_run_again, changed, copies_of_written, mends, planned_arguments, run_in
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import Statistics
 from narrowcast.torch_bridge import DTYPES, FORMATS, is_random, tensors_in
@@ -107,6 +109,9 @@ FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
 
 def keep_high(call: SeenCall) -> str:
     """The rule that keeps the call in fp32, as a policy file has it; none for what autograd makes by itself."""
+    asked = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype) and v in FORMATS]
+    if any(FORMATS[dtype].bits < 32 for dtype in asked):
+        return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there."
     of = call.forward or call.id
     rule = call_rule(of.op, of.module_path, "full" * (of.direction != BACKWARD))
     return f"Keep it in fp32: {rule_in_line(rule)}." if rule else "Keep in fp32 what it is the backward of."
@@ -126,9 +131,12 @@ _FP32_ENDS = "in fp64, on the same inputs, it is finite"
 
 
 def find_culprit(
-    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Sequence[tuple[str, str]] = ()
-) -> Finding:
-    """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came."""
+    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Rounded | None = None,
+    paths: Callable[[Any], str] = str,
+) -> Finding:  # fmt: skip
+    """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came.
+    paths: of the makers' modules.
+    """
     has_nan = any(bool(torch.isnan(t).any()) for t in results)
     what = "nan" if has_nan else "infinity"
     overflowed, _ = overflowing_casts(call)
@@ -148,7 +156,7 @@ def find_culprit(
     computed = [t.dtype for t in results]
     low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
     in_fp32 = run_in(call, torch.float32) if low else None
-    if low and in_fp32 is not None and _mends(in_fp32, call.results):
+    if low and in_fp32 is not None and mends(in_fp32, call.results):
         largest = _largest(in_fp32)
         format = FORMATS[low[0]]
         over = f"its largest magnitude there is {largest:.4g}, {format} ends at {format.max:.6g}"
@@ -157,27 +165,34 @@ def find_culprit(
         sentence = f"in fp32, on the same inputs, it is finite; {over}"
         return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call))
     in_fp64 = run_in(call, torch.float64)
-    if in_fp64 is not None and _mends(in_fp64, call.results):
+    if in_fp64 is not None and mends(in_fp64, call.results):
         sentence = f"{_FP32_ENDS}: fp32 overflows"
         return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64.")
     proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
     sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
-    return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded))
+    return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded, paths))
 
 
-def _advice(call: SeenCall, inputs: Named, rounded: Sequence[tuple[str, str]]) -> str:
+def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Callable[[Any], str]) -> str:
     """What to do about what no format of the call mends: its inputs may have been rounded onto that value."""
-    off = "keep its inputs off that value (a clamp, an epsilon, where)."
+    off = "No format of this call mends it: keep its inputs off that value (a clamp, an epsilon, where)."
     low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
-    if not rounded:
-        came = "" if low is None else f" Its inputs came in {low}, whose rounding may have put them there."
-        return f"No format of this call mends it: {off}{came}"
-    made = " of ".join(f"{op} in {path}" if path else op for op, path in rounded)
-    rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(*maker, "full")) for maker in rounded))
+    if rounded is None or not rounded.makers:
+        return off if low is None else f"{off} Its inputs came in {low}, whose rounding may have put them there."
+
+    def named_as(makers: Iterable[Maker]) -> str:
+        pairs = [(op, paths(module)) for op, module in makers]
+        return " of ".join(f"{op} in {path}" if path else op for op, path in pairs)
+
+    makers, is_seen = rounded.proof()
+    if not makers:
+        gone = f" They come from {named_as(rounded.makers)}, in a low format; what that read is gone, so whether "
+        return off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."
+    rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(op, paths(module), "full")) for op, module in makers))
     where = "" if call.policy is not None else " in a region (none is open here)"
     return (
-        f"No format of this call mends it: {off} If rounding or underflow put them there, keep in fp32 what made them, "
-        f"in a low format ({made}): {rules}{where}."
+        f"Rounding put its inputs there: run again with {named_as(makers)} in fp32, it is finite. "
+        f"Keep what made them in fp32: {rules}{where}."
     )
 
 
@@ -236,12 +251,6 @@ def _as_largest(tensor: torch.Tensor) -> torch.Tensor:
 
 _NOTHING = 1e-30
 """What a number over the largest of fp32 may be."""
-
-
-def _mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
-    """Whether something is finite in a wide format that is not in the results."""
-    pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point() and w.shape == r.shape]
-    return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
 
 
 def _largest(tensors: list[torch.Tensor]) -> float:

@@ -8,27 +8,18 @@ at once; what fp32 alone makes (`exp(100)`), if a reader gives something else th
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from narrowcast.ledger.identity import CallId
 from narrowcast.report.findings import OP, Finding
-from narrowcast.runs.by_storage import ByStorage, has_storage
+from narrowcast.runs.by_storage import ByStorage
 from narrowcast.runs.seen_call import SeenCall
-from narrowcast.torch_surface.dispatch import StorageWeakRef, storage_key
 
-Maker = tuple[str, Any]
-"""The op and the module of a call that gave something in a low format."""
 _CALLS = 4096
 """How many calls of the forward are remembered for their backward."""
-_MAKERS = 4
-"""How many are named of what something in a low format comes from, the nearest first."""
-_STEPS = 4096
-"""How many calls are remembered for that."""
 Place = tuple[str | int, ...]
 """Where a call is made: module path, op, direction, file, line."""
 
@@ -101,7 +92,6 @@ class History:
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
         self.at_step: list[Cause] = []
-        self._steps: deque[tuple[Maker | None, list[int], list[StorageWeakRef]]] = deque(maxlen=_STEPS)
 
     def __bool__(self) -> bool:
         return bool(self._carriers)
@@ -146,37 +136,6 @@ class History:
     def overwritten(self, tensor: torch.Tensor) -> None:
         """Finite values were written over all that lies there."""
         self._carriers.drop(tensor)
-
-    # -- who rounded it ------------------------------------------------------------------------------------------------
-
-    @property
-    def has_rounded(self) -> bool:
-        """Whether anything in a low format was made."""
-        return bool(self._steps)
-
-    def passes(self, maker: Maker | None, came: Iterable[torch.Tensor], gave: Iterable[torch.Tensor]) -> None:
-        """A call gave something that may come out of a low format; maker: if that is its own.
-
-        It is only written down here: who asks is rare, and finds the way back himself. The references keep numbers of
-        storages from being used again.
-        """
-        read = [storage_key(tensor) for tensor in came if has_storage(tensor)]
-        self._steps.append((maker, read, [StorageWeakRef(tensor.untyped_storage()) for tensor in gave]))
-
-    def rounded_by(self, tensors: Iterable[torch.Tensor]) -> list[Maker]:
-        """Who made, in a low format, what these hold; the nearest first."""
-        wanted = {storage_key(tensor) for tensor in tensors}
-        found: dict[Maker, None] = {}
-        for maker, read, gave in reversed(self._steps):
-            made = {reference.cdata for reference in gave}
-            if wanted.isdisjoint(made):
-                continue
-            wanted = (wanted - made).union(read)
-            if maker is not None:
-                found[maker] = None
-            if len(found) == _MAKERS or not wanted:
-                break
-        return list(found)
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 

@@ -118,6 +118,12 @@ def run_wide(
         return None
 
 
+def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether something is finite in a wide format that is not in the results."""
+    pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point() and w.shape == r.shape]
+    return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
+
+
 def copies_of_written(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -44,6 +44,7 @@ from narrowcast.runs.finiteness import (
     reads,
 )
 from narrowcast.runs.history import FOR_SCALER, Carrier, Cause, History, place_of
+from narrowcast.runs.makers import Makers
 from narrowcast.runs.observer import Observer
 from narrowcast.runs.put_off import PutOff, Verdict, judged
 from narrowcast.runs.replay import Replay
@@ -67,6 +68,7 @@ class WatchCalls(Observer):
         self._found, self._at, self._tell = found, at, tell
         self._flags = Flags()
         self._history = History()
+        self._low_makers = Makers()
         self._told: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
         self._later: list[PutOff] = []
@@ -112,19 +114,21 @@ class WatchCalls(Observer):
             self._read(call, results)
         if self._history.due:
             self._tell_due()
-        if results and (self._history.has_rounded or FORMATS[results[0].dtype].bits < 32):
+        if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
             self._note_rounding(call, results)
 
     def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
-        """Of what comes out of a low format: who made it. Sums of products hide what they were made of."""
-        is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast
+        """Of what comes out of a low format: who made it. Sums of products hide what they were made of. What an op
+        writes to has its format already.
+        """
+        is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast and not call.facts.writes
         maker = (call.facts.id, call.who.module()) if is_low else None
-        self._history.passes(maker, () if sums_all(call) else tensors_in(call.args, call.kwargs), results)
+        self._low_makers.note(call, maker, results, passes=not sums_all(call))
 
     def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
         came = came_in(call)[-1:] if is_quotient(call) else came_in(call)
-        rounded = [(op, path_of(module, self.roots)) for op, module in self._history.rounded_by(came)]
-        return find_culprit(call, inputs_of(call), results, rounded)
+        paths = lambda module: path_of(module, self.roots)  # noqa: E731
+        return find_culprit(call, inputs_of(call), results, self._low_makers.of(call, came), paths)
 
     def _came(self, call: SeenCall) -> list[int]:
         """The flags of what came in."""
@@ -302,10 +306,12 @@ class WatchCalls(Observer):
     @property
     def follows(self) -> bool:
         """Copies are followed once there is something to follow, or to read later."""
-        return bool(self._history) or bool(self._later)
+        return bool(self._history) or bool(self._later) or bool(self._low_makers)
 
     def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A copy holds what its source held. A gradient that is taken of a loss begins with ones like it."""
+        if self._low_makers:
+            self._low_makers.note_copy(facts, args, kwargs, result)
         is_of_loss = facts.id == "aten.ones_like.default"
         for tensor in tensors_in(args, kwargs):
             is_loss = is_of_loss and tensor.requires_grad and tensor.numel() == 1
