@@ -1,10 +1,13 @@
 """What `nc.compare_runs` says of pairs of runs: nothing of sound ones; of faults the call or the module."""
 
+import math
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import narrowcast as nc
 
@@ -54,3 +57,20 @@ def test_log_probabilities_that_no_call_explains_make_runs_differ():
     b.log_probabilities = [value * 1.1 for value in b.log_probabilities]
     found = nc.compare_runs(a, b)
     assert found.verdict == "values differ" and found.tokens.is_beyond and "a temperature" in str(found)
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9, -math.inf, None])
+def test_what_a_mask_is_filled_with_hides_no_scores(value):
+    """Scores in bf16 are off by their rounding, which is little beside the mask and much in a softmax."""
+    layer, x, near = nn.Linear(32, 32), torch.randn(2, 10, 32), -torch.rand(10, 10) * 5
+
+    def attention(x):
+        q = layer(x)
+        scores = q @ q.transpose(-1, -2) / 8 + near
+        lowest = torch.finfo(scores.dtype).min if value is None else value
+        return scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), lowest).softmax(-1).to(q.dtype) @ q
+
+    with torch.no_grad():
+        runs = nc.capture(attention, (x,)), nc.capture(attention, (x,), dtype="bf16")
+    found = nc.compare_runs(*runs)
+    assert found.verdict != "values differ", str(found)

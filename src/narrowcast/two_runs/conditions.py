@@ -105,7 +105,8 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     kind = op_kind(op)
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
-        return min(_STEEPEST, max(abs(p.high) if p.is_mask else p.largest for p in came.values()))
+        steepness = max(abs(p.high) if p.is_mask else p.largest for p in came.values())
+        return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
     if kind.family == NORM:
