@@ -55,8 +55,10 @@ class Values:
         self.sides = (a, b)
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
-    def results(self, pair: Aligned) -> Compared:
-        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two."""
+    def results(self, pair: Aligned, is_equal: bool = False) -> Compared:
+        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two. is_equal:
+        they read the same bits in the same formats.
+        """
         if self._is_of_its_rank(pair) or is_sum_of_gradients(pair):
             return Compared(math.nan, NOTHING, False)
         first = pair.a[0].call, pair.b[0].call
@@ -66,7 +68,7 @@ class Values:
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
                 apart = self._between(pair, _output(n), beside)
-                found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(pair, n)))
+                found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(pair, n, is_equal)))
         known = [one for one in found if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
 
@@ -101,7 +103,7 @@ class Values:
         return any(side.is_read(bundle.call.outputs[position][1])
                    for side, bundles in self._both(pair) for bundle in bundles)  # fmt: skip
 
-    def _growth(self, pair: Aligned, position: int) -> float:
+    def _growth(self, pair: Aligned, position: int, is_equal: bool) -> float:
         """The larger of both sides'."""
         known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
                  if position < len(bundle.call.outputs)]  # fmt: skip
@@ -111,7 +113,7 @@ class Values:
         for (side, bundle), piece in zip(known, gave, strict=True):
             came = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
             is_backward = bundle.id.direction == BACKWARD
-            found.append(growth(bundle.id.op, position, came, piece, out, is_backward))
+            found.append(growth(bundle.id.op, position, came, piece, out, is_backward, is_equal))
         return max(found)
 
     def inputs(self, pair: Aligned) -> dict[str, Distance]:
@@ -166,6 +168,10 @@ class Values:
         first = bundle.turns[0][0]
         numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
         return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
+
+    def between(self, a: int, b: int) -> Distance:
+        """Of two tensors, by their numbers in the first ranks' runs."""
+        return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
 
     def gradients(self, a: Sequence[str], b: Sequence[str]) -> Distance:
         """Of parameters, several of one side as rows of one of the other."""
