@@ -24,7 +24,7 @@ from narrowcast.report.run_differences import (
     TokenDifference,
     Unaligned,
 )
-from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values, is_sum_of_gradients
+from narrowcast.two_runs.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Compared, Values, is_sum_of_gradients
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
 from narrowcast.two_runs.conditions import jump
 from narrowcast.two_runs.kept_tensors import KeptTensors
@@ -193,12 +193,14 @@ class _Judging:
         return True
 
     def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
-        """How far apart tensors may be that these calls made."""
+        """How far apart tensors may be that these calls made; those that no call made may be copies of any."""
+        if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
+            return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
         before = [self._found.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
         came = max((self._largest if math.isnan(each) else each for each in before), default=0.0)
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
         bands = sum(self.values.band_of(n, x) for n, x in alone)
-        growth = max((self.values.growth_of(n, x) for n, x in alone), default=1.0)
+        growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
     def ends(self) -> None:
@@ -212,7 +214,9 @@ class _Judging:
                 continue  # one program goes on, to probabilities or a loss
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
-            made = self._upstream([[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)])
+            made = self._upstream(
+                [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
+            )
             if found.is_known and found.relative > self._explained(pair, *made):
                 for bundle in (*made[0].alone, *made[1].alone):
                     self.apart.setdefault(bundle, found.relative)
@@ -314,8 +318,8 @@ def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradie
         names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
-    found = [(row, values.gradients(*row)) for row in rows]
-    return [GradientRow(*row, distance.relative, distance.by, band) for row, distance in found if distance.is_known]
+    found = [(row, *values.gradients(*row)) for row in rows]
+    return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
 
 
 def _tokens(a: Run, b: Run, band: float) -> TokenDifference | None:

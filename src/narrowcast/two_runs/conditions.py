@@ -46,7 +46,13 @@ def jump(op: str, came: float) -> float:
 
 
 def growth(
-    op: str, position: int, came: Mapping[str, Piece], gave: Piece, out: float, is_backward: bool, is_equal: bool = False
+    op: str,
+    position: int,
+    came: Mapping[str, Piece],
+    gave: Piece,
+    out: float,
+    is_backward: bool,
+    is_equal: bool = False,
 ) -> float:
     """How many times, at least once. came: what the call read, by name; gave: the result at that position; out: its
     root mean square, the larger of both runs'. is_equal: both runs read the same bits: it is the call's own errors that

@@ -105,6 +105,14 @@ class Side:
         """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
         return next((call for call in self._made(rank, number) if not call.is_cast), None)
 
+    def place_in_maker(self, number: int) -> tuple[CallRecord, int] | None:
+        """The call of the first rank's run that made a tensor, casts looked through, and which of its results it is."""
+        for n in self._before(0, number):
+            call = self._makers[0].get(n)
+            if call is not None and not call.is_cast:
+                return call, [made for _, made in call.outputs].index(n)
+        return None
+
     def _made(self, rank: int, number: int) -> Iterator[CallRecord]:
         """The calls that made a tensor, the last one first."""
         return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
