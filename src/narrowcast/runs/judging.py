@@ -106,11 +106,11 @@ def _verdict(
 
 
 def name_cause(found: Differences, reference: Keep, under: Keep) -> None:
-    """Where outputs are beyond their band, and no call is at fault: name the casts that one program alone makes, to
-    formats in which it computes nothing, or else the first call that leaves its band. Nothing where a call has no
-    partner, which is told of as such.
+    """Where outputs of two models are further apart than their band, and no call is at fault: name the casts that one
+    alone makes, to formats in which it computes nothing, or else the first call that leaves its band. Nothing where a
+    call has no partner, which is told of as such.
     """
-    if found.verdict != FAULT or found.faults or found.compiled or found.unmatched:
+    if found.verdict != FAULT or found.faults or found.unmatched or found.reference in ("fp32", "fp64"):
         return
     there, here = ({call.id: (call, short_type(d)) for call, d in keep.strange_casts()} for keep in (reference, under))
     for casts, others, where in ((there, here, "in the reference"), (here, there, "here")):
