@@ -294,7 +294,7 @@ class _Comparing:
                  if f.exponent_bits < fp32.exponent_bits]  # fmt: skip
         if not is_beyond or not small:
             return is_beyond
-        scale = scale_of_loss(under.calls.values())
+        scale = scale_of_loss(reference.calls, under.calls)
         if scale > 1.0 and any(g.verdict == FAULT for g in self._found.gradients):
             scaled = self._run(replace(self._trial, scale=scale), self._region if self._casts else autocast_off(), None)
             with quietly():

@@ -5,7 +5,7 @@ bands that are measured (TTrace, arXiv 2506.09280).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -207,12 +207,14 @@ def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow:
     return [replace(g, verdict=ROUND_OFF) if g.verdict == FAULT and g.parameter in underflow else g for g in rows]
 
 
-def scale_of_loss(calls: Iterable[Kept]) -> float:
+def scale_of_loss(expected: Mapping[CallId, Kept], calls: Mapping[CallId, Kept]) -> float:
     """The scale, a power of two, with which the largest gradient in fp16 is 4,096: nothing that matters is lost then,
-    and sums have room. 1, where there is none.
+    and sums have room. 1, where there is none. expected: the reference's, of which none is lost.
     """
-    backward = [kept for kept in calls if kept.call.id.direction == BACKWARD]
-    pairs = [pair for kept in backward for pair in zip(kept.samples, kept.output, strict=True)]
+    backward = [
+        (kept, expected.get(identity, kept)) for identity, kept in calls.items() if identity.direction == BACKWARD
+    ]
+    pairs = [pair for kept, of in backward for pair in zip(of.samples, kept.output, strict=False)]
     sizes = [float(s.abs().max()) for s, dtype in pairs if dtype is torch.float16 and s.numel()]
     largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
     return 2.0 ** math.floor(math.log2(_ROOM / largest)) if largest else 1.0
