@@ -103,7 +103,7 @@ def compare(
             groups first, and then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
-    Six runs of the model, `isolate` more; six or eight where two leave a doubt whether an output is beyond round-off,
+    Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
     and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
     back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
     """
