@@ -350,6 +350,12 @@ def _time_first(often: int) -> Pair:
     return made
 
 
+def _copied() -> tuple[Run, Run]:
+    """What a copy holds no call of a run made."""
+    model, x = _seeded(lambda: (nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)))
+    return both(Function(lambda m, x: m.linear(x).float().clone().sin(), linear=model), (x,))
+
+
 SOUND: dict[str, Pair] = {
     "one attention, cache, batch 1": _cached(0, 1),
     "one attention, cache, batch 2": _cached(0, 2),
@@ -373,6 +379,7 @@ SOUND: dict[str, Pair] = {
     "compiled": _compiled(None),
     "compiled in bf16": _compiled("bf16"),
     "a cell by hand": _recurrent,
+    "copies": _copied,
 }
 
 
@@ -413,6 +420,23 @@ def _last(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Decoder
     return lambda model: setattr(model, "last", function)
 
 
+def _rounded(y: torch.Tensor) -> torch.Tensor:
+    return y.to(torch.float8_e5m2).to(y.dtype)
+
+
+def _softmax_of(dim: int) -> Function:
+    scores = torch.full((8, 8), -1e4).triu(1)
+    return Function(lambda m, x: torch.softmax(m.linear(x) + scores.to(torch.bfloat16), dim), linear=nn.Linear(8, 8))
+
+
+def _other_dimension() -> tuple[Run, Run]:
+    a, b = _softmax_of(-1), _softmax_of(0)
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        return nc.capture(a, (x,), dtype="bf16"), nc.capture(b, (x,), dtype="bf16")
+
+
 def _untied() -> tuple[Run, Run]:
     model = decoder()
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -437,5 +461,11 @@ FAULTS: dict[str, tuple[Pair, str]] = {
     "tied weights broken": (_untied, "head"),
     "the order of norms": (_changed(_swapped), "blocks.1"),
     "a stale row of the cache": (_changed(_fault(1, "stale"), True), "blocks.1.attention"),
+    "a rounding at the end": (_changed(_last(_rounded)), "_to_copy"),
+    "a rounding between": (
+        _changed(lambda m: setattr(m.blocks[1], "activation", lambda x: _rounded(F.gelu(x)))),
+        "_to_copy",
+    ),
+    "a softmax of columns": (lambda: _seeded(_other_dimension), "softmax"),
     "gelu by tanh": (_changed(_activation), "blocks.1 aten.gelu"),
 }

@@ -65,6 +65,16 @@ def test_a_kernel_that_rounds_up_is_told_of_though_outputs_are_within_their_band
     assert max(o.relative_error for o in found.outputs) < 4 * found.band
 
 
+def test_a_kernel_that_rounds_on_its_way_may_round_but_to_nearest():
+    """Two roundings leave no element beyond the bound, and have a sign all the same."""
+    x = torch.rand(4096).half() + 0.5
+    sound = [found for _, found in looked_at(lambda: x.rsqrt())]
+    assert not sound[0].is_beyond
+    with kernel("rsqrt", lambda x: torch.nextafter(1 / x.double().sqrt().half(), torch.full_like(x, torch.inf))):
+        [(_, found)] = looked_at(lambda: x.rsqrt())
+    assert found.share < 2 and found.sign > 0.3 and found.is_beyond
+
+
 def test_an_infinity_that_a_kernel_makes_inside_is_made_there():
     """Squares of fp16 added up in fp16 overflow; the same inputs are fine in fp64. What reads it passes it on."""
 

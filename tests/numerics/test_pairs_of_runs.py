@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.two_runs.aligned_values import Values
+from narrowcast.two_runs.kept_tensors import KeptTensors
+from narrowcast.two_runs.sides import Side
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,11 +29,12 @@ def silence():
 QUICK_SOUND = (
     "one attention, cache, batch 2", "time first, in parts", "a module called twice, in parts", "two attentions",
     "a norm by hand in bf16", "post-norm encoder in bf16", "graph in bf16", "experts in bf16",
-    "images in bf16, backward", "a cell by hand",
+    "images in bf16, backward", "a cell by hand", "copies",
 )  # fmt: skip
 QUICK_FAULTS = (
     "scale of attention", "a missing mask", "a softcap", "a temperature", "dropout left on", "tied weights broken",
-    "the order of norms", "a stale row of the cache",
+    "the order of norms", "a stale row of the cache", "a rounding at the end", "a rounding between",
+    "a softmax of columns",
 )  # fmt: skip
 
 
@@ -48,6 +52,16 @@ def test_faults_are_named_where_they_are(name):
     found = nc.compare_runs(*pair())
     named = [str(row.b[0]) for row in found.producers[:1]] + [str(one.id) for one in found.alone[:5]]
     assert found.verdict == "values differ" and any(where in each for each in named), str(found)
+
+
+def test_gradients_that_cancel_have_a_band_as_wide_as_that_makes_it():
+    """A deviation does not move with the bias before it."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+    model.forward = lambda x: nn.Sequential.forward(model, x).std(1)
+    run = nc.capture(model, (torch.randn(4, 9, 32),), dtype="fp16", backward=True)
+    values = Values(Side([run]), Side([run]), KeptTensors(run, run))
+    grown = {name: values.gradients((f"1.{name}",), (f"1.{name}",))[1] for name in ("weight", "bias")}
+    assert grown["bias"] > 1e3 > grown["weight"] >= 1, grown
 
 
 def test_log_probabilities_that_no_call_explains_make_runs_differ():

@@ -32,6 +32,18 @@ class Attention(nn.Module):
         return self.twice(nn.functional.gelu(self.twice(y)))
 
 
+class Checkpointed(nn.Module):
+    """Two layers that are recomputed; of the second nothing is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        block = lambda x: self.second(self.first(x).tanh())
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -106,6 +118,20 @@ class TestIdentity:
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
         directions = {c.id.direction for c in run.calls}
         assert directions == {"forward", "backward", "recomputation"}
+
+    def test_a_recomputation_has_the_paths_of_its_forward(self, x):
+        """Under the native policy, too, which asks for none."""
+        model = Checkpointed()
+        run = nc.capture(model, (x.requires_grad_(),), dtype="bf16", backward=True)
+        paths = {d: {c.id.module_path for c in run.calls if c.id.direction == d and "linear" in c.id.op}
+                 for d in ("forward", "recomputation")}  # fmt: skip
+        assert paths["forward"] >= paths["recomputation"] == {"first"}
+
+    def test_what_is_called_outside_of_modules_is_counted_with_the_outermosts_calls(self, model, x):
+        run = nc.capture(model, (x,), dtype="bf16", backward=lambda y: sum([y.float().mean()]))
+        assert len({c.id for c in run.calls if not c.is_cast}) == sum(not c.is_cast for c in run.calls)
+        assert str(next(c.id for c in run.calls[::-1] if c.id.op == "aten.add.Tensor"
+                        and c.id.direction == "forward")) == "aten.add.Tensor #2"  # fmt: skip
 
     def test_compiled_code_is_compiled_after_it_was_observed(self, model, x):
         graphs = []

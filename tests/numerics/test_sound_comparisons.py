@@ -84,6 +84,44 @@ def test_what_underflows_is_said_and_is_no_fault():
     assert is_sound(found) and any("nc.Scaler" in note for note in found.notes), found
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_what_underflows_on_the_way_of_a_gradient_is_said_and_is_no_fault(size):
+    """In sums of parts, or all of it: a scaled loss has the right gradients."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Conv2d(3, 24, 1), nn.Conv2d(24, 24, 3, groups=24), nn.Hardswish())
+    loss = lambda y: size * y.float().square().mean()
+    found = nc.compare(model, (torch.rand(2, 3, 32, 32),), dtype="fp16", backward=loss, isolate=0)
+    assert is_sound(found), found
+    assert size == 1.0 or any("nc.Scaler" in note for note in found.notes), found
+
+
+class Steps(nn.Module):
+    """Layers, of which one model lacks what another has."""
+
+    def __init__(self, norm_first=False, rounded=False):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(64, 32), nn.LayerNorm(32)
+        self.norm_first, self.rounded = norm_first, rounded
+
+    def forward(self, x):
+        y = self.layer(x)
+        y = y.to(torch.float8_e5m2).to(y.dtype) if self.rounded else y
+        return self.norm(y).relu() if self.norm_first else self.norm(y.relu())
+
+
+@pytest.mark.parametrize(("wrong", "is_reference"), [("rounded", False), ("norm_first", False), ("norm_first", True)])
+def test_another_model_that_rounds_or_has_another_order_is_named_where_it_does(wrong, is_reference):
+    """By the cast that it makes alone, or the first call whose result leaves its band."""
+    models = Steps(), Steps(**{wrong: True})
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        nc.autocast("cpu", dtype="fp16")(model)
+    low = [lambda x, m=m: m(x) for m in models]
+    found = nc.compare(low[not is_reference], (X,), reference=low[is_reference], isolate=0)
+    op = "_to_copy" if wrong == "rounded" else "native_layer_norm" if not is_reference else "relu"
+    assert found.verdict == FAULT and op in found.faults[0].id.op, found
+
+
 def test_a_layer_on_expanded_rows_is_judged_by_what_it_gives():
     """fp32 multiplies other rows in the backward than bf16 does."""
 

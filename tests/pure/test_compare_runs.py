@@ -141,6 +141,9 @@ class TestPieces:
         assert not distance(ids, ids).is_known
         sampled = replace(facts(numbers(4, 32), (4, 32)), sketch="", looked_at=8)
         assert distance(whole, piece_of(sampled)).by == RANGES
+        zeros = [[0.0] * 32] * 4
+        margin = piece_of(replace(facts(zeros, (4, 32)), high=6.0, looked_at=8))  # rows that are looked at, of others
+        assert not distance(margin, margin).is_known and distance(piece_of(facts(zeros, (4, 32))), margin).by
         infinite = piece_of(replace(facts(numbers(4, 32), (4, 32)), infinite=0.1))
         assert distance(whole, infinite).relative == math.inf
 

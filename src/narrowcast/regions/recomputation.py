@@ -18,6 +18,7 @@ from narrowcast.sites.numbering import Counted
 from narrowcast.sites.python_stack import NO_AROUND, Around
 from narrowcast.torch_bridge import DTYPES
 from narrowcast.torch_surface.autograd import current_graph_task
+from narrowcast.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.torch_surface.modules import CHECKPOINT_STATE, carried_state, find_recomputation
 from narrowcast.torch_surface.patches import stay
 from narrowcast.torch_surface.probes import require
@@ -50,7 +51,8 @@ def _with_region(original: Any) -> Any:
         if region is not None and region.is_innermost:
             cpu = _Carrier(cpu)
             cpu.region = region
-            cpu.around = Around.now() if region.prepared.differs else NO_AROUND
+            asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or whoever observes
+            cpu.around = Around.now() if asks else NO_AROUND
             cpu.counted = Counted.now()
         return device, cpu
 

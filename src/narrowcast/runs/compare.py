@@ -49,10 +49,11 @@ from narrowcast.runs.judging import (
     has_same_shapes,
     is_low_in_both,
     judge_call,
-    judge_gradient,
+    judge_gradients,
+    name_cause,
     off_by_compiler,
     other_arguments,
-    root_mean_square,
+    scale_of_loss,
     without_sums,
 )
 from narrowcast.runs.observer import Observer, quietly
@@ -60,7 +61,7 @@ from narrowcast.runs.output_errors import dense, has_nan, output_errors
 from narrowcast.runs.raising import first_line, said_of
 from narrowcast.runs.reference import Keep, Kept
 from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Loss, Outcome, Trial, has_numbers, parameters_of, tensors_of
+from narrowcast.runs.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
 from narrowcast.runs.watch import watch
 from narrowcast.runs.written import Weights
 from narrowcast.torch_bridge import FORMATS, is_random
@@ -102,7 +103,7 @@ def compare(
             groups first, and then the ops of those that moved the output most.
     limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
 
-    Six runs of the model, `isolate` more; six or eight where two leave a doubt whether an output is beyond round-off,
+    Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
     and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
     back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
     """
@@ -140,13 +141,12 @@ def _nothing_yet(name: str, region: autocast, reference: str, by: str) -> Differ
 
 
 def _check(reference: Any, by: str) -> None:
-    if isinstance(reference, str) and reference not in REFERENCES:
-        raise RunError(
-            f"compare(reference={reference!r})", "no such reference",
-            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
-        )  # fmt: skip
-    if by not in BY:
-        raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
+    """Refuse what is no choice."""
+    known = ("reference", reference, [*REFERENCES, "another model"]), ("grouping", by, BY)
+    for what, given, choices in known:
+        if isinstance(given, str) and given not in choices:
+            asked, advice = f"compare({given!r})", f"Give one of {', '.join(choices)}."
+            raise RunError(asked, f"no such {what}", advice=advice)
 
 
 class _Comparing:
@@ -165,7 +165,7 @@ class _Comparing:
         self._casts = region.policy is not NOTHING
         self._changed: set[str] = set()
         self._step: Step = lambda: None
-        self._bands = Bands()
+        self._bands, self._underflow = Bands(), frozenset[str]()
         self._door = Door(found.notes)
 
     def run(self, isolate: int) -> None:
@@ -178,7 +178,7 @@ class _Comparing:
         reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
         expected = self._run_reference(reference)
         if not self._accepts_any:
-            self._check_reference(expected)
+            check_reference(expected, self._found.reference)
         under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
         under.casts_scripts = self._casts
         seen = self._run(self._trial, self._region, self._observed(under))
@@ -198,6 +198,7 @@ class _Comparing:
                 found.compiled = off_by_compiler(seen, actual, self._bands)
         with quietly():
             self._conclude(is_beyond, expected, repeated)
+            name_cause(found, reference, under)
         self._find_not_finite(expected)
         if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
             self._isolate(isolate, expected)
@@ -206,8 +207,9 @@ class _Comparing:
                 "No call computes in another format than in the reference: the policy casts nothing of the model."
             )
         if self._changed:
-            said = note_of_changed(list(self._changed))
-            found.notes.append(f"{said}: each run began with the same ones, which are put back.")
+            self._note(
+                f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are put back."
+            )
 
     def _note(self, note: str) -> None:
         """Say it once."""
@@ -247,19 +249,6 @@ class _Comparing:
                 advice="Use reference='fp32': functions that close over their weights, frozen scripts, and code that "
                 "names dtypes keep the formats that they have.",
             ) from error  # fmt: skip
-
-    def _check_reference(self, outcome: Outcome) -> None:
-        tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
-        if not tensors and not outcome.gradients:
-            raise RunError(
-                "compare", "the model gave no floating tensor to compare",
-                advice="Give a model that returns some, or backward=True to compare gradients.",
-            )  # fmt: skip
-        if tensors and all(bool(torch.isnan(t).all()) for t in tensors):
-            raise RunError(
-                "compare", f"the reference ({self._found.reference}) itself gives nothing but NaN",
-                advice="Find out where with nc.watch(): no policy is to blame.",
-            )  # fmt: skip
 
     def _find_not_finite(self, expected: Outcome) -> None:
         """Where an output is not finite: the first call that makes it so here, and not in the reference."""
@@ -305,9 +294,17 @@ class _Comparing:
                  if f.exponent_bits < fp32.exponent_bits]  # fmt: skip
         if not is_beyond or not small:
             return is_beyond
-        self._move(reference, under, expected, _SEEDS, underflows=True)
-        with quietly():
-            is_beyond = self._read_outputs(expected, actual)
+        scale = scale_of_loss(reference.calls, under.calls)
+        if scale > 1.0 and any(g.verdict == FAULT for g in self._found.gradients):
+            scaled = self._run(replace(self._trial, scale=scale), self._region if self._casts else autocast_off(), None)
+            with quietly():
+                rows = judge_gradients(expected, scaled, self._bands, frozenset())
+                self._underflow = frozenset(g.parameter for g in rows if g.verdict not in (FAULT, NOT_FINITE))
+                is_beyond = self._read_outputs(expected, actual)
+        if is_beyond:
+            self._move(reference, under, expected, _SEEDS, underflows=True)
+            with quietly():
+                is_beyond = self._read_outputs(expected, actual)
         if not is_beyond:
             self._note(about_underflow(self._found.rows, small[0]))
         return is_beyond
@@ -342,12 +339,7 @@ class _Comparing:
         """The errors of outputs and gradients; whether one is beyond its band."""
         found, bands = self._found, self._bands
         found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
-        largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
-        found.gradients = [
-            judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
-            for name, gradient in expected.gradients.items()
-            if name in actual.gradients
-        ]
+        found.gradients = judge_gradients(expected, actual, bands, self._underflow)
         worst = max((o.relative_error for o in found.outputs if not math.isnan(o.sqnr_db)), default=0.0)
         is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, TINY)
         return is_beyond or any(g.verdict == FAULT for g in found.gradients)

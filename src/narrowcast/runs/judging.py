@@ -5,6 +5,7 @@ bands that are measured (TTrace, arXiv 2506.09280).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from narrowcast.formats import FORMATS as FORMATS_BY_NAME
 from narrowcast.formats import Format, fp32
 from narrowcast.ledger.identity import BACKWARD, CallId
 from narrowcast.ops.bounds import NAMED
-from narrowcast.report.differences import CallError, GradientError
+from narrowcast.report.differences import CallError, Differences, GradientError
 from narrowcast.report.lines import number_text
 from narrowcast.report.verdicts import (
     EXACT,
@@ -38,7 +39,7 @@ from narrowcast.runs.output_errors import (
     is_masked,
     output_errors,
 )
-from narrowcast.runs.reference import MADE, PASSED, Kept, sample_like
+from narrowcast.runs.reference import MADE, PASSED, Keep, Kept, sample_like
 from narrowcast.runs.trial import Outcome
 from narrowcast.torch_bridge import FORMATS, is_random, short_type
 
@@ -102,6 +103,25 @@ def _verdict(
         is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
         return UNKNOWN if is_drawn else ROUND_OFF, ""
     return NOT_JUDGED, ""
+
+
+def name_cause(found: Differences, reference: Keep, under: Keep) -> None:
+    """Where outputs of two models are further apart than their band, and no call is at fault: name the casts that one
+    alone makes, to formats in which it computes nothing, or else the first call that leaves its band. Nothing where a
+    call has no partner, which is told of as such.
+    """
+    if found.verdict != FAULT or found.faults or found.unmatched or found.reference in ("fp32", "fp64"):
+        return
+    there, here = ({call.id: (call, short_type(d)) for call, d in keep.strange_casts()} for keep in (reference, under))
+    for casts, others, where in ((there, here, "in the reference"), (here, there, "here")):
+        for call, format in (casts[identity] for identity in casts if identity not in others):
+            formats, why = (format, "-") if casts is here else ("-", format), f"only {where} it rounds to {format}"
+            found.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, FAULT, why))
+    far = (n for n, row in enumerate(found.rows) if row.band and row.total > max(OUTPUT_FACTOR * row.band, TINY))
+    first = next(far, None)
+    if not found.faults and first is not None:
+        why = "it is the first beyond what round-off may make, and not by its kernel: it reads something else"
+        found.rows[first] = replace(found.rows[first], verdict=FAULT, why=why)
 
 
 def _about_kernel(judged: Judged) -> str:
@@ -174,6 +194,33 @@ def root_mean_square(gradient: torch.Tensor) -> float:
     """Of a gradient, which may be sparse or empty."""
     values = flat(gradient)
     return float(values.norm()) / math.sqrt(values.numel()) if values.numel() else 0.0
+
+
+def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow: frozenset[str]) -> list[GradientError]:
+    """A row for each parameter. underflow: those that are within their bands where the loss is scaled."""
+    largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
+    rows = [
+        judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
+        for name, gradient in expected.gradients.items()
+        if name in actual.gradients
+    ]
+    return [replace(g, verdict=ROUND_OFF) if g.verdict == FAULT and g.parameter in underflow else g for g in rows]
+
+
+def scale_of_loss(expected: Mapping[CallId, Kept], calls: Mapping[CallId, Kept]) -> float:
+    """The scale, a power of two, with which the largest gradient in fp16 is 4,096: nothing that matters is lost then,
+    and sums have room. 1, where there is none. expected: the reference's, of which none is lost.
+    """
+    backward = [
+        (kept, expected.get(identity, kept)) for identity, kept in calls.items() if identity.direction == BACKWARD
+    ]
+    pairs = [pair for kept, of in backward for pair in zip(of.samples, kept.output, strict=False)]
+    sizes = [float(s.abs().max()) for s, dtype in pairs if dtype is torch.float16 and s.numel()]
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    return 2.0 ** math.floor(math.log2(_ROOM / largest)) if largest else 1.0
+
+
+_ROOM = 4096.0
 
 
 def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, largest: float) -> GradientError:

@@ -17,6 +17,7 @@ from narrowcast.ops.bounds import (
     PRODUCT,
     bound_kind,
     judged_results,
+    rounded_between,
     rounding,
     rounds_means,
     unit,
@@ -81,7 +82,10 @@ def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     flushed = [_flushes(kind, t.device, t.dtype) for t in results]
     if slack is not None and any(flushed) and kind == PRODUCT:
         slack = with_flushed_inputs(inputs, slack, FORMATS[results[0].dtype])
-    return None if slack is None else _judged(results, exact, slack, flushed)
+    if slack is None:
+        return None
+    is_twice = rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
+    return _judged(results, exact, slack, flushed, is_twice)
 
 
 def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -100,7 +104,7 @@ def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
 # -- against the bound -------------------------------------------------------------------------------------------------
 
 
-def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool]) -> Judged:
+def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool], is_twice: bool) -> Judged:
     share = largest = total = noise = signal = 0.0
     count, overflows, sign = 0, False, 0.0
     for y, y64, s, flushes in zip(results, exact, slack, flushed, strict=True):
@@ -121,7 +125,7 @@ def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool
         noise, signal = noise + float(error.square().sum()), signal + float(y64.square().sum())
         units = error / units_in_last_place(y64, format)
         largest, total, count = max(largest, float(units.max())), total + float(units.sum()), count + units.numel()
-        sign = max(sign, _sign(x, y64, s, format), key=abs)
+        sign = max(sign, _sign(x, y64, s, format, is_twice), key=abs)
     relative = 0.0 if not noise else math.sqrt(noise / signal) if signal else math.inf
     return Judged(share, relative, largest, total / count if count else 0.0, sign, overflows)
 
@@ -133,16 +137,17 @@ def units_in_last_place(reference: torch.Tensor, format: Format) -> torch.Tensor
     return torch.ldexp(torch.ones_like(reference), steps - format.mantissa_bits)
 
 
-def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Format) -> float:
+def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Format, is_twice: bool) -> float:
     """The mean of what sets results apart from the exact ones rounded once, to nearest, ties to even, where it is no
     accident: in units in the last place, towards +infinity or away from zero, whichever is the larger; else 0.
 
     What is so near to a tie that the kernel's slack takes it across says nothing, unless it is one and fp32 has it; nor
-    do values that come twice. Those that are off by more than one and a half units are no matter of rounding.
+    do values that come twice. Those that are off by more than one and a half units are no matter of rounding. is_twice:
+    what is rounded on the way, too, is set apart from the exact result itself: to nearest, no rounding has a sign.
     """
     if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)):
         return 0.0
-    rounded = round_to(y64, format).double()
+    rounded = y64 if is_twice else round_to(y64, format).double()
     units = units_in_last_place(y64, format)
     e = (x - rounded) / units
     if float(e.abs().mean()) <= _BIAS:
@@ -150,7 +155,8 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     away_from_tie = ((y64 - rounded).abs() - units / 2).abs()
     is_tie = (away_from_tie == 0) & (slack <= 4 * unit(fp32) * y64.abs())
     is_normal = y64.abs() >= format.smallest_normal  # what is smaller may flush to zero
-    settled = is_normal & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie)
+    is_exact = (y64 == round_to(y64, format).double()) & (x == y64)  # in whatever direction a kernel rounds
+    settled = is_normal & ~is_exact & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie | is_twice)
     e, y64 = e[settled], y64[settled]
     firsts = _firsts_of(y64)
     e, y64 = e[firsts], y64[firsts]

@@ -23,6 +23,7 @@ from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_type
 from narrowcast.eager.words import deciding_rule, format_names, planned_names
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.regions.recomputation import carry_into_recomputation
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.turns import Turns, Who
@@ -133,6 +134,7 @@ class Observer(DispatchMode):
     def observing(self) -> Iterator[None]:
         """Look at what runs inside."""
         ask_at_calls()
+        carry_into_recomputation()
         with ExitStack() as stack:
             for device_type, ops in self._ops.items():
                 install_visiting(ops.values(), device_type)

@@ -48,6 +48,7 @@ class Keep(Observer):
     def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
         super().__init__(policies)
         self.calls: dict[CallId, Kept] = {}
+        self._casts: list[tuple[SeenCall, torch.dtype]] = []
         self._left = self._allowed = limit_bytes
         self._checksums, self._judges = checksums, judges
 
@@ -58,10 +59,11 @@ class Keep(Observer):
 
     def after(self, call: SeenCall) -> None:
         """What it gave."""
-        if call.is_cast:
-            return
         results = [t for t in call.results if is_floating(t)]
         if not results:
+            return
+        if call.is_cast:
+            self._casts.append((call.without_tensors(), results[0].dtype))
             return
         samples = [self._sample(t) for t in results]
         sums = tuple(checksum(t) for t in results) if self._checksums else ()
@@ -73,6 +75,11 @@ class Keep(Observer):
                     kept.judged = judge_kernel(call, *read)
             if not all(map(is_finite, results)):
                 kept.nonfinite = _who_made(call, results, kept.judged)
+
+    def strange_casts(self) -> list[tuple[SeenCall, torch.dtype]]:
+        """Casts to formats in which no call of the run computes, nor gives a result."""
+        known = {dtype for kept in self.calls.values() for dtype in (*kept.dtypes, *kept.output)}
+        return [cast for cast in self._casts if cast[1] not in known]
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         wanted = WHOLE if self._left > self._allowed // 2 else SMALL

@@ -185,7 +185,8 @@ def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
     for dimension in range(x.dim() - 2, -1, -1):
         wanted = max(1, rows // _product(wide.shape[:dimension]))
         step = -(-wide.shape[dimension] // wanted) if _product(wide.shape[: dimension + 1]) > rows else 1
-        wide = wide[(slice(None),) * dimension + (slice(None, None, step),)]
+        first = (step - 1) // 2  # images have their margins at the ends
+        wide = wide[(slice(None),) * dimension + (slice(first, None, step),)]
     return wide.reshape(-1, wide.shape[-1])
 
 

@@ -17,6 +17,7 @@ from narrowcast.errors import RunError
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.runs.isolation import StandIns, isolated, restored
 from narrowcast.runs.observer import quietly
+from narrowcast.runs.output_errors import dense
 from narrowcast.runs.subject import Subject
 from narrowcast.scripts.state import converted_script
 from narrowcast.torch_bridge import device_type_of, tensors_in
@@ -33,11 +34,26 @@ class Outcome:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def check_reference(outcome: Outcome, name: str) -> None:
+    """RunError for one that gives nothing to compare with."""
+    tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
+    if not tensors and not outcome.gradients:
+        raise RunError(
+            "compare", "the model gave no floating tensor to compare",
+            advice="Give a model that returns some, or backward=True to compare gradients.",
+        )  # fmt: skip
+    if tensors and all(bool(torch.isnan(t).all()) for t in tensors):
+        raise RunError(
+            "compare", f"the reference ({name}) itself gives nothing but NaN",
+            advice="Find out where with nc.watch(): no policy is to blame.",
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class Trial:
     """A model with its input. backward: False, True (a scalar output, or an output's `loss`, is the loss; otherwise a
     fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the output as
-    the model gave it, once nobody looks on.
+    the model gave it, once nobody looks on. scale: of the loss, which gradients are divided by again.
     """
 
     model: Callable[..., Any]
@@ -45,6 +61,7 @@ class Trial:
     kwargs: dict[str, Any]
     backward: bool | Loss = False
     reads: Callable[[Any], None] | None = None
+    scale: float = 1.0
 
     @staticmethod
     def of(verb: str, model: Any, args: Any, kwargs: Mapping[str, Any] | None, backward: bool | Loss) -> Trial:
@@ -118,6 +135,8 @@ class Trial:
                 if self.reads is not None:
                     self.reads(output)
                 found = gradients.found()
+                if self.scale != 1.0:
+                    found = {name: gradient.double() / self.scale for name, gradient in found.items()}
             finally:
                 gradients.put_back()
             return Outcome(detached(output), found)
@@ -146,7 +165,8 @@ class Trial:
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             gradients.put_aside(leaves_of([loss]))
-            _backward([loss if loss.dim() == 0 else loss.sum()])
+            total = loss if loss.dim() == 0 else loss.sum()
+            _backward([total], None if self.scale == 1.0 else [torch.full_like(total, self.scale)])
             return
         tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
         if callable(self.backward) or not tensors:
@@ -155,7 +175,7 @@ class Trial:
                 advice="Give backward=a function that makes the loss of the model's output, or omit backward.",
             )  # fmt: skip
         with quietly():
-            weights = [_weights(t) for t in tensors]
+            weights = [w if self.scale == 1.0 else w * self.scale for w in map(_weights, tensors)]
         gradients.put_aside(leaves_of(tensors))
         _backward(tensors, weights)
 

@@ -128,7 +128,9 @@ class Turns:
             found = of_module[key] = ([0], weakref.ref(module, lambda _: of_module.pop(key, None)))
         number = found[0]
         number[0] += 1
-        turns.append(_Turn(module, number[0]))
+        # what is called outside of modules has the path and the turn of the outermost: they are counted together
+        counts = self._outside.counts if not turns and number[0] == 1 else {}
+        turns.append(_Turn(module, number[0], counts))
         return True
 
     def end(self) -> None:

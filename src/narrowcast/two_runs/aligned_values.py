@@ -55,8 +55,10 @@ class Values:
         self.sides = (a, b)
         self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
 
-    def results(self, pair: Aligned) -> Compared:
-        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two."""
+    def results(self, pair: Aligned, is_equal: bool = False) -> Compared:
+        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two. is_equal:
+        they read the same bits in the same formats.
+        """
         if self._is_of_its_rank(pair) or is_sum_of_gradients(pair):
             return Compared(math.nan, NOTHING, False)
         first = pair.a[0].call, pair.b[0].call
@@ -66,7 +68,7 @@ class Values:
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
                 apart = self._between(pair, _output(n), beside)
-                found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(pair, n)))
+                found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(pair, n, is_equal)))
         known = [one for one in found if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
 
@@ -87,21 +89,20 @@ class Values:
         """By how much differences may grow in calls."""
         return GAIN_OF_PASSING if all(passes_on(bundle.id.op) for bundle in bundles) else GAIN
 
-    def growth_of(self, side: int, bundle: Bundle) -> float:
-        """How many times larger errors come out of one call."""
-        if not bundle.call.outputs:
+    def growth_of(self, side: int, call: CallRecord, position: int = 0) -> float:
+        """How many times larger errors come out of one call of a first rank, in the result at that position."""
+        if position >= len(call.outputs):
             return 1.0
-        here, rank = self.sides[side], bundle.turns[0][0].rank
-        came = {name: here.piece(rank, number) for name, number in bundle.call.inputs}
-        gave = here.piece(rank, bundle.call.outputs[0][1])
-        return growth(bundle.id.op, 0, came, gave, gave.rms, bundle.id.direction == BACKWARD)
+        came = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
+        gave = self.sides[side].piece(0, call.outputs[position][1])
+        return growth(call.id.op, position, came, gave, gave.rms, call.id.direction == BACKWARD)
 
     def _is_read(self, pair: Aligned, position: int) -> bool:
         """Whether a call of a forward reads the result at that position."""
         return any(side.is_read(bundle.call.outputs[position][1])
                    for side, bundles in self._both(pair) for bundle in bundles)  # fmt: skip
 
-    def _growth(self, pair: Aligned, position: int) -> float:
+    def _growth(self, pair: Aligned, position: int, is_equal: bool) -> float:
         """The larger of both sides'."""
         known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
                  if position < len(bundle.call.outputs)]  # fmt: skip
@@ -111,7 +112,7 @@ class Values:
         for (side, bundle), piece in zip(known, gave, strict=True):
             came = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
             is_backward = bundle.id.direction == BACKWARD
-            found.append(growth(bundle.id.op, position, came, piece, out, is_backward))
+            found.append(growth(bundle.id.op, position, came, piece, out, is_backward, is_equal))
         return max(found)
 
     def inputs(self, pair: Aligned) -> dict[str, Distance]:
@@ -167,16 +168,26 @@ class Values:
         numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
         return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
 
-    def gradients(self, a: Sequence[str], b: Sequence[str]) -> Distance:
-        """Of parameters, several of one side as rows of one of the other."""
+    def between(self, a: int, b: int) -> Distance:
+        """Of two tensors, by their numbers in the first ranks' runs."""
+        return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
+
+    def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
+        """Of parameters, several of one side as rows of one of the other; and by how much errors grow where these are
+        made: a bias before a norm has one that is zero, but for them.
+        """
         pieces: list[list[Piece]] = []
-        for side, names in zip(self.sides, (a, b), strict=True):
+        grown = 1.0
+        for n, (side, names) in enumerate(zip(self.sides, (a, b), strict=True)):
             rows = [side.runs[0].parameters[name] for name in names]
-            pieces.append([side.piece(0, row["gradient"]) for row in rows if "gradient" in row])
+            numbers = [row["gradient"] for row in rows if "gradient" in row]
+            pieces.append([side.piece(0, number) for number in numbers])
+            made = [found for number in numbers if (found := side.place_in_maker(number)) is not None]
+            grown = max([grown, *(self.growth_of(n, *found) for found in made)])
         if not all(pieces):
-            return Distance()
+            return Distance(), grown
         join = beside if pieces[0][0].dimensions < 2 else stacked
-        return distance(join(pieces[0]), join(pieces[1]), self._whole)
+        return distance(join(pieces[0]), join(pieces[1]), self._whole), grown
 
     def _is_of_its_rank(self, pair: Aligned) -> bool:
         """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the

@@ -24,7 +24,7 @@ from narrowcast.report.run_differences import (
     TokenDifference,
     Unaligned,
 )
-from narrowcast.two_runs.aligned_values import BAND, GAIN, Compared, Values, is_sum_of_gradients
+from narrowcast.two_runs.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Compared, Values, is_sum_of_gradients
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
 from narrowcast.two_runs.conditions import jump
 from narrowcast.two_runs.kept_tensors import KeptTensors
@@ -97,24 +97,25 @@ class _Judging:
 
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
-        gave, given, band = self.values.results(pair), self.values.given(pair), self.values.band(pair)
+        given, band = self.values.given(pair), self.values.band(pair)
         inputs = {} if is_sum_of_gradients(pair) else self.values.inputs(pair)
+        (format_a, format_b), (place_a, place_b) = (
+            [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
+        )
+        is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
+        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
+        is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
+        gave = self.values.results(pair, is_one and is_equal)
         is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
         known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
         came = max(known) if known else math.nan
         reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
-        (format_a, format_b), (place_a, place_b) = (
-            [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
-        )
         before = self._largest if math.isnan(came) else came
         if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
             before = max(before, self._largest)
-        is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
             band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
         band *= gave.growth
-        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
-        is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
         reason = next(filter(None, reads_other), "")
         verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
         self._found[pair] = gave.relative if gave.is_known else math.nan
@@ -159,11 +160,10 @@ class _Judging:
         """Why an argument differs by more than what made it explains: because of calls without a partner, which are
         noted; or, as the text says, since another call made it, or none.
         """
-        a, b = (
-            makers.upstream(makers.read(bundles[0], name or read_name(bundles[0].call)), paired)
-            for makers, bundles, paired in zip(self._makers, (pair.a, pair.b), self._paired, strict=True)
-        )
-        if apart <= self._explained(pair, a, b):
+        read = [makers.read(bundles[0], name or read_name(bundles[0].call))
+                for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
+        a, b = self._upstream(read)
+        if apart <= self._explained(pair, a, b) or self._is_by_casts(read, apart):
             return ""
         if a.alone or b.alone:
             for bundle in (*a.alone, *b.alone):
@@ -174,13 +174,33 @@ class _Judging:
         made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
         return "" if made[0] & made[1] or not all(made) else "its inputs are what other calls gave"
 
+    def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
+        """What made these tensors of both runs."""
+        (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
+        return m.upstream(a, one), n.upstream(b, other)
+
+    def _is_by_casts(self, numbers: Sequence[Sequence[int]], apart: float) -> bool:
+        """Whether tensors are that far apart since one run alone rounds them to a format in which it computes nothing;
+        its casts are noted.
+        """
+        sides = self.values.sides
+        casts = [side.strange_casts(read) for side, read in zip(sides, numbers, strict=True)]
+        if len(casts[0]) == len(casts[1]):
+            return False
+        more = max((0, 1), key=lambda n: len(casts[n]))
+        for cast in casts[more]:
+            self.apart.setdefault(sides[more].by_itself(cast), apart)
+        return True
+
     def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
-        """How far apart tensors may be that these calls made."""
+        """How far apart tensors may be that these calls made; those that no call made may be copies of any."""
+        if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
+            return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
         before = [self._found.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
         came = max((self._largest if math.isnan(each) else each for each in before), default=0.0)
         alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
         bands = sum(self.values.band_of(n, x) for n, x in alone)
-        growth = max((self.values.growth_of(n, x) for n, x in alone), default=1.0)
+        growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
     def ends(self) -> None:
@@ -194,11 +214,17 @@ class _Judging:
                 continue  # one program goes on, to probabilities or a loss
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
-            numbers = [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
-            made = [m.upstream(n, paired) for m, n, paired in zip(self._makers, numbers, self._paired, strict=True)]
+            made = self._upstream(
+                [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
+            )
             if found.is_known and found.relative > self._explained(pair, *made):
                 for bundle in (*made[0].alone, *made[1].alone):
                     self.apart.setdefault(bundle, found.relative)
+        for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
+            last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
+            read, apart = [[number] for number in last], self.values.between(*last).relative
+            if apart > self._explained(pair, *self._upstream(read)):
+                self._is_by_casts(read, apart)
 
     def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
         """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
@@ -264,15 +290,14 @@ def _unaligned(
     for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
         paired = {bundle for pair in pairs for bundle in (pair.a, pair.b)[n]}
         after = ""
-        for bundle in side.bundles:
+        for bundle in [*side.bundles, *side.casts_alone]:
             if bundle in paired:
                 after = str(bundle.id)
                 continue
             why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
             why = f"left out by {left_out[bundle]}" if bundle in left_out else why
-            found.append(
-                Unaligned(name, bundle.id, _place([bundle]), after, why, _formats([bundle]), apart.get(bundle, 0.0))
-            )
+            format, before = _formats([bundle]), "" if bundle.call.is_cast else after
+            found.append(Unaligned(name, bundle.id, _place([bundle]), before, why, format, apart.get(bundle, 0.0)))
     return found
 
 
@@ -293,8 +318,8 @@ def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[Gradie
         names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
         if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
             rows[names[0], names[1]] = None
-    found = [(row, values.gradients(*row)) for row in rows]
-    return [GradientRow(*row, distance.relative, distance.by, band) for row, distance in found if distance.is_known]
+    found = [(row, *values.gradients(*row)) for row in rows]
+    return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
 
 
 def _tokens(a: Run, b: Run, band: float) -> TokenDifference | None:

@@ -45,15 +45,25 @@ def jump(op: str, came: float) -> float:
     return math.sqrt(came) if op_kind(op).name in _JUMPS and came < 1 else 0.0
 
 
-def growth(op: str, position: int, came: Mapping[str, Piece], gave: Piece, out: float, is_backward: bool) -> float:
+def growth(
+    op: str,
+    position: int,
+    came: Mapping[str, Piece],
+    gave: Piece,
+    out: float,
+    is_backward: bool,
+    is_equal: bool = False,
+) -> float:
     """How many times, at least once. came: what the call read, by name; gave: the result at that position; out: its
-    root mean square, the larger of both runs'.
+    root mean square, the larger of both runs'. is_equal: both runs read the same bits: it is the call's own errors that
+    grow.
     """
     seen = {name: piece for name, piece in came.items() if piece.is_seen}
     if not out or not seen:
         return 1.0
     least = _OF_BACKWARD if "backward" in op else 1.0
-    return max(least, _size(op, position, seen, gave, is_backward) / out, _steepness(op, seen))
+    steepness = 1.0 if is_equal else _steepness(op, seen)
+    return max(least, _size(op, position, seen, gave, is_backward) / out, steepness)
 
 
 def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_backward: bool) -> float:

@@ -50,6 +50,16 @@ class Makers:
             waiting += [self.of(number) for number in self.read(bundle)]
         return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
 
+    def last(self, bundle: Bundle) -> int:
+        """What a call gave first in its first turn, as it is after the last cast of it."""
+        given = self._last.get(bundle)
+        return bundle.call.outputs[0][1] if given is None else given
+
+    @cached_property
+    def _last(self) -> dict[Bundle | None, int]:
+        casts = [call for call in self._side.runs[0].calls if call.is_cast and call.id.direction == FORWARD]
+        return {self.of(call.outputs[0][1]): call.outputs[0][1] for call in casts}
+
     @staticmethod
     def read(bundle: Bundle, name: str = "") -> list[int]:
         """The tensors that a call read in all turns, or those by one name."""

@@ -209,8 +209,11 @@ def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Di
     is_part = a.elements != b.elements
     if a.is_finite != b.is_finite:
         return Distance(math.inf, RANGES, is_part)
-    by_rows, row, count = sketch_distance(*_same_names(a, b))
+    one, other = _same_names(a, b)
+    by_rows, row, count = sketch_distance(one, other)
     in_all = math.nan if is_part else _of_statistics(a, b)
+    if count and a.largest and not any(row[SUMS] for rows in (one, other) for row in rows.values()):
+        return Distance()  # these rows are a margin of zeros, as images have one
     if count:
         return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
     return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 from narrowcast.formats import FORMATS
 from narrowcast.ledger.identity import BACKWARD, FORWARD, CallId
@@ -90,6 +91,7 @@ class Side:
                 for _, number in call.outputs:
                     makers.setdefault(number, call)
         self.bundles = self._bundled()
+        self._casts: dict[int, Bundle] = {}
         self.casts = sum(call.is_cast for run in runs for call in run.calls)
 
     def piece(self, rank: int, number: int) -> Piece:
@@ -101,8 +103,19 @@ class Side:
 
     def maker(self, rank: int, number: int) -> CallRecord | None:
         """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
-        calls = (self._makers[rank].get(n) for n in self._before(rank, number))
-        return next((call for call in calls if call is not None and not call.is_cast), None)
+        return next((call for call in self._made(rank, number) if not call.is_cast), None)
+
+    def place_in_maker(self, number: int) -> tuple[CallRecord, int] | None:
+        """The call of the first rank's run that made a tensor, casts looked through, and which of its results it is."""
+        for n in self._before(0, number):
+            call = self._makers[0].get(n)
+            if call is not None and not call.is_cast:
+                return call, [made for _, made in call.outputs].index(n)
+        return None
+
+    def _made(self, rank: int, number: int) -> Iterator[CallRecord]:
+        """The calls that made a tensor, the last one first."""
+        return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
 
     def _before(self, rank: int, number: int) -> Iterator[int]:
         """A tensor, what it was cast from, and what was before in the memory where it lies."""
@@ -113,6 +126,30 @@ class Side:
             call = self._makers[rank].get(number)
             is_cast = call is not None and call.is_cast and call.inputs
             number = call.inputs[0][1] if call and is_cast else self.runs[rank].tensors[number].lies_in
+
+    def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
+        """Casts to formats in which no call of the run computes, between these tensors and what made them."""
+        casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._made(0, n))]
+        return [call for call in casts if self._gave(call) in FORMATS.keys() - self._formats]
+
+    def _gave(self, call: CallRecord) -> str:
+        return self.runs[0].tensors[call.outputs[0][1]].format
+
+    @cached_property
+    def _formats(self) -> frozenset[str]:
+        calls = [call for call in self.runs[0].calls if not call.is_cast]
+        return frozenset(name for call in calls for name in call.computes.split(","))
+
+    @property
+    def casts_alone(self) -> list[Bundle]:
+        """The casts that were asked for as bundles: they have no partner."""
+        return list(self._casts.values())
+
+    def by_itself(self, cast: CallRecord) -> Bundle:
+        """A cast as a bundle."""
+        if id(cast) not in self._casts:
+            self._casts[id(cast)] = self._bundle(len(self.bundles), _Growing({1: [Placed(0, cast)]}))
+        return self._casts[id(cast)]
 
     def is_given(self, placed: Placed, name: str) -> bool:
         """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads
