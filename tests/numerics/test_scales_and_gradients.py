@@ -212,6 +212,76 @@ def test_gradients_unscaled_in_the_first_of_two_parts_are_found() -> None:
     is_right(unscaled_after_the_last, Loop())
 
 
+def unscaled_and_divided(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    for weight in loop.weights:
+        weight.grad /= loop.scaler.get_scale()  # HERE
+    loop.end()
+
+
+def divided_and_unscaled(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+    inverse = 1 / loop.scaler.get_scale()
+    for weight in loop.weights:
+        weight.grad = weight.grad * inverse  # HERE
+    loop.end()
+
+
+def divided_by_hand_alone(loop: Loop) -> None:
+    """Once; and what is divided to be shown is not what is used."""
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+    (loop.weights[0].grad / loop.scaler.get_scale()).norm()
+    torch._foreach_mul_([weight.grad for weight in loop.weights], 1 / loop.scaler.get_scale())
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("step", [unscaled_and_divided, divided_and_unscaled], ids=lambda step: step.__name__)
+def test_gradients_that_are_divided_by_the_scale_twice_are_found(step: Callable[[Loop], None]) -> None:
+    found_at(step, Loop(), "gradients unscaled twice")
+
+
+def test_gradients_that_are_divided_by_hand_alone_are_right_and_ones_that_nobody_divides_are_not() -> None:
+    is_right(divided_by_hand_alone, Loop())
+
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+        loop.optimizer.step()  # HERE
+
+    found_at(step, Loop(), "an optimizer steps with scaled gradients")
+
+
+def test_gradients_that_are_zero_in_theory_do_not_underflow() -> None:
+    """The mean square of what a norm gives is constant: what flows back is round-off, whatever the scale is."""
+    loop = Loop()
+    loop.net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    loop.optimizer = torch.optim.AdamW(loop.net.parameters())
+
+    def step(loop: Loop, factor: float = 1.0, goal: float | torch.Tensor = 0.0) -> None:
+        loop.optimizer.zero_grad()
+        with region(FP16):
+            loss = (loop.net(loop.x).float() - goal).square().mean() * factor
+        loop.scaler.scale(loss).backward()
+        loop.end()
+
+    is_right(step, loop)
+    check = nc.check_training(step, (loop, 1e-8, loop.x))  # the distance from a goal is not constant
+    assert check.kinds == ("gradients underflow",), str(check)
+
+
+def test_a_penalty_on_a_gradient_in_fp32_is_outside_of_the_region_on_purpose() -> None:
+    def step(loop: Loop) -> None:
+        x = loop.x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loop.net(x).sum(), x, create_graph=True)
+        loop.train(loop.loss() + (slope.norm(2, -1) - 1).square().mean())
+
+    is_right(step, Loop())
+
+
 def never_cleared(loop: Loop) -> None:
     loop.loss().backward()  # HERE
     loop.optimizer.step()

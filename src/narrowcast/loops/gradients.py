@@ -1,8 +1,7 @@
-"""Looks at gradients in steps of training: who clips them while they are scaled, and which underflow."""
+"""Looks at gradients in steps of training: who clips them while they are scaled."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,26 +10,18 @@ from narrowcast.loops.kept import Kept, written
 from narrowcast.policy import Site
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.by_storage import has_storage
-from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.rerun import run_in
 from narrowcast.runs.seen_call import SeenCall
-from narrowcast.torch_bridge import FORMATS, tensors_in
+from narrowcast.scaling.gradients import parameters_of
+from narrowcast.torch_bridge import tensors_in, values_of
 from narrowcast.torch_surface.dispatch import op_name, storage_key
+from narrowcast.torch_surface.grad_scaling import scale_for_kernel
 
-_UNDERFLOWS = 0.5
-"""The share of a gradient's elements with two bits or fewer that is told of."""
-_LOST = 0.5
-"""The share of a gradient's elements that a cast makes zero that is told of."""
 _MEASURES = frozenset(
     f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
 ) | {"linalg_vector_norm", "amax", "aminmax", "dot", "cat", "stack"}
 """What a norm of gradients is computed with."""
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "_foreach_clamp_min", "_foreach_clamp_max")
-_TWO_BITS = 4 * FORMATS[torch.float16].smallest
-"""Below it fp16 has two bits left or fewer. Larger subnormal numbers are no sign of a fault: the gradients of queries
-and keys at the start of training are such, at any usual scale.
-"""
 Found = tuple[str, str, str, Site]
 
 
@@ -46,14 +37,17 @@ class Gradients:
         self._are_measured = False
         self._knows_scale = False
         self._clipped: dict[int, tuple[str, Site]] = {}
+        self._scales: set[float] = set()
+        self._divided: dict[int, tuple[int, Site | None]] = {}  # how often by a scale, and where by hand
 
     def backward(self) -> None:
         """New gradients are computed."""
         self._known, self._knows_scale = None, False
 
-    def scale_read(self) -> None:
-        """A scale is read: whoever knows it may clip at a limit that is scaled, too."""
+    def scale_read(self, scale: float) -> None:
+        """A scale is read: whoever knows it may clip at a limit that is scaled, too, or unscale by hand."""
         self._knows_scale = True
+        self._scales.add(scale)
 
     def forget(self) -> None:
         """Gradients may lie elsewhere."""
@@ -63,6 +57,7 @@ class Gradients:
         """An optimizer has them."""
         self._known, self._are_measured = None, False
         self._clipped.clear()
+        self._divided.clear()
 
     def written(self, call: SeenCall) -> None:
         """A call is about to write to something, perhaps to a gradient."""
@@ -92,12 +87,45 @@ class Gradients:
             others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
             if any(t.numel() != 1 for t in others):
                 return False  # a mask, or a product of gradients
+            if (times := self._divides(name, call.args[1] if len(call.args) > 1 else None)) != 0:
+                for before, after in zip(read, gives, strict=False):
+                    so_far, _ = self._divided.get(storage_key(before), (0, None))
+                    self._divided[storage_key(after)] = so_far + times, call.site
             if not self._are_measured:
                 self.is_scaled_by_hand = True
                 return True
         if not self._knows_scale:
             self._clipped.update((storage_key(t), (call.id.op, call.site)) for t in gives if has_storage(t))
         return True
+
+    def _divides(self, name: str, factor: Any) -> int:
+        """1 if a factor divides by a scale that was read, -1 if it multiplies by one."""
+        if isinstance(factor, torch.Tensor):
+            factor = float(factor)
+        if not isinstance(factor, int | float) or not factor:
+            return 0
+        by = 1 / factor if name.endswith("mul") else float(factor)
+        is_near = lambda scale: scale != 1 and abs(by - scale) <= 1e-6 * scale  # noqa: E731
+        if any(map(is_near, self._scales)):
+            return 1
+        by = 1 / by
+        return -any(map(is_near, self._scales))
+
+    def steps(self, optimizer: Any) -> Found | None:
+        """An optimizer is about to use its gradients: whether these were unscaled twice."""
+        by_kernel = scale_for_kernel(optimizer) is not None
+        gradients = [values_of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+        for gradient in filter(has_storage, gradients if self._divided else ()):
+            times, site = self._divided.get(storage_key(gradient), (0, None))
+            if site is not None and times + by_kernel > 1:
+                return (
+                    "gradients unscaled twice",
+                    "gradients are divided by the loss scale here, and by the scaler, too: they are as many times too "
+                    "small",
+                    "Leave this line away: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
+                    site,
+                )
+        return None
 
     def lie_in(self) -> set[int]:
         """Where gradients lie now."""
@@ -107,7 +135,11 @@ class Gradients:
 
     def unscaled(self, call: SeenCall) -> Found | None:
         """Gradients are unscaled: whether these were clipped before."""
-        found = [self._clipped.pop(storage_key(t), None) for t in written(call.facts, call.args, call.kwargs)]
+        keys = [storage_key(tensor) for tensor in written(call.facts, call.args, call.kwargs)]
+        for key in keys:
+            times, by_hand = self._divided.get(key, (0, None))
+            self._divided[key] = times + 1, by_hand
+        found = [self._clipped.pop(key, None) for key in keys]
         op, site = next(filter(None, found), (None, None))
         if op is None or site is None:
             return None
@@ -118,43 +150,3 @@ class Gradients:
             "Call scaler.unscale_(optimizer) before the gradients are clipped.",
             site,
         )
-
-
-def find_underflow(call: SeenCall) -> Found | None:
-    """Of a call of the backward: whether what it gives in fp16 lies below what fp16 holds."""
-    of = call.forward
-    results = [t for t in call.results if t.dtype is torch.float16 and t.numel() and is_floating(t)]
-    if not results or of is None or op_name(call.facts.op) == "sum":
-        return None  # the gradient of a bias may be zero in theory, and round-off in fact: of a key's, before a norm
-    for number, result in enumerate(results):
-        x = result.detach().abs().float()
-        if not math.isfinite(float(x.sum())):
-            continue  # a step that a scaler skips
-        there = int((x > 0).sum())
-        small = int(((x > 0) & (x < _TWO_BITS)).sum())
-        what = ""
-        if call.is_cast:
-            src: Any = call.args[0]
-            before = int(src.detach().count_nonzero()) if src.dtype is torch.float32 else 0
-            if before and 1 - there / before > _LOST:
-                what = f"{1 - there / before:.0%} of it become zero when it is cast"
-        elif not there and _is_something_in_fp32(call, number):
-            what = "all of it is zero"
-        if not what and there and small / there > _UNDERFLOWS:
-            what = f"{small / there:.0%} of it lie below {_TWO_BITS:.1e}, where fp16 has two bits"
-        if what:
-            return (
-                "gradients underflow",
-                f"the gradient of {of} in fp16: {what}",
-                "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep this call in bf16 or "
-                "fp32 by a rule.",
-                call.site,
-            )
-    return None
-
-
-def _is_something_in_fp32(call: SeenCall, number: int) -> bool:
-    """Whether zeros that a call gives are none in fp32. A saturated loss, a zero weight, a mask make zeros, too."""
-    wide = None if call.facts.overwrites else run_in(call, torch.float32)
-    results = [] if wide is None else [t for t in wide if is_floating(t) and t.numel()]
-    return number < len(results) and bool(results[number].count_nonzero())
