@@ -14,7 +14,6 @@ from narrowcast.errors import RunError
 from narrowcast.ledger import Advice
 from narrowcast.loops.kept import Kept
 from narrowcast.loops.looking import Looking
-from narrowcast.loops.sharded import BESIDE
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.report.training import TrainingCheck
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
@@ -86,7 +85,7 @@ def check_training(
         kept.put_back()
     door.run("the steps as a whole", looking.judge)
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
-    if BESIDE in looking.beside:
+    if looking.is_cast_beside:
         unsaid = (*unsaid, "weights in a low format")  # nobody has converted the model
     found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
     notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]

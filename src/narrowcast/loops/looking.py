@@ -16,7 +16,7 @@ from narrowcast.loops.batch_norm import low_statistics
 from narrowcast.loops.exact import Begun, Exact, told
 from narrowcast.loops.gradients import Found, Gradients
 from narrowcast.loops.kept import Kept, written
-from narrowcast.loops.sharded import casts_beside
+from narrowcast.loops.sharded import Reduced, casts_beside
 from narrowcast.loops.stale import Stale
 from narrowcast.loops.sums import Sums
 from narrowcast.loops.underflow import Underflow
@@ -58,7 +58,7 @@ class _Evaluated:
 class Looking(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
     has_seen, has_lowered: there was one, a region lowered one; skipped: updates of steps that were skipped; scale: at
-    the last of them; beside: kinds of findings about who casts besides the region.
+    the last of them; is_cast_beside: somebody casts besides the region.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -87,7 +87,8 @@ class Looking(Observer):
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
         self._underflow = Underflow()
-        self.beside: list[str] = []
+        self.is_cast_beside = False
+        self._reduced = Reduced()
         self._meant: ByStorage[bool] = ByStorage()
 
     @property
@@ -128,10 +129,11 @@ class Looking(Observer):
     def _met_model(self, module: torch.nn.Module) -> None:
         self._kept.model(module)
         self._gradients.forget()
-        for found in casts_beside(module) if _in_region() else ():
-            if found[0] not in self.beside:
-                self.beside.append(found[0])
-                self.add(*found, loop_line())
+        self._reduced.met(module, loop_line())
+        found = casts_beside(module, loop_line()) if _in_region() else None
+        if found is not None and not self.is_cast_beside:
+            self.is_cast_beside = True
+            self.add(*found)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -161,6 +163,7 @@ class Looking(Observer):
         is_backward = current_graph_task() != -1
         if is_backward:
             self._backwards.runs(args)
+            self._say(self._reduced.sends(facts, args))
         elif targets and not self._is_stepping and _in_region():
             self._stale.written(targets, loop_line())
         if facts.op is READ_NUMBER and has_storage(args[0]) and storage_key(args[0]) in self._kept.scales():

@@ -75,6 +75,11 @@ def numbers_before(root: Any, most: int = 20_000) -> set[int]:
     return set(map(sequence_number, seen))
 
 
+def gives_gradients(node: Any) -> bool:
+    """Whether hooks on gradients that are ready run in this node, or, without one, at the end of a backward."""
+    return node is None or hasattr(node, "variable") or "PostBackward" in type(node).__name__
+
+
 def has_saved_tensors_hooks() -> bool:
     """Whether what autograd saves on this thread goes through somebody's hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
