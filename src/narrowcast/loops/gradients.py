@@ -13,7 +13,7 @@ from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.scaling.gradients import parameters_of
 from narrowcast.torch_bridge import tensors_in, values_of
-from narrowcast.torch_surface.dispatch import op_name, storage_key
+from narrowcast.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.torch_surface.grad_scaling import scale_for_kernel
 
 _MEASURES = frozenset(
@@ -37,6 +37,7 @@ class Gradients:
         self._are_measured = False
         self._knows_scale = False
         self._clipped: dict[int, tuple[str, Site]] = {}
+        self._copies: set[int] = set()
         self._scales: set[float] = set()
         self._divided: dict[int, tuple[int, Site | None]] = {}  # how often by a scale, and where by hand
 
@@ -58,6 +59,7 @@ class Gradients:
         self._known, self._are_measured = None, False
         self._clipped.clear()
         self._divided.clear()
+        self._copies.clear()
 
     def written(self, call: SeenCall) -> None:
         """A call is about to write to something, perhaps to a gradient."""
@@ -65,6 +67,11 @@ class Gradients:
         if name.endswith("_") and name[:-1] in (*_FACTORS, *_LIMITS):
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, name[:-1], targets, targets)
+
+    def copied(self, call: SeenCall) -> None:
+        """A call has perhaps made copies of gradients in fp32, for weights of which there are copies."""
+        if call.facts.op is TO_COPY and has_storage(call.args[0]) and storage_key(call.args[0]) in self.lie_in():
+            self._copies |= {storage_key(t) for t in call.results if has_storage(t)}
 
     def computed(self, call: SeenCall) -> None:
         """A call has computed something, perhaps of a gradient."""
@@ -81,7 +88,7 @@ class Gradients:
         """Whether a call gives gradients times a factor, or within limits. A factor that a norm went into clips them;
         one that knows nothing of them averages, or unscales.
         """
-        if not any(has_storage(t) and storage_key(t) in self.lie_in() for t in read):
+        if not any(has_storage(t) and storage_key(t) in self.lie_in() | self._copies for t in read):
             return False
         if name in _FACTORS:
             others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]

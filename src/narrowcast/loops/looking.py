@@ -214,12 +214,13 @@ class Looking(Observer):
         if call.id.direction == FORWARD and not self._is_stepping:
             self._adds_up(call)
             self._goes_on_in_fp32(call)
+            self._gradients.copied(call)
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
         if not self._is_stepping:
             self._gradients.computed(call)
-            self._backwards.computed(call, self._kept.scales)
+        self._backwards.computed(call, self._kept.scales)  # in a closure, too
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
         is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)
