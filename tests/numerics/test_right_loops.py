@@ -197,22 +197,6 @@ def optimizer_with_products(loop: Loop) -> None:
     loop.train_in_bf16(loop.loss(BF16))
 
 
-def copies_of_weights_scaled_by_hand(loop: Loop) -> None:
-    """Weights and gradients in fp16, and the optimizer's copies of both in fp32."""
-    if not hasattr(loop, "wide"):
-        loop.net.half()
-        loop.wide = [weight.detach().float() for weight in loop.weights]  # type: ignore[attr-defined]
-        loop.optimizer = torch.optim.AdamW(loop.wide)  # type: ignore[attr-defined]
-    loop.net.zero_grad()
-    (cross_entropy(loop.net(loop.x.half()).float(), loop.y) * 1024).backward()
-    for wide, weight in zip(loop.wide, loop.weights, strict=True):  # type: ignore[attr-defined]
-        wide.grad = weight.grad.float() / 1024
-    loop.optimizer.step()
-    with torch.no_grad():
-        for wide, weight in zip(loop.wide, loop.weights, strict=True):  # type: ignore[attr-defined]
-            weight.copy_(wide)
-
-
 def closure_that_scales(loop: Loop) -> None:
     if not isinstance(loop.optimizer, torch.optim.LBFGS):
         loop.optimizer = torch.optim.LBFGS(loop.weights, max_iter=2)  # type: ignore[assignment]
@@ -230,7 +214,7 @@ def closure_that_scales(loop: Loop) -> None:
 RIGHT = [
     each_optimizer_clipped, adversaries, saturated_hinge, masked_and_averaged, clipped_at_a_scaled_limit,
     scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
-    custom_function, evaluated_in_a_part, optimizer_with_products, copies_of_weights_scaled_by_hand,
+    custom_function, evaluated_in_a_part, optimizer_with_products,
     closure_that_scales,
 ]  # fmt: skip
 

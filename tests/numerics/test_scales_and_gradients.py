@@ -255,6 +255,25 @@ def test_gradients_that_are_divided_by_hand_alone_are_right_and_ones_that_nobody
     found_at(step, Loop(), "an optimizer steps with scaled gradients")
 
 
+def test_copies_of_gradients_that_are_divided_by_hand_are_right() -> None:
+    """Weights and gradients are fp16, and the optimizer has copies of both in fp32."""
+    loop = Loop(FP16)
+    wide = [weight.detach().float() for weight in loop.weights]
+    loop.optimizer = torch.optim.AdamW(wide, lr=1e-5)
+
+    def step(loop: Loop) -> None:
+        loop.net.zero_grad()
+        (loop.low_loss() * 1024).backward()
+        for copied, weight in zip(wide, loop.weights, strict=True):
+            copied.grad = weight.grad.float() / 1024
+        loop.optimizer.step()
+        with torch.no_grad():
+            for copied, weight in zip(wide, loop.weights, strict=True):
+                weight.copy_(copied)
+
+    is_right(step, loop)
+
+
 def test_gradients_that_are_zero_in_theory_do_not_underflow() -> None:
     """The mean square of what a norm gives is constant: what flows back is round-off, whatever the scale is."""
     loop = Loop()
