@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -253,6 +254,66 @@ def test_gradients_that_are_divided_by_hand_alone_are_right_and_ones_that_nobody
         loop.optimizer.step()  # HERE
 
     found_at(step, Loop(), "an optimizer steps with scaled gradients")
+
+
+def scaled_again(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.scaler.scale(loop.loss(dtype=FP16))).backward()  # HERE
+    loop.end()
+
+
+def test_a_loss_that_is_scaled_twice_is_found() -> None:
+    loop = Loop()
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    found_at(scaled_again, loop, "a loss that is scaled twice")
+
+
+class Pair(Loop):
+    """Two models, each with an optimizer, and one loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.second = torch.optim.AdamW(self.head.parameters())
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.second.zero_grad()
+        with region(FP16):
+            loss = cross_entropy(self.head(self.net(self.x)), self.y)
+        self.scaler.scale(loss).backward()
+
+
+def second_clipped_while_scaled(loop: Any) -> None:
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    clip_grad_norm_([*loop.weights, *loop.head.parameters()], 1.0)  # HERE
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.step(loop.second)
+    loop.scaler.update()
+
+
+def second_past_the_scaler(loop: Any) -> None:
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    loop.second.step()  # HERE
+    loop.scaler.update()
+
+
+def test_what_is_wrong_with_one_of_two_optimizers_is_found() -> None:
+    found_at(second_clipped_while_scaled, Pair(), "clip before unscale")
+    found_at(second_past_the_scaler, Pair(), "an optimizer steps with scaled gradients")
+
+
+def test_a_loss_whose_gradients_are_all_subnormal_underflows() -> None:
+    """A few bits are left of each, and a scale could save all of them."""
+
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.scaler.scale(loop.loss(dtype=FP16) * 1e-8).backward()
+        loop.end()
+
+    assert nc.check_training(step, (Loop(),)).kinds == ("gradients underflow",)
 
 
 def test_copies_of_gradients_that_are_divided_by_hand_are_right() -> None:

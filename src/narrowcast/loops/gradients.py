@@ -54,8 +54,8 @@ class Gradients:
         """Gradients may lie elsewhere."""
         self._known = None
 
-    def end_of_step(self) -> None:
-        """An optimizer has them."""
+    def used(self) -> None:
+        """All optimizers have had theirs."""
         self._known, self._are_measured = None, False
         self._clipped.clear()
         self._divided.clear()
@@ -122,17 +122,20 @@ class Gradients:
         """An optimizer is about to use its gradients: whether these were unscaled twice."""
         by_kernel = scale_for_kernel(optimizer) is not None
         gradients = [values_of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-        for gradient in filter(has_storage, gradients if self._divided else ()):
-            times, site = self._divided.get(storage_key(gradient), (0, None))
-            if site is not None and times + by_kernel > 1:
-                return (
-                    "gradients unscaled twice",
-                    "gradients are divided by the loss scale here, and by the scaler, too: they are as many times too "
-                    "small",
-                    "Leave this line away: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
-                    site,
-                )
-        return None
+        keys = [storage_key(gradient) for gradient in gradients if has_storage(gradient)]
+        times, site = max(
+            (self._divided.pop(key, (0, None)) for key in keys), key=lambda row: row[0], default=(0, None)
+        )
+        for key in keys:
+            self._clipped.pop(key, None)
+        if site is None or times + by_kernel < 2:
+            return None
+        return (
+            "gradients unscaled twice",
+            "gradients are divided by the loss scale here, and by the scaler, too: they are as many times too small",
+            "Leave this line away: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
+            site,
+        )
 
     def lie_in(self) -> set[int]:
         """Where gradients lie now."""

@@ -20,7 +20,8 @@ from narrowcast.loops.sharded import Reduced, casts_beside
 from narrowcast.loops.stale import Stale
 from narrowcast.loops.sums import Sums
 from narrowcast.loops.underflow import Underflow
-from narrowcast.policy import NOWHERE, Kind, Site
+from narrowcast.loops.updates import Updates
+from narrowcast.policy import Kind, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
@@ -57,14 +58,13 @@ class _Evaluated:
 
 class Looking(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
-    has_seen, has_lowered: there was one, a region lowered one; skipped: updates of steps that were skipped; scale: at
-    the last of them; is_cast_beside: somebody casts besides the region.
+    has_seen, has_lowered: there was one, a region lowered one; is_cast_beside: somebody casts besides the region.
     """
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}
-        self.updates = 0
+        self.updates = Updates()
         self.inside = 0
         self.outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
         self.evaluated: dict[int, _Evaluated] = {}
@@ -79,9 +79,6 @@ class Looking(Observer):
         self._low: tuple[str, Site] | None = None
         self.has_seen = self.has_lowered = False
         self._scales: Site | None = None
-        self.skipped = 0
-        self.scale, self.has_room, self._is_known = 0.0, False, False  # of a scaler that was there before the steps
-        self._update: Site | None = None
         self._backwards = Backwards()
         self._exact = Exact(kept.was_there, self._gradients.lie_in)
         self._sums = Sums(kept.was_there)
@@ -97,11 +94,6 @@ class Looking(Observer):
         evaluated = self.evaluated.values()
         outside = len(self.outside) + sum(len(e.outside) for e in evaluated)
         return {"inside": self.inside + sum(e.inside for e in evaluated), "outside": outside}
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a scaler has skipped all steps so far, and has a smaller scale left."""
-        return bool(self.updates) and self.skipped == self.updates and self.has_room
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
@@ -190,13 +182,10 @@ class Looking(Observer):
             if clip is not None:
                 self.add(*clip)
         elif call.facts.id == UPDATE_SCALE:
-            self.updates += 1
-            self.skipped += bool(call.args[2])
-            scale = float(call.args[0])
-            self._is_known = storage_key(call.args[0]) in self._kept.scales()
-            self.has_room = self._is_known and scale > 1 and (self.updates == 1 or scale < self.scale)
-            self.scale, self._update = scale, loop_line()
-            self._backwards.updated(self._is_known)
+            is_known = storage_key(call.args[0]) in self._kept.scales()
+            self.updates.add(float(call.args[0]), bool(call.args[2]), is_known, loop_line())
+            self._backwards.updated(is_known)
+            self._gradients.used()
             self._kept.meets_scale(call.args[0])
             self.end_of_step()
         elif call.id.direction == BACKWARD:
@@ -220,7 +209,7 @@ class Looking(Observer):
         self.has_seen = True
         if not self._is_stepping:
             self._gradients.computed(call)
-        self._backwards.computed(call, self._kept.scales)  # in a closure, too
+        self._say(self._backwards.computed(call, self._kept.scales))  # in a closure, too
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
         is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)
@@ -289,19 +278,23 @@ class Looking(Observer):
                 sites[1],
             )
         self._casts.clear()
-        self._gradients.end_of_step()
+        self._gradients.forget()
         self._sums.end_of_step()
 
     def end_of_round(self) -> None:
         """The step function has returned."""
-        for found in (*told(self._exact.end_of_step(self._kept.states()), self._kept.names()), *self._backwards.found):
+        self._gradients.used()
+        self._say(self._underflow.end_of_step())
+        lost = self._exact.end_of_step(self._kept.states())
+        for found in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
             self._say(found)
         self._backwards.found.clear()
 
     def _adds_up(self, call: SeenCall) -> None:
         """What is added up term by term, outside of models."""
-        if self._sums.is_of_gradients(call, self._gradients.lie_in):
-            self._backwards.low_sum(call.results[0].dtype, call.site)
+        dtype = self._sums.of_gradients(call, self._gradients.lie_in)
+        if dtype is not None:
+            self._backwards.low_sum(dtype, call.site)
         elif not self._depth:
             self._say(self._sums.of_losses(call))
 
@@ -363,14 +356,7 @@ class Looking(Observer):
                 "Open the same region around the evaluation: what is measured is then what was trained.",
                 evaluated[0][1],
             )
-        if self.updates and self.skipped == self.updates and self._is_known and not self.has_room:
-            self.add(
-                "every step is skipped",
-                f"{self.skipped} of {self.updates} steps, the last at a scale of {self.scale:g}, have gradients that "
-                "are not finite: no weight moves",
-                "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot mend it.",
-                self._update or NOWHERE,
-            )
+        self._say(self.updates.judge())
         scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand
         if self._fp16 is not None and not scaled:
             op, site = self._fp16

@@ -20,6 +20,11 @@ _TWO_BITS = 4 * FORMATS[torch.float16].smallest
 """Below it fp16 has two bits left or fewer. Larger subnormal numbers are no sign of a fault: the gradients of queries
 and keys at the start of training are such, at any usual scale.
 """
+_FIVE_BITS = 32 * FORMATS[torch.float16].smallest
+"""Below it fp16 has five bits left or fewer. Where even the largest gradient is subnormal, a larger scale would save all
+of them.
+"""
+_SMALLEST_NORMAL = FORMATS[torch.float16].smallest_normal
 _UNDERFLOWS = 0.5
 """The share of a gradient, by the sum of its absolute values, from which on what is lost of it is told of."""
 _SURE = 4.0
@@ -38,6 +43,9 @@ class Underflow:
     def __init__(self) -> None:
         self._noise = Noise(seed=0)
         self._sizes: ByStorage[float] = ByStorage()
+        self._largest = 0.0  # of a step's gradients in fp16
+        self._few_bits: Found | None = None
+        self._has_told = False
 
     def passed_on(self, args: Any, results: Iterable[torch.Tensor]) -> None:
         """Values were copied, or written over by what has them: so is what is known of their round-off."""
@@ -64,9 +72,20 @@ class Underflow:
             if not is_floating(result) or not result.numel():
                 continue
             size, round_off = _size(wide), _size(other - wide)
-            if result.dtype is torch.float16 and size > _SURE * round_off and (what := _lost(call, result, wide)):
-                found, round_off = what, size  # told once: nothing is known of what is computed of it
+            if result.dtype is torch.float16:
+                self._largest = max(self._largest, float(wide.abs().max()))
+            if result.dtype is torch.float16 and size > _SURE * round_off:
+                self._few_bits = self._few_bits or _lost(call, result, wide, _FIVE_BITS)
+                if (what := _lost(call, result, wide, _TWO_BITS)) is not None:
+                    found, round_off = what, size  # told once: nothing is known of what is computed of it
+                    self._has_told = True
             self._sizes.put(result, round_off)
+        return found
+
+    def end_of_step(self) -> Found | None:
+        """The first of the step's gradients with few bits, if even the largest of all is subnormal."""
+        found = self._few_bits if self._largest < _SMALLEST_NORMAL and not self._has_told else None
+        self._largest, self._few_bits = 0.0, None
         return found
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,9 +103,9 @@ def _size(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
 
 
-def _lost(call: SeenCall, result: torch.Tensor, exact: torch.Tensor) -> Found | None:
+def _lost(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, limit: float) -> Found | None:
     there = exact.abs()
-    small = there < _TWO_BITS
+    small = there < limit
     if float(there[small].sum()) <= _UNDERFLOWS * float(there.sum()):
         return None
     zeros = int(((result == 0) & (there > 0)).sum()) / int((there > 0).sum())
@@ -94,7 +113,8 @@ def _lost(call: SeenCall, result: torch.Tensor, exact: torch.Tensor) -> Found | 
         what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"
     else:
         share = int((small & (there > 0)).sum()) / int((there > 0).sum())
-        what = f"{share:.0%} of it lie below {_TWO_BITS:.1e}, where fp16 has two bits"
+        bits = "two bits" if limit == _TWO_BITS else "five"
+        what = f"{share:.0%} of it lie below {limit:.1e}, where fp16 has {bits}"
     return (
         "gradients underflow",
         f"the gradient of {call.forward} in fp16: {what}",
