@@ -21,8 +21,8 @@ _TWO_BITS = 4 * FORMATS[torch.float16].smallest
 and keys at the start of training are such, at any usual scale.
 """
 _FIVE_BITS = 32 * FORMATS[torch.float16].smallest
-"""Below it fp16 has five bits left or fewer. Where even the largest gradient is subnormal, a larger scale would save all
-of them.
+"""Below it fp16 has five bits left or fewer. Where even the largest gradient is subnormal, a larger scale would save
+all of them.
 """
 _SMALLEST_NORMAL = FORMATS[torch.float16].smallest_normal
 _UNDERFLOWS = 0.5
