@@ -66,7 +66,7 @@ def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[
 
 def numbers_before(root: Any, most: int = 20_000) -> set[int]:
     """The sequence numbers of an autograd node and of those that its backward goes on to."""
-    waiting, seen = [root], set()
+    waiting, seen = [root], set[Any]()
     while waiting and len(seen) < most:
         node = waiting.pop()
         if node is not None and node not in seen:
