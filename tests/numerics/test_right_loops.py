@@ -197,10 +197,25 @@ def optimizer_with_products(loop: Loop) -> None:
     loop.train_in_bf16(loop.loss(BF16))
 
 
+def closure_that_scales(loop: Loop) -> None:
+    if not isinstance(loop.optimizer, torch.optim.LBFGS):
+        loop.optimizer = torch.optim.LBFGS(loop.weights, max_iter=2)  # type: ignore[assignment]
+        loop.scaler = nc.Scaler("cpu", init_scale=256.0)
+
+    def closure() -> torch.Tensor:
+        loss = loop.loss()
+        loop.backward(loss)
+        return loss
+
+    loop.scaler.step(loop.optimizer, closure)
+    loop.scaler.update()
+
+
 RIGHT = [
     each_optimizer_clipped, adversaries, saturated_hinge, masked_and_averaged, clipped_at_a_scaled_limit,
     scaled_by_hand, with_a_teacher, with_a_teacher_in_fp16, augmented_and_measured, low_frozen_batch_norm,
     custom_function, evaluated_in_a_part, optimizer_with_products,
+    closure_that_scales,
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,157 @@ def unscaled_after_the_last(loop: Loop) -> None:
 def test_gradients_unscaled_in_the_first_of_two_parts_are_found() -> None:
     found_at(unscaled_after_the_first, Loop(), LATE)
     is_right(unscaled_after_the_last, Loop())
+
+
+def unscaled_and_divided(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    for weight in loop.weights:
+        weight.grad /= loop.scaler.get_scale()  # HERE
+    loop.end()
+
+
+def divided_and_unscaled(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+    inverse = 1 / loop.scaler.get_scale()
+    for weight in loop.weights:
+        weight.grad = weight.grad * inverse  # HERE
+    loop.end()
+
+
+def divided_by_hand_alone(loop: Loop) -> None:
+    """Once; and what is divided to be shown is not what is used."""
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+    (loop.weights[0].grad / loop.scaler.get_scale()).norm()
+    torch._foreach_mul_([weight.grad for weight in loop.weights], 1 / loop.scaler.get_scale())
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("step", [unscaled_and_divided, divided_and_unscaled], ids=lambda step: step.__name__)
+def test_gradients_that_are_divided_by_the_scale_twice_are_found(step: Callable[[Loop], None]) -> None:
+    found_at(step, Loop(), "gradients unscaled twice")
+
+
+def test_gradients_that_are_divided_by_hand_alone_are_right_and_ones_that_nobody_divides_are_not() -> None:
+    is_right(divided_by_hand_alone, Loop())
+
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.scaler.scale(loop.loss(dtype=FP16)).backward()
+        loop.optimizer.step()  # HERE
+
+    found_at(step, Loop(), "an optimizer steps with scaled gradients")
+
+
+def scaled_again(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.scaler.scale(loop.loss(dtype=FP16))).backward()  # HERE
+    loop.end()
+
+
+def test_a_loss_that_is_scaled_twice_is_found() -> None:
+    loop = Loop()
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    found_at(scaled_again, loop, "a loss that is scaled twice")
+
+
+class Pair(Loop):
+    """Two models, each with an optimizer, and one loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.second = torch.optim.AdamW(self.head.parameters())
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.second.zero_grad()
+        with region(FP16):
+            loss = cross_entropy(self.head(self.net(self.x)), self.y)
+        self.scaler.scale(loss).backward()
+
+
+def second_clipped_while_scaled(loop: Any) -> None:
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    clip_grad_norm_([*loop.weights, *loop.head.parameters()], 1.0)  # HERE
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.step(loop.second)
+    loop.scaler.update()
+
+
+def second_past_the_scaler(loop: Any) -> None:
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    loop.second.step()  # HERE
+    loop.scaler.update()
+
+
+def test_what_is_wrong_with_one_of_two_optimizers_is_found() -> None:
+    found_at(second_clipped_while_scaled, Pair(), "clip before unscale")
+    found_at(second_past_the_scaler, Pair(), "an optimizer steps with scaled gradients")
+
+
+def test_a_loss_whose_gradients_are_all_subnormal_underflows() -> None:
+    """A few bits are left of each, and a scale could save all of them."""
+
+    def step(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.scaler.scale(loop.loss(dtype=FP16) * 1e-8).backward()
+        loop.end()
+
+    assert nc.check_training(step, (Loop(),)).kinds == ("gradients underflow",)
+
+
+def test_copies_of_gradients_that_are_divided_by_hand_are_right() -> None:
+    """Weights and gradients are fp16, and the optimizer has copies of both in fp32."""
+    loop = Loop(FP16)
+    wide = [weight.detach().float() for weight in loop.weights]
+    loop.optimizer = torch.optim.AdamW(wide, lr=1e-5)
+
+    def step(loop: Loop) -> None:
+        loop.net.zero_grad()
+        (loop.low_loss() * 1024).backward()
+        if not all(bool(weight.grad.isfinite().all()) for weight in loop.weights):
+            return
+        for copied, weight in zip(wide, loop.weights, strict=True):
+            copied.grad = weight.grad.float() / 1024
+        loop.optimizer.step()
+        with torch.no_grad():
+            for copied, weight in zip(wide, loop.weights, strict=True):
+                weight.copy_(copied)
+
+    is_right(step, loop)
+
+
+def test_gradients_that_are_zero_in_theory_do_not_underflow() -> None:
+    """The mean square of what a norm gives is constant: what flows back is round-off, whatever the scale is."""
+    loop = Loop()
+    loop.net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    loop.optimizer = torch.optim.AdamW(loop.net.parameters())
+
+    def step(loop: Loop, factor: float = 1.0, goal: float | torch.Tensor = 0.0) -> None:
+        loop.optimizer.zero_grad()
+        with region(FP16):
+            loss = (loop.net(loop.x).float() - goal).square().mean() * factor
+        loop.scaler.scale(loss).backward()
+        loop.end()
+
+    is_right(step, loop)
+    check = nc.check_training(step, (loop, 1e-9, loop.x))  # the distance from a goal is not constant
+    assert check.kinds == ("gradients underflow",), str(check)
+
+
+def test_a_penalty_on_a_gradient_in_fp32_is_outside_of_the_region_on_purpose() -> None:
+    def step(loop: Loop) -> None:
+        x = loop.x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loop.net(x).sum(), x, create_graph=True)
+        loop.train(loop.loss() + (slope.norm(2, -1) - 1).square().mean())
+
+    is_right(step, Loop())
 
 
 def never_cleared(loop: Loop) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -84,13 +85,34 @@ def test_shards_are_put_back_and_a_step_after_it_runs() -> None:
     assert not any(map(torch.equal, (weight.to_local() for weight in loop.net.parameters()), before))
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_a_hook_that_reduces_gradients_in_fp16_is_named(views: bool) -> None:
+def rounds(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook of the user's own, whose name says nothing."""
+    return hooks._compress_hook(BF16, group, bucket)
+
+
+@pytest.mark.parametrize("hook", [hooks.fp16_compress_hook, hooks.fp16_compress_wrapper(hooks.allreduce_hook), rounds])
+def test_a_hook_that_reduces_gradients_in_a_low_format_is_named_whatever_it_is_called(hook: Any) -> None:
     loop = Loop()
-    loop.net = DistributedDataParallel(loop.net, gradient_as_bucket_view=views)
+    loop.net = DistributedDataParallel(loop.net, gradient_as_bucket_view=hook is rounds)
     is_right(in_region, loop)
-    loop.net.register_comm_hook(None, fp16_compress_hook)
-    assert "fp16_compress_hook" in found_at(in_region, loop, REDUCED).findings[0].what
+    loop.net.register_comm_hook(None, hook)
+    assert hook.__name__ in found_at(in_region, loop, REDUCED).findings[0].what
+
+
+def test_a_reducer_that_compresses_by_itself_is_found_and_hooks_that_round_nothing_are_right() -> None:
+    loop = Loop()
+    loop.net = DistributedDataParallel(loop.net)
+    loop.net.register_comm_hook(None, hooks.allreduce_hook)
+    is_right(in_region, loop)
+    loop.net = DistributedDataParallel(loop.net.module)
+    loop.net._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+    found_at(in_region, loop, REDUCED)
+
+
+def test_gradients_of_weights_in_bf16_are_reduced_in_their_own_format() -> None:
+    loop = Loop(BF16, lr=0.3)
+    loop.net = DistributedDataParallel(loop.net)
+    is_right(alone, loop)
 
 
 def test_sharded_gradients_that_nobody_clears_are_found() -> None:

@@ -50,6 +50,19 @@ def test_updates_by_hand_that_make_new_weights_are_lost_too() -> None:
     found_at(step, Loop(BF16), UPDATES)
 
 
+def test_weights_that_move_by_the_sign_of_their_gradients_are_weights() -> None:
+    """What they are moved by is not followed, and whose they are is known all the same."""
+
+    def step(loop: Loop) -> None:
+        loop.net.zero_grad()
+        loop.low_loss().backward()
+        with torch.no_grad():
+            for weight in loop.weights:
+                weight.add_(weight.grad.sign(), alpha=-1e-5)  # HERE
+
+    found_at(step, Loop(BF16), UPDATES)
+
+
 def test_weights_in_fp32_and_a_region_are_what_is_advised() -> None:
     is_right(lambda loop: loop.train(loop.loss()), Loop(lr=1e-5))
 
@@ -238,7 +251,15 @@ def summed_in_a_step(loop: Any) -> None:
     loop.train(total.float())
 
 
-@pytest.mark.parametrize("step", [summed_in_place, summed_anew, summed_in_a_step], ids=lambda step: step.__name__)
+def summed_from_a_number(loop: Any) -> None:
+    loss = loop.loss()
+    loop.train(loss)
+    loop.number = getattr(loop, "number", 0.0) + loss.detach().to(loop.total.dtype)  # HERE
+
+
+@pytest.mark.parametrize(
+    "step", [summed_in_place, summed_anew, summed_in_a_step, summed_from_a_number], ids=lambda step: step.__name__
+)
 def test_a_loss_summed_in_bf16_is_found_and_one_in_fp32_is_right(step: Callable[[Any], None]) -> None:
     check = found_at(step, Summing(BF16), SUM)
     assert "loss.detach().float()" in check.findings[0].todo
@@ -290,8 +311,20 @@ def accumulated_by_hand(loop: Loop, dtype: torch.dtype = BF16) -> None:
     loop.optimizer.step()
 
 
+def accumulated_in_a_list(loop: Loop) -> None:
+    totals = [torch.zeros_like(weight, dtype=BF16) for weight in loop.weights]
+    for rows in HALVES:
+        loop.optimizer.zero_grad()
+        loop.loss(rows).backward()
+        torch._foreach_add_(totals, [weight.grad.to(BF16) for weight in loop.weights])  # HERE
+    for total, weight in zip(totals, loop.weights, strict=True):
+        weight.grad = total.float()
+    loop.optimizer.step()
+
+
 def test_gradients_added_by_hand_in_bf16_are_found_and_in_fp32_are_right() -> None:
     found_at(accumulated_by_hand, Loop(), GRADIENTS)
+    found_at(accumulated_in_a_list, Loop(), GRADIENTS)
     is_right(lambda loop: accumulated_by_hand(loop, torch.float32), Loop())
 
 

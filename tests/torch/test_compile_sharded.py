@@ -45,6 +45,13 @@ def test_a_block_of_torchs_own_class_is_refused_and_one_around_it_is_compiled() 
     def backend(graph: Any, _: Any) -> Any:
         return lambda *args: (ran.append(1), graph.forward(*args))[1]
 
+    late = nn.Sequential(Block(), Block().inner)
+    compiled = nc.compile(late, dtype="bf16")
+    for block in late:
+        fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(RegionError, match="1, a Sequential, is sharded"):  # since it was compiled
+        compiled(torch.randn(2, 8))
+
     compiled = nc.compile(sharded([Block(), Block()]), dtype="bf16", backend=backend)
     for _ in range(2):
         compiled(torch.randn(2, 8)).sum().backward()

@@ -20,6 +20,7 @@ from narrowcast.api.compiled_model import (
     asked_before,
     compiled_function,
     original,
+    refuse_sharded,
 )
 from narrowcast.eager import autocast
 from narrowcast.eager.asked import asked_region
@@ -30,13 +31,11 @@ from narrowcast.goals import CAST, Goal, as_goal
 from narrowcast.graphs.backward import parse_backward
 from narrowcast.graphs.explicit import refuse_scripts
 from narrowcast.policy import Policy
-from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_bridge import check_ops, device_type_of
 from narrowcast.torch_surface.dynamo import (
     inner_compiler,
     missing_cpp_compiler,
 )
-from narrowcast.torch_surface.modules import is_sharded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,7 +93,7 @@ def compile(
         )
     refuse_scripts("compile", model)
     if isinstance(model, torch.nn.Module):
-        _refuse_sharded(model)
+        refuse_sharded(model)
     before = asked_before(model)
     if before is not None:
         return compile(original(model), **asked_again(before, arguments))
@@ -121,26 +120,6 @@ def compile(
     if isinstance(compiled, torch.nn.Module):
         return CompiledModule.of(compiled, around, arguments, _compiled_anew)
     return compiled_function(model, compiled, around, arguments)
-
-
-def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Dynamo stops at the hooks of FSDP2 around a block, and begins anew in the block's forward; but never in one of
-    torch's own classes: such a block would run as eager code without a word.
-    """
-    for name, module in model.named_modules():
-        inside = (other for other in module.modules() if other is not module)
-        if not is_sharded(module) or any(map(is_sharded, inside)):
-            continue
-        code = getattr(type(module).forward, "__code__", None)
-        if code is not None and not is_user_file(code.co_filename):
-            kind = next(k for k in type(module).__mro__ if "forward" in vars(k)).__name__
-            raise RegionError(
-                asked=f"compile({type(model).__name__})",
-                found=f"{name or 'the model'}, a {kind}, is sharded by fully_shard, and Dynamo compiles no forward of "
-                "torch's own classes behind its hooks: it would run as eager code",
-                advice="Shard a module of your own class around it, whose forward calls it, or leave it to the module "
-                "that holds it: fully_shard(block).",
-            )
 
 
 def _compiled_anew(module: torch.nn.Module, asked: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from narrowcast.errors import NarrowcastError, RegionError
 from narrowcast.goals import Goal
 from narrowcast.policy import Policy, as_policy
 from narrowcast.race.eager_ops import is_raced, run_watched
+from narrowcast.sites.python_stack import is_user_file
 from narrowcast.torch_bridge import device_type_of, to_dtype
 from narrowcast.torch_surface.dispatch import count_dispatch_modes
 from narrowcast.torch_surface.dynamo import (
@@ -34,7 +35,7 @@ from narrowcast.torch_surface.dynamo import (
     never_trace,
     original_module,
 )
-from narrowcast.torch_surface.modules import call_of_module, has_global_hooks
+from narrowcast.torch_surface.modules import call_of_module, has_global_hooks, is_sharded
 
 REGION_ARGUMENTS = ("policy", "dtype", "device_type", "region")
 """Those of `compile` that are about the region."""
@@ -135,6 +136,7 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
     _compiled: Callable[..., Any]
     _asked: Mapping[str, Any]
     _again: Callable[[Any, dict[str, Any]], Any]
+    _is_new = True
 
     @staticmethod
     def of(
@@ -162,6 +164,9 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with self._around.region(args, kwargs):
                 return self._modules["_orig_mod"](*args, **kwargs)
+        if self._is_new:  # and sharded since it was compiled, perhaps
+            refuse_sharded(self._modules["_orig_mod"])
+            object.__setattr__(self, "_is_new", False)
         return _called(self._around, self._compiled, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -178,6 +183,26 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         return self._again, (self._orig_mod, dict(self._asked))
+
+
+def refuse_sharded(model: torch.nn.Module) -> None:
+    """Dynamo stops at the hooks of FSDP2 around a block, and begins anew in the block's forward; but never in one of
+    torch's own classes: such a block would run as eager code without a word.
+    """
+    for name, module in model.named_modules():
+        inside = (other for other in module.modules() if other is not module)
+        if not is_sharded(module) or any(map(is_sharded, inside)):
+            continue
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None and not is_user_file(code.co_filename):
+            kind = next(k for k in type(module).__mro__ if "forward" in vars(k)).__name__
+            raise RegionError(
+                asked=f"compile({type(model).__name__})",
+                found=f"{name or 'the model'}, a {kind}, is sharded by fully_shard, and Dynamo compiles no forward of "
+                "torch's own classes behind its hooks: it would run as eager code",
+                advice="Shard a module of your own class around it, whose forward calls it, or leave it to the module "
+                "that holds it: fully_shard(block).",
+            )
 
 
 def _is_torchs(method: MethodType) -> bool:

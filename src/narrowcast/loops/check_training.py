@@ -14,7 +14,6 @@ from narrowcast.errors import RunError
 from narrowcast.ledger import Advice
 from narrowcast.loops.kept import Kept
 from narrowcast.loops.looking import Looking
-from narrowcast.loops.sharded import BESIDE
 from narrowcast.profiles.device import random_state_kept
 from narrowcast.report.training import TrainingCheck
 from narrowcast.torch_surface.modules import told_of_optimizer_steps
@@ -78,7 +77,7 @@ def check_training(
             stack.enter_context(told_of_optimizer_steps(has_stepped))
             stack.enter_context(looking.observing())
             ran = 0
-            while ran < steps or (looking.is_stuck and ran < steps + _MORE):
+            while ran < steps or (looking.updates.is_stuck and ran < steps + _MORE):
                 _refuse_what_has_not_run(step(*args, **(kwargs or {})))
                 ran += 1
                 door.run("a step as a whole", looking.end_of_round)
@@ -86,16 +85,16 @@ def check_training(
         kept.put_back()
     door.run("the steps as a whole", looking.judge)
     unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
-    if BESIDE in looking.beside:
+    if looking.is_cast_beside:
         unsaid = (*unsaid, "weights in a low format")  # nobody has converted the model
     found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
     notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
-    if not trained and not looking.skipped:
+    if not trained and not looking.updates.skipped:
         notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
     if not looking.has_seen:
         notes.append("no call was seen: what other threads and processes run is not looked at.")
-    if looking.skipped:
-        notes.append(f"{looking.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
+    if looking.updates.skipped:
+        notes.append(f"{looking.updates.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
     return TrainingCheck(tuple(found), found, ran, looking.calls, notes)
 
 

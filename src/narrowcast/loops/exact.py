@@ -236,10 +236,13 @@ def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: t
     return any(float(share) >= _HELD for share in shares)
 
 
-def told(lost: list[Lost], names: dict[int, str]) -> list[Found]:
-    """What a step has lost, of weights together and of averages at each line, if it is much."""
+def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Found]:
+    """What a step has lost, of weights together and of averages at each line, if it is much. trained: where weights lie
+    that backwards have given gradients, whatever was made of these.
+    """
     rows: dict[Any, list[Lost]] = {}
     for one in lost:
+        one.is_weight |= one.key in trained
         rows.setdefault("weights" if one.is_weight else one.site.at, []).append(one)
     found = []
     for group in rows.values():

@@ -1,8 +1,7 @@
-"""Looks at gradients in steps of training: who clips them while they are scaled, and which underflow."""
+"""Looks at gradients in steps of training: who clips them while they are scaled."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,33 +9,27 @@ import torch
 from narrowcast.loops.kept import Kept, written
 from narrowcast.policy import Site
 from narrowcast.runs.arguments import tensors_by_name
-from narrowcast.runs.by_storage import has_storage
-from narrowcast.runs.finiteness import is_floating
-from narrowcast.runs.rerun import run_in
+from narrowcast.runs.by_storage import ByStorage, has_storage
 from narrowcast.runs.seen_call import SeenCall
-from narrowcast.torch_bridge import FORMATS, tensors_in
-from narrowcast.torch_surface.dispatch import op_name, storage_key
+from narrowcast.scaling.gradients import parameters_of
+from narrowcast.torch_bridge import tensors_in, values_of
+from narrowcast.torch_surface.dispatch import TO_COPY, op_name, storage_key
+from narrowcast.torch_surface.grad_scaling import scale_for_kernel
 
-_UNDERFLOWS = 0.5
-"""The share of a gradient's elements with two bits or fewer that is told of."""
-_LOST = 0.5
-"""The share of a gradient's elements that a cast makes zero that is told of."""
 _MEASURES = frozenset(
     f"{start}{name}" for start in ("", "_foreach_") for name in ("norm", "pow", "abs", "max", "mul", "square")
 ) | {"linalg_vector_norm", "amax", "aminmax", "dot", "cat", "stack"}
 """What a norm of gradients is computed with."""
 _FACTORS = ("mul", "div", "_foreach_mul", "_foreach_div")
+_SCALES = 64.0
+"""From here on a number that a loss is multiplied by scales it; below, it is a weight."""
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "_foreach_clamp_min", "_foreach_clamp_max")
-_TWO_BITS = 4 * FORMATS[torch.float16].smallest
-"""Below it fp16 has two bits left or fewer. Larger subnormal numbers are no sign of a fault: the gradients of queries
-and keys at the start of training are such, at any usual scale.
-"""
 Found = tuple[str, str, str, Site]
 
 
 class Gradients:
     """What is done to gradients between a backward and the optimizer's step. is_scaled_by_hand: they were multiplied by
-    a number that no norm of theirs went into.
+    a number that no norm of theirs went into, or by any where the loss was multiplied by a large one.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -45,24 +38,29 @@ class Gradients:
         self._known: set[int] | None = None
         self._are_measured = False
         self._knows_scale = False
-        self._clipped: dict[int, tuple[str, Site]] = {}
+        self._scales: set[float] = set()
+        self._is_loss_scaled = False  # by a number
+        self.used()
 
     def backward(self) -> None:
         """New gradients are computed."""
         self._known, self._knows_scale = None, False
 
-    def scale_read(self) -> None:
-        """A scale is read: whoever knows it may clip at a limit that is scaled, too."""
+    def scale_read(self, scale: float) -> None:
+        """A scale is read: whoever knows it may clip at a limit that is scaled, too, or unscale by hand."""
         self._knows_scale = True
+        self._scales.add(scale)
 
     def forget(self) -> None:
         """Gradients may lie elsewhere."""
         self._known = None
 
-    def end_of_step(self) -> None:
-        """An optimizer has them."""
+    def used(self) -> None:
+        """All optimizers have had theirs."""
         self._known, self._are_measured = None, False
-        self._clipped.clear()
+        self._clipped: ByStorage[tuple[str, Site]] = ByStorage()
+        self._copies: ByStorage[bool] = ByStorage()
+        self._divided: ByStorage[tuple[int, Site | None]] = ByStorage()  # how often by a scale, and where by hand
 
     def written(self, call: SeenCall) -> None:
         """A call is about to write to something, perhaps to a gradient."""
@@ -71,12 +69,20 @@ class Gradients:
             targets = written(call.facts, call.args, call.kwargs)
             self._changed(call, name[:-1], targets, targets)
 
+    def copied(self, call: SeenCall) -> None:
+        """A call has perhaps made copies of gradients in fp32, for weights of which there are copies."""
+        if call.facts.op is TO_COPY and has_storage(call.args[0]) and storage_key(call.args[0]) in self.lie_in():
+            self._copies.put(call.result, True)
+
     def computed(self, call: SeenCall) -> None:
         """A call has computed something, perhaps of a gradient."""
         name = op_name(call.facts.op)
         if name not in _MEASURES and name not in (*_FACTORS, *_LIMITS):
             return
         given = [t for t in tensors_in(call.args, call.kwargs) if has_storage(t)]
+        if name == "mul" and call.result.numel() == 1 and any(t.requires_grad for t in given):
+            by = [t for t in given if not t.requires_grad] + [n for n in call.args if isinstance(n, int | float)]
+            self._is_loss_scaled |= any(float(number) >= _SCALES for number in by)
         if name in (*_FACTORS, *_LIMITS) and self._changed(call, name, given[:1], call.results):
             return
         if name in _MEASURES and any(storage_key(t) in self.lie_in() for t in given):
@@ -86,18 +92,56 @@ class Gradients:
         """Whether a call gives gradients times a factor, or within limits. A factor that a norm went into clips them;
         one that knows nothing of them averages, or unscales.
         """
-        if not any(has_storage(t) and storage_key(t) in self.lie_in() for t in read):
+        read = [t for t in read if has_storage(t)]
+        if not any(storage_key(t) in self.lie_in() or self._copies.get(t) for t in read):
             return False
         if name in _FACTORS:
             others = [t for n, t in tensors_by_name(call.facts, call.args, call.kwargs) if n.split(".")[0] != "self"]
             if any(t.numel() != 1 for t in others):
                 return False  # a mask, or a product of gradients
+            if (times := self._divides(name, call.args[1] if len(call.args) > 1 else None)) != 0:
+                for before, after in zip(read, gives, strict=False):
+                    so_far, _ = self._divided.get(before) or (0, None)
+                    self._divided.put(after, (so_far + times, call.site))
+            self.is_scaled_by_hand |= self._is_loss_scaled
             if not self._are_measured:
                 self.is_scaled_by_hand = True
                 return True
         if not self._knows_scale:
-            self._clipped.update((storage_key(t), (call.id.op, call.site)) for t in gives if has_storage(t))
+            for tensor in gives:
+                self._clipped.put(tensor, (call.id.op, call.site))
         return True
+
+    def _divides(self, name: str, factor: Any) -> int:
+        """1 if a factor divides by a scale that was read, -1 if it multiplies by one."""
+        if self._scales and isinstance(factor, torch.Tensor):
+            factor = float(factor)
+        if not self._scales or not isinstance(factor, int | float) or not factor:
+            return 0
+        by = 1 / factor if name.endswith("mul") else float(factor)
+        is_near = lambda scale: scale != 1 and abs(by - scale) <= 1e-6 * scale  # noqa: E731
+        if any(map(is_near, self._scales)):
+            return 1
+        by = 1 / by
+        return -any(map(is_near, self._scales))
+
+    def steps(self, optimizer: Any) -> Found | None:
+        """An optimizer is about to use its gradients: whether these were unscaled twice."""
+        by_kernel = scale_for_kernel(optimizer) is not None
+        gradients = [values_of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+        divided = [known for gradient in gradients if (known := self._divided.get(gradient)) is not None]
+        times, site = max(divided, key=lambda row: row[0], default=(0, None))
+        for gradient in gradients:
+            self._divided.drop(gradient)
+            self._clipped.drop(gradient)
+        if site is None or times + by_kernel < 2:
+            return None
+        return (
+            "gradients unscaled twice",
+            "gradients are divided by the loss scale here, and by the scaler, too: they are as many times too small",
+            "Leave this line away: scaler.unscale_(optimizer), or scaler.step(optimizer), divides them.",
+            site,
+        )
 
     def lie_in(self) -> set[int]:
         """Where gradients lie now."""
@@ -107,7 +151,12 @@ class Gradients:
 
     def unscaled(self, call: SeenCall) -> Found | None:
         """Gradients are unscaled: whether these were clipped before."""
-        found = [self._clipped.pop(storage_key(t), None) for t in written(call.facts, call.args, call.kwargs)]
+        gradients = written(call.facts, call.args, call.kwargs)
+        found = list(map(self._clipped.get, gradients))
+        for gradient in gradients:
+            times, by_hand = self._divided.get(gradient) or (0, None)
+            self._divided.put(gradient, (times + 1, by_hand))
+            self._clipped.drop(gradient)
         op, site = next(filter(None, found), (None, None))
         if op is None or site is None:
             return None
@@ -118,43 +167,3 @@ class Gradients:
             "Call scaler.unscale_(optimizer) before the gradients are clipped.",
             site,
         )
-
-
-def find_underflow(call: SeenCall) -> Found | None:
-    """Of a call of the backward: whether what it gives in fp16 lies below what fp16 holds."""
-    of = call.forward
-    results = [t for t in call.results if t.dtype is torch.float16 and t.numel() and is_floating(t)]
-    if not results or of is None or op_name(call.facts.op) == "sum":
-        return None  # the gradient of a bias may be zero in theory, and round-off in fact: of a key's, before a norm
-    for number, result in enumerate(results):
-        x = result.detach().abs().float()
-        if not math.isfinite(float(x.sum())):
-            continue  # a step that a scaler skips
-        there = int((x > 0).sum())
-        small = int(((x > 0) & (x < _TWO_BITS)).sum())
-        what = ""
-        if call.is_cast:
-            src: Any = call.args[0]
-            before = int(src.detach().count_nonzero()) if src.dtype is torch.float32 else 0
-            if before and 1 - there / before > _LOST:
-                what = f"{1 - there / before:.0%} of it become zero when it is cast"
-        elif not there and _is_something_in_fp32(call, number):
-            what = "all of it is zero"
-        if not what and there and small / there > _UNDERFLOWS:
-            what = f"{small / there:.0%} of it lie below {_TWO_BITS:.1e}, where fp16 has two bits"
-        if what:
-            return (
-                "gradients underflow",
-                f"the gradient of {of} in fp16: {what}",
-                "Scale the loss: nc.Scaler, or GradScaler with a larger init_scale; or keep this call in bf16 or "
-                "fp32 by a rule.",
-                call.site,
-            )
-    return None
-
-
-def _is_something_in_fp32(call: SeenCall, number: int) -> bool:
-    """Whether zeros that a call gives are none in fp32. A saturated loss, a zero weight, a mask make zeros, too."""
-    wide = None if call.facts.overwrites else run_in(call, torch.float32)
-    results = [] if wide is None else [t for t in wide if is_floating(t) and t.numel()]
-    return number < len(results) and bool(results[number].count_nonzero())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from narrowcast.ledger.identity import BACKWARD, FORWARD
 from narrowcast.loops.backwards import Backwards
 from narrowcast.loops.batch_norm import low_statistics
 from narrowcast.loops.exact import Begun, Exact, told
-from narrowcast.loops.gradients import Found, Gradients, find_underflow
+from narrowcast.loops.gradients import Found, Gradients
 from narrowcast.loops.kept import Kept, written
-from narrowcast.loops.sharded import casts_beside
+from narrowcast.loops.sharded import Reduced, casts_beside
 from narrowcast.loops.stale import Stale
 from narrowcast.loops.sums import Sums
-from narrowcast.policy import NOWHERE, Kind, Site
+from narrowcast.loops.underflow import Underflow
+from narrowcast.loops.updates import Updates
+from narrowcast.policy import Kind, Site
 from narrowcast.regions.stack import innermost
 from narrowcast.runs.arguments import tensors_by_name
 from narrowcast.runs.by_storage import ByStorage, has_storage
@@ -28,7 +30,7 @@ from narrowcast.runs.observer import Observer
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.sites.python_stack import loop_line
 from narrowcast.torch_bridge import OpFacts, is_random, is_weight, op_facts, tensors_in
-from narrowcast.torch_surface.autograd import current_graph_task
+from narrowcast.torch_surface.autograd import current_graph_task, next_sequence_number
 from narrowcast.torch_surface.dispatch import (
     ONES_LIKE,
     READ_NUMBER,
@@ -46,35 +48,25 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
-class _Outside:
-    """Calls that a region would lower and that ran in none."""
-
-    op: str
-    site: Site
-    times: int = 0
-
-
-@dataclass(slots=True)
 class _Evaluated:
-    """A model that was called for an evaluation, and its calls in regions and out of them."""
+    """A model that was called for an evaluation, and its calls in regions and out of them: op and line."""
 
     model: torch.nn.Module
     inside: int = 0
-    outside: _Outside | None = None
+    outside: list[tuple[str, Site]] = field(default_factory=list)
 
 
 class Looking(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
-    has_seen, has_lowered: there was one, a region lowered one; skipped: updates of steps that were skipped; scale: at
-    the last of them; beside: kinds of findings about who casts besides the region.
+    has_seen, has_lowered: there was one, a region lowered one; is_cast_beside: somebody casts besides the region.
     """
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}
-        self.updates = 0
+        self.updates = Updates()
         self.inside = 0
-        self.outside: _Outside | None = None
+        self.outside: list[tuple[int, str, Site]] = []  # in training: autograd node, op, line
         self.evaluated: dict[int, _Evaluated] = {}
         self._kept = kept
         self._gradients = Gradients(kept)
@@ -87,27 +79,21 @@ class Looking(Observer):
         self._low: tuple[str, Site] | None = None
         self.has_seen = self.has_lowered = False
         self._scales: Site | None = None
-        self.skipped = 0
-        self.scale, self.has_room, self._is_known = 0.0, False, False  # of a scaler that was there before the steps
-        self._update: Site | None = None
         self._backwards = Backwards()
         self._exact = Exact(kept.was_there, self._gradients.lie_in)
         self._sums = Sums(kept.was_there)
         self._stale = Stale()
-        self.beside: list[str] = []
+        self._underflow = Underflow()
+        self.is_cast_beside = False
+        self._reduced = Reduced()
         self._meant: ByStorage[bool] = ByStorage()
 
     @property
     def calls(self) -> dict[str, int]:
         """How many calls of a forward a region decided about, and how many ran outside that it would lower."""
-        counted = [o for o in (self.outside, *(e.outside for e in self.evaluated.values())) if o is not None]
-        inside = self.inside + sum(e.inside for e in self.evaluated.values())
-        return {"inside": inside, "outside": sum(o.times for o in counted)}
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a scaler has skipped all steps so far, and has a smaller scale left."""
-        return bool(self.updates) and self.skipped == self.updates and self.has_room
+        evaluated = self.evaluated.values()
+        outside = len(self.outside) + sum(len(e.outside) for e in evaluated)
+        return {"inside": self.inside + sum(e.inside for e in evaluated), "outside": outside}
 
     def add(self, kind: str, what: str, todo: str, site: Site) -> None:
         """Note a finding, once per line."""
@@ -135,10 +121,11 @@ class Looking(Observer):
     def _met_model(self, module: torch.nn.Module) -> None:
         self._kept.model(module)
         self._gradients.forget()
-        for found in casts_beside(module) if _in_region() else ():
-            if found[0] not in self.beside:
-                self.beside.append(found[0])
-                self.add(*found, loop_line())
+        self._reduced.met(module, loop_line())
+        found = casts_beside(module, loop_line()) if _in_region() else None
+        if found is not None and not self.is_cast_beside:
+            self.is_cast_beside = True
+            self.add(*found)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,11 +154,12 @@ class Looking(Observer):
                 self._casts.pop((storage_key(tensor), dtype), None)  # another weight is cast next time
         is_backward = current_graph_task() != -1
         if is_backward:
-            self._backwards.runs()
+            self._backwards.runs(args)
+            self._say(self._reduced.sends(facts, args))
         elif targets and not self._is_stepping and _in_region():
             self._stale.written(targets, loop_line())
         if facts.op is READ_NUMBER and has_storage(args[0]) and storage_key(args[0]) in self._kept.scales():
-            self._gradients.scale_read()
+            self._gradients.scale_read(float(args[0]))
             self._backwards.scale_read(args[0])
         if facts.op is ONES_LIKE and not is_backward and args[0].grad_fn is not None and self._kept.scales():
             self._backwards.begins_at(args[0])
@@ -194,13 +182,10 @@ class Looking(Observer):
             if clip is not None:
                 self.add(*clip)
         elif call.facts.id == UPDATE_SCALE:
-            self.updates += 1
-            self.skipped += bool(call.args[2])
-            scale = float(call.args[0])
-            self._is_known = storage_key(call.args[0]) in self._kept.scales()
-            self.has_room = self._is_known and scale > 1 and (self.updates == 1 or scale < self.scale)
-            self.scale, self._update = scale, loop_line()
-            self._backwards.updated(self._is_known)
+            is_known = storage_key(call.args[0]) in self._kept.scales()
+            self.updates.add(float(call.args[0]), bool(call.args[2]), is_known, loop_line())
+            self._backwards.updated(is_known)
+            self._gradients.used()
             self._kept.meets_scale(call.args[0])
             self.end_of_step()
         elif call.id.direction == BACKWARD:
@@ -213,18 +198,18 @@ class Looking(Observer):
         """Where it stood, and what it gave."""
         if call.id.direction == BACKWARD:
             self._gradients.backward()
-            underflow = find_underflow(call)
-            if underflow is not None:
-                self.add(*underflow)
+            if self._fp16 is not None:
+                self._say(self._underflow.find(call))
         if call.id.direction == FORWARD and not self._is_stepping:
             self._adds_up(call)
             self._goes_on_in_fp32(call)
+            self._gradients.copied(call)
         if call.is_cast or call.id.direction == BACKWARD:
             return
         self.has_seen = True
         if not self._is_stepping:
             self._gradients.computed(call)
-            self._backwards.computed(call, self._kept.scales)
+        self._say(self._backwards.computed(call, self._kept.scales))  # in a closure, too
         is_region = call.plan is not None
         computes = call.computes.split(",") if is_region or call.notes.get("trains") else ()
         is_trained = call.notes.get("trains") or any(t.requires_grad for t in call.results)
@@ -244,6 +229,15 @@ class Looking(Observer):
             self._is_outside(call)
         self._say(low_statistics(call))
 
+    @property
+    def follows(self) -> bool:
+        """Copies of gradients in fp16."""
+        return self._fp16 is not None
+
+    def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A copy has what it is copied from."""
+        self._underflow.passed_on((args, kwargs), tensors_in(result))
+
     def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Casts of weights; and whether gradients will flow back."""
         is_forward = seen.id.direction == FORWARD and torch.is_grad_enabled()
@@ -260,6 +254,7 @@ class Looking(Observer):
         """An optimizer is about to step; is_seen: on the thread that is looked at."""
         self._kept.optimizer(optimizer, is_seen)
         with without_functions():
+            self._say(self._gradients.steps(optimizer))
             self._backwards.steps(optimizer)
         self._is_stepping = True
         self.end_of_step()
@@ -283,19 +278,23 @@ class Looking(Observer):
                 sites[1],
             )
         self._casts.clear()
-        self._gradients.end_of_step()
+        self._gradients.forget()
         self._sums.end_of_step()
 
     def end_of_round(self) -> None:
         """The step function has returned."""
-        for found in (*told(self._exact.end_of_step(self._kept.states()), self._kept.names()), *self._backwards.found):
+        self._gradients.used()
+        self._say(self._underflow.end_of_step())
+        lost = self._exact.end_of_step(self._kept.states())
+        for found in (*told(lost, self._kept.names(), self._backwards.trained), *self._backwards.found):
             self._say(found)
         self._backwards.found.clear()
 
     def _adds_up(self, call: SeenCall) -> None:
         """What is added up term by term, outside of models."""
-        if self._sums.is_of_gradients(call, self._gradients.lie_in):
-            self._backwards.low_sum(call.results[0].dtype, call.site)
+        dtype = self._sums.of_gradients(call, self._gradients.lie_in)
+        if dtype is not None:
+            self._backwards.low_sum(dtype, call.site)
         elif not self._depth:
             self._say(self._sums.of_losses(call))
 
@@ -324,47 +323,42 @@ class Looking(Observer):
         if any(self._meant.get(t) for t in floats):
             return
         if self._evaluation is not None:
-            of = self._evaluation.outside = self._evaluation.outside or _Outside(call.id.op, call.site)
+            self._evaluation.outside.append((call.id.op, call.site))
         elif call.notes.get("trains"):  # and not what prepares a batch, measures, or updates weights
-            of = self.outside = self.outside or _Outside(call.id.op, call.site)
-        else:
-            return
-        of.times += 1
+            self.outside.append((next_sequence_number() - 1, call.id.op, call.site))
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
         """What only the whole of the steps shows."""
-        trained, evaluated = self.outside, self._unlike_training()
-        if trained is not None and not self.inside:
-            self.add(
-                "no region", f"{trained.times} calls run in fp32, the first of them {trained.op}, and none in a region",
-                "Open nc.autocast(device, dtype) around the forward and the loss.", trained.site,
-            )  # fmt: skip
-        elif trained is not None:
-            self.add(
-                "forward outside of the region",
-                f"{trained.times} calls that the region would lower run outside of it, the first of them {trained.op}",
-                "Move this code into the region, or close the region where fp32 is meant: "
-                "nc.autocast(device, enabled=False).",
-                trained.site,
-            )
-        if evaluated is not None:
+        evaluated = self._unlike_training()
+        # a gradient that is differentiated itself, as in a penalty, is computed in fp32 on purpose
+        trained = [o for o in self.outside if not self.inside or o[0] not in self._backwards.differentiated]
+        if trained:
+            _, op, site = trained[0]
+            if self.inside:
+                self.add(
+                    "forward outside of the region",
+                    f"{len(trained)} calls that the region would lower run outside of it, the first of them {op}",
+                    "Move this code into the region, or close the region where fp32 is meant: "
+                    "nc.autocast(device, enabled=False).",
+                    site,
+                )
+            else:
+                self.add(
+                    "no region", f"{len(trained)} calls run in fp32, the first of them {op}, and none in a region",
+                    "Open nc.autocast(device, dtype) around the forward and the loss.", site,
+                )  # fmt: skip
+        if evaluated:
             self.add(
                 "evaluation without the region",
-                f"{evaluated.times} calls of an evaluation run in fp32, where training runs in a region",
+                f"{len(evaluated)} calls of an evaluation run in fp32, where training runs in a region",
                 "Open the same region around the evaluation: what is measured is then what was trained.",
-                evaluated.site,
+                evaluated[0][1],
             )
-        if self.updates and self.skipped == self.updates and self._is_known and not self.has_room:
-            self.add(
-                "every step is skipped",
-                f"{self.skipped} of {self.updates} steps, the last at a scale of {self.scale:g}, have gradients that "
-                "are not finite: no weight moves",
-                "Find the first call that gives NaN or infinity: with nc.watch(): step(). A scale cannot mend it.",
-                self._update or NOWHERE,
-            )
-        if self._fp16 is not None and self._scales is None and not self._gradients.is_scaled_by_hand:
+        self._say(self.updates.judge())
+        scaled = self._scales is not None or self._backwards.has_scaled or self._gradients.is_scaled_by_hand
+        if self._fp16 is not None and not scaled:
             op, site = self._fp16
             self.add(
                 "fp16 without a scaler", f"{op} computes in fp16, and nothing unscales gradients",
@@ -376,16 +370,14 @@ class Looking(Observer):
                 "Leave the scaler away (enabled=False): bf16 has the range of fp32.", self._scales,
             )  # fmt: skip
 
-    def _unlike_training(self) -> _Outside | None:
+    def _unlike_training(self) -> list[tuple[str, Site]]:
         """What an evaluation of a model that is trained runs outside of regions. A teacher may have its own formats."""
-        if not self.inside:
-            return None
         trained = self._kept.trained()
-        for found in self.evaluated.values():
+        for found in self.evaluated.values() if self.inside else ():
             is_trained = not trained or any(id(p) in trained for p in found.model.parameters())
-            if found.outside is not None and not found.inside and is_trained:
+            if found.outside and not found.inside and is_trained:
                 return found.outside
-        return None
+        return []
 
 
 def _in_region() -> bool:

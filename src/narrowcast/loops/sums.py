@@ -41,20 +41,23 @@ class Sums:
         """An optimizer has stepped."""
         self._step += 1
 
-    def is_of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> bool:
-        """Whether a call adds a gradient to what is added up in a low format, again."""
+    def of_gradients(self, call: SeenCall, gradients: Callable[[], set[int]]) -> torch.dtype | None:
+        """The format of a sum in a low one that a call adds a gradient to, again."""
         if call.facts.op is TO_COPY:
             if self._is_gradient(call.args[0], gradients) and has_storage(call.result):
                 self._casts.put(call.result, True)
-            return False
-        return any(
-            self._again(call, total, term, result) > 1
-            for total, term, result in _additions(call)
-            if result.numel() > 1 and self._is_gradient(term, gradients) and not self._is_gradient(total, gradients)
-        )
+            return None
+        for total, term, result in _additions(call):
+            is_sum = self._is_gradient(term, gradients) and not self._is_gradient(total, gradients)
+            if result.numel() > 1 and is_sum and self._again(call, total, term, result) > 1:
+                return result.dtype
+        return None
 
     def of_losses(self, call: SeenCall) -> Found | None:
         """Whether a call adds a number to a sum of them: over many terms, or from step to step."""
+        if op_name(call.facts.op) == "add" and any(isinstance(value, int | float) for value in call.args[:2]):
+            for result in call.results:
+                self._sums.put(result, _Sum(call.site.at, 1, self._step))  # 0.0 + loss, perhaps
         for total, term, result in _additions(call):
             if result.numel() != 1 or term.numel() != 1:
                 continue

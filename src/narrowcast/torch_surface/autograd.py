@@ -64,6 +64,22 @@ def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[
     return leaves, has_met
 
 
+def numbers_before(root: Any, most: int = 20_000) -> set[int]:
+    """The sequence numbers of an autograd node and of those that its backward goes on to."""
+    waiting, seen = [root], set[Any]()
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return set(map(sequence_number, seen))
+
+
+def gives_gradients(node: Any) -> bool:
+    """Whether hooks on gradients that are ready run in this node, or, without one, at the end of a backward."""
+    return node is None or hasattr(node, "variable") or "PostBackward" in type(node).__name__
+
+
 def has_saved_tensors_hooks() -> bool:
     """Whether what autograd saves on this thread goes through somebody's hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

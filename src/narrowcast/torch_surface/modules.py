@@ -63,22 +63,32 @@ def is_sharded(module: Module) -> bool:
     return sharding is not None and isinstance(module, sharding.FSDPModule)
 
 
-def formats_of_wrapper(module: Module) -> tuple[dict[str, torch.dtype | None], list[str]]:
+def reduces_gradients(module: Module) -> bool:
+    """Whether it adds its gradients up over processes: DistributedDataParallel, or sharded by FSDP2."""
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel) or is_sharded(module)
+
+
+def formats_of_wrapper(module: Module) -> dict[str, torch.dtype | None]:
     """Of a module that FSDP2 shards the dtypes of its MixedPrecisionPolicy by name, with that of the reduction filled
-    in; and the names of the hooks that reduce gradients, FSDP2's or DistributedDataParallel's.
+    in.
     """
+    if not is_sharded(module):
+        return {}
+    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype
+    return {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype, "reduce_dtype": reduce_dtype}
+
+
+def hooks_of_wrapper(module: Module) -> list[str]:
+    """The names of the hooks that reduce a module's gradients, FSDP2's or DistributedDataParallel's."""
     hooks: list[Any] = []
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         hooks = [hook for hook, _ in module._comm_hooks]
-    formats: dict[str, torch.dtype | None] = {}
-    if is_sharded(module):
+    elif is_sharded(module):
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        hooks += [hook for group in groups if (hook := getattr(group, "_all_reduce_hook", None)) is not None]
-        policy = state._mp_policy
-        formats = {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
-        formats["reduce_dtype"] = policy.reduce_dtype or policy.param_dtype
-    return formats, [str(getattr(hook, "__name__", type(hook).__name__)) for hook in hooks]
+        hooks = [hook for group in groups if (hook := getattr(group, "_all_reduce_hook", None)) is not None]
+    return [str(getattr(hook, "__name__", type(hook).__name__)) for hook in hooks]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
