@@ -98,6 +98,13 @@ def results_that_equal(x: Tensor, y: Tensor):
         return z + torch.mm(a, y) + torch.mm(b, y) + torch.mm(c, y), torch.mm(x, y)
 
 
+def beside_what_is_written(x: Tensor, y: Tensor):
+    held = [x]
+    z = torch.mm(x * 2, x) + torch.mm(y, held[0])
+    other = (x * 3).clone().mul_(0.5)
+    return z, (held + [other])[-1]
+
+
 class Holding:
     def __init__(self, weight: Tensor):
         self.weight = weight
@@ -200,6 +207,39 @@ def test_the_gradients_tell_casts_apart():
             return torch.mm(x, x), torch.mm(x, y)
 
     assert not all(map(torch.equal, run(out_of_a_list), run(uncached)))
+
+
+@pytest.mark.usefixtures("one_weight_cache")
+def test_a_write_to_one_element_of_a_list_is_none_to_another():
+    """The weight beside it is cast once, in a region around the script."""
+    expected, found = (run(nc.autocast("cpu")(f)) for f in (beside_what_is_written, nc.script(beside_what_is_written)))
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_tensor_that_a_list_got_is_written_through_it():
+    """Its cast is made again, where a branch or a loop put it there, too."""
+
+    def branch(x, n: int):
+        held, y = [x * 1], x + 1
+        with torch.no_grad(), torch.autocast("cpu"):
+            z = torch.mm(y, y)
+            if n > 0:
+                held.append(y)
+            held[-1].mul_(2)
+            return z, torch.mm(y, y)
+
+    def loop(x, n: int):
+        held, y = [x * 1], x + 1
+        with torch.no_grad(), torch.autocast("cpu"):
+            z = torch.mm(y, y)
+            for _i in range(n):
+                held[0] = y
+            held[-1].mul_(2)
+            return z, torch.mm(y, y)
+
+    for function in (branch, loop):
+        expected, found = (f(torch.linspace(0, 1, 64).view(8, 8), 1) for f in (function, nc.script(function)))
+        assert all(map(torch.equal, expected, found))
 
 
 def test_what_needs_no_search_has_none():

@@ -32,7 +32,7 @@ def share_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
 def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit]:
     writes = Writes(block)
     kept: dict[tuple[object, ...], Step] = {}
-    leaving = {writes.memory(value) for value in block.returns}
+    leaving = set(writes.memories(*block.returns))
     edits: list[Edit] = []
     shared: dict[int, int] = {}  # casts of a shared cast are casts of the one that stays
     for step in block.steps:
@@ -50,10 +50,10 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         elif _is_written_itself(writes, first, step):
             kept[key] = step  # a later one may share with this
         else:
-            if writes.memory(step.id) in leaving:
-                if writes.memory(first.id) in leaving:
+            if not leaving.isdisjoint(writes.memories(step.id)):
+                if not leaving.isdisjoint(writes.memories(first.id)):
                     continue  # two results that share memory would be one
-                leaving.add(writes.memory(first.id))
+                leaving |= writes.memories(first.id)
             if step.id not in block.returns:
                 shared[step.id] = first.id
                 edits.append(Share(step.id, first.id, Why(NAME, reason)))
