@@ -162,6 +162,10 @@ def _tell_sites(graph: Any, reading: Reading) -> None:
 def _simplify(graph: Any) -> None:
     with norms_kept(graph):
         simplify(graph)
+    for node in graph.findAllNodes("prim::unchecked_cast"):
+        if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
+            node.output().replaceAllUsesWith(node.input())
+            node.destroy()
 
 
 def _mark(graph: Any, scanner: Scanner) -> None:
