@@ -42,11 +42,10 @@ class Known:
     tolerance: float | None
     says: str = ""
 
-    def covers(self, wrong: list[tuple[str, float | None]]) -> bool:
-        """Whether this explains all that differs."""
-        if not all(re.search(self.says, what) for what, _ in wrong):
-            return False
-        return self.tolerance is None or all(part is not None and part <= self.tolerance for _, part in wrong)
+    def covers(self, what: str, part: float | None) -> bool:
+        """Whether this explains a difference."""
+        small = self.tolerance is None or (part is not None and part <= self.tolerance)
+        return small and re.search(self.says, what) is not None
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,11 @@ KNOWN = [
     # torch's
     Known("a branch that depends on values cannot be exported (torch.export's)",
           lambda front, text: front == "export" and "v0.sum() > 0" in text, None, "data-dependent"),
-    Known("Dynamo loses a region object over a graph break (torch.compile alone does, too)",
-          lambda front, text: front == "compile", None, "ResumePrologueTracingError"),
-    Known("gradients add up in another order in compiled code (the same with torch.compile alone)",
-          lambda front, text: front == "compile", LAST_BITS),
+    Known("Dynamo loses a region object, or the gradient that is None, over a graph break",
+          lambda front, text: front == "compile", None, r"(ResumePrologueTracingError|: None, in).*\(torch.compile alone"),
+    Known("gradients add up in another order in compiled code", lambda front, text: front == "compile", LAST_BITS),
+    Known("gradients add up in another order in compiled code, in the low format, too",
+          lambda front, text: front == "compile", FORMAT, r"\(torch.compile alone"),
     *(Known(twin.name, lambda front, text: True, FORMAT, re.escape(twin.name)) for twin in TWINS),
 ]  # fmt: skip
 """What differs, by name. A program that is left with nothing else is counted by these."""
@@ -191,11 +191,10 @@ def judged(wrong, front_end: str, text: str):
     if not whole(text):
         wrong = [one for one in wrong if not re.search(r"error: .*in eager code; no error$", one[0])]
     held = [one for one in KNOWN if one.holds(front_end, facts(text))] if wrong else []
-    covering = [one for one in held if one.covers(wrong)]
-    if covering:
-        return [], [min(covering, key=lambda one: one.tolerance or 0.0).name]
-    tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
-    return [one for one in wrong if one[1] is None or one[1] > tolerance], []
+    held.sort(key=lambda one: one.tolerance or 0.0)
+    explained = [(one, next((known.name for known in held if known.covers(*one)), "")) for one in wrong]
+    left = [one for one, name in explained if not name]
+    return left, [] if left else sorted({name for _, name in explained})
 
 
 @contextlib.contextmanager
@@ -239,12 +238,15 @@ class Runs:
                     result = made if isinstance(made, str) else made()
                     wrong = differences(self.expected[call, name], result, whole(self.text), self.gradients)
                     found += [(f"flag={call[0]} n={call[1]} {name} call {n + 1}: {what}", part) for what, part in wrong]
+        if front_end == "compile" and any(part is None or part > LAST_BITS for _, part in found):
+            alone = {what[:60] for what, part in self.wrong("compile_alone", calls) if part is None or part > LAST_BITS}
+            found = [(what + " (torch.compile alone, too)" * (what[:60] in alone), part) for what, part in found]
         twin = self._twin(front_end, calls, found)
         return [(f"{what} ({twin.name})", part) for what, part in found] if twin is not None else found
 
     def _twin(self, front_end, calls, found):
         """That has the same program without these differences, if they are of gradients alone."""
-        if self.is_twin or not found or any(part is None for _, part in found):
+        if self.is_twin or front_end == "compile_alone" or not found or any(part is None for _, part in found):
             return None
         for twin in TWINS:
             if twin.holds(front_end, facts(self.text)):
@@ -351,6 +353,13 @@ class Runs:
         def make(fixed, around):
             torch._dynamo.reset()
             return nc.compile(fixed, backend="aot_eager")
+
+        yield from self._fixed(calls, make)
+
+    def _compile_alone(self, calls):
+        def make(fixed, around):
+            torch._dynamo.reset()
+            return torch.compile(fixed, backend="aot_eager")
 
         yield from self._fixed(calls, make)
 
