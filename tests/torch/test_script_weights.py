@@ -102,7 +102,8 @@ def beside_what_is_written(x: Tensor, y: Tensor):
     held = [x]
     z = torch.mm(x * 2, x) + torch.mm(y, held[0])
     other = (x * 3).clone().mul_(0.5)
-    return z, (held + [other])[-1]
+    held = held + [other]  # noqa: RUF005
+    return z, held[-1]
 
 
 class Holding:

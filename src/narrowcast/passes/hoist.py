@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from narrowcast.passes.readers import cast_inside
 from narrowcast.program import TENSOR, WEIGHT, Block, Edit, Hoist, Program, Step, Why, Writes
 
 NAME = "hoist"
-COMPOSITE = "cast by what it calls"
-"""The constants of a call that is cast as the op that it calls: what that one reads is no weight any more."""
 
 
 def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
@@ -31,7 +30,7 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
     """
     homes = _homes(program.body)
     groups: dict[tuple[int, str, int, int | None], list[Step]] = {}
-    inner = {o.value for s in program.steps.values() if s.constants == COMPOSITE for o in s.operands}
+    inner = cast_inside(program)
     left = _left_early(program)
     for step in program.steps.values():
         found = _session(program, step, left)

@@ -134,8 +134,9 @@ def changes_nothing(node: Any) -> bool:
     return not any(a.alias_info is not None and a.alias_info.is_write for a in parse_schema(schema).arguments)
 
 
-_PURE = """prim::Constant prim::GetAttr prim::ListConstruct prim::TupleConstruct prim::DictConstruct prim::ListUnpack
-prim::TupleUnpack prim::TupleIndex prim::unchecked_cast prim::Uninitialized prim::If""".split()
+_NAMES = """Constant GetAttr ListConstruct TupleConstruct DictConstruct ListUnpack TupleUnpack TupleIndex unchecked_cast
+Uninitialized If"""
+_PURE = {f"prim::{name}" for name in _NAMES.split()}
 
 
 def _may_be_tensor(value: Any) -> bool:

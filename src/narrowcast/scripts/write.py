@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.passes import cast_inside
 from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
 from narrowcast.program import TENSOR as UNKNOWN
 from narrowcast.scripts import runtime
@@ -59,16 +60,16 @@ class Writer:
     def sessions(self, program: Program) -> dict[int, int]:
         """The sessions of an assigned program in which nothing is looked for: a weight is cast before all its uses."""
         self.program = program
-        leaves = Leaves(self.graph)
+        leaves, inner = Leaves(self.graph), cast_inside(program)
         for step in program.casts():
             scope, number = self._scope(step), step.operands[0].value
             value = self.read.get(number)
-            if value is None or not scope.cached or not self._is_low(step):
+            if value is None or not scope.cached or not self._is_low(step) or step.id in inner:
                 continue
             if not program.values[number].weight:
                 if self._type(number) not in (UNKNOWN, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
                     continue
-                self.weights.add(step.id)
+            self.weights.add(step.id)
             if scope.open or not (program.values[number].weight or (leaves.is_given(value) and not self.kept)):
                 self.searched.add(scope.session)
         for item in self.section.walk():
@@ -145,8 +146,7 @@ class Writer:
             if step.id in self.made:
                 return
             value, cache = self._value(source), self._cache_of(self._scope(step))
-            is_known = self.program.values[source].weight and self._is_low(step)
-            if cache is not None and (step.id in self.weights or is_known):
+            if cache is not None and step.id in self.weights:
                 value = self._cast_once(value, self._scope(step))
             self.made[step.id] = self._cast(value, self._type(source) if cache is None else UNKNOWN, step)
         elif step.op == TOGETHER:
