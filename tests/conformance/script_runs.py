@@ -12,6 +12,7 @@ export:     nc.export
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import warnings
@@ -53,16 +54,32 @@ class Twin:
     """A program without what makes the difference: only if nothing differs in it may gradients differ in the other.
 
     text: of the twin. low: whether the program's low format is the device's default, which regions take that are off.
+    cache: whether the region around the program keeps casts of weights.
     """
 
     name: str
     holds: Callable[[str, str], bool]
     text: Callable[[str], str] = lambda text: text
     low: bool = False
+    cache: bool = True
+    tolerance: float = 8e-3  # a few last bits of bf16
+
+    def both(self, other: Twin) -> Twin:
+        """Without what makes either difference."""
+
+        def text(text: str) -> str:
+            return other.text(self.text(text))
+
+        name = f"{self.name}; {other.name}"
+        return Twin(name, self.holds, text, self.low or other.low, self.cache and other.cache)
 
 
-FORMAT = 8e-3
-"""Two sums of the low format in another order: an error of a few of its last bits, bf16's being the larger."""
+def uncached(text: str) -> str:
+    """The program with regions that keep no casts."""
+    return re.sub(r"(autocast\((?:[^()\n]|\(.*?\))*)\)", r"\1, cache_enabled=False)",
+                  text.replace(", cache_enabled=False", ""))  # fmt: skip
+
+
 LAST_BITS = 1e-6
 SCRIPTS = ("script", "saved", "converted", "jit")
 OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_off|first if", re.MULTILINE)
@@ -75,6 +92,9 @@ TWINS = [
                              re.sub(r"torch\.jit\.fork\((\w+), ", r"\1(", text))),
     Twin("torch.jit.script drops cache_enabled", lambda front, text: front == "jit" and "cache_enabled" in text,
          lambda text: text.replace(", cache_enabled=False", "")),
+    # casts that a file has are calls like others: a region around it makes casts of its own
+    Twin("the casts in a saved script are not those of a region around it", lambda front, text: front == "converted",
+         uncached, cache=False, tolerance=0.02),
 ]  # fmt: skip
 KNOWN = [
     # docs/limits.md
@@ -84,9 +104,6 @@ KNOWN = [
           lambda front, text: front == "jit" and "x.device.type" in text, None, "knows its device type"),
     Known("a weight that is used as it is and, in a loop or a branch, cast: the cast is before the loop",
           lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), LAST_BITS),
-    # casts that a file has are calls like others: a region around it makes casts of its own
-    Known("the casts in a saved script are not those of a region around it",
-          lambda front, text: front == "converted", FORMAT, " inside "),
     # torch's
     Known("a branch that depends on values cannot be exported (torch.export's)",
           lambda front, text: front == "export" and "v0.sum() > 0" in text, None, "data-dependent"),
@@ -95,8 +112,8 @@ KNOWN = [
           r"(ResumePrologueTracingError|: None, in).*\(torch.compile alone"),
     Known("gradients add up in another order in compiled code", lambda front, text: front == "compile", LAST_BITS),
     Known("gradients add up in another order in compiled code, in the low format, too",
-          lambda front, text: front == "compile", FORMAT, r"\(torch.compile alone"),
-    *(Known(twin.name, lambda front, text: True, FORMAT, re.escape(twin.name)) for twin in TWINS),
+          lambda front, text: front == "compile", 8e-3, r"\(torch.compile alone"),
+    *(Known(twin.name, lambda front, text: True, twin.tolerance, re.escape(twin.name)) for twin in TWINS),
 ]  # fmt: skip
 """What differs, by name. A program that is left with nothing else is counted by these."""
 
@@ -207,17 +224,19 @@ def default_low(dtype):
     torch.set_autocast_dtype("cpu", before)
 
 
-def arounds(low, dtypes=("alone", "inside")):
-    found = {"alone": contextlib.nullcontext, "inside": lambda: nc.autocast("cpu", low)}
-    return {name: found[name] for name in dtypes}
+def arounds(low, cache=True):
+    return {
+        "alone": contextlib.nullcontext,
+        "inside": lambda: nc.autocast("cpu", low, cache_enabled=None if cache else False),
+    }
 
 
 class Runs:
     """The runs of one program. What eager code gives is computed once."""
 
-    def __init__(self, module: Any, text: str, is_twin: bool = False):
-        self.module, self.text, self.is_twin = module, text, is_twin
-        self.arounds = arounds(module.LOW)
+    def __init__(self, module: Any, text: str, twin: Twin | None = None):
+        self.module, self.text, self.is_twin = module, text, twin is not None
+        self.arounds = arounds(module.LOW, twin is None or twin.cache)
         self.expected = {
             (call, name): run(module.program, call, around)
             for call in CALLS for name, around in self.arounds.items()
@@ -249,13 +268,12 @@ class Runs:
         """That has the same program without these differences, if they are of gradients alone."""
         if self.is_twin or front_end == "compile_alone" or not found or any(part is None for _, part in found):
             return None
-        for twin in TWINS:
-            if twin.holds(front_end, facts(self.text)):
-                with default_low(self.module.LOW) if twin.low else contextlib.nullcontext():
-                    text = twin.text(self.text)
-                    runs = Runs(load(text), text, is_twin=True)
-                    if not judged(runs.wrong(front_end, calls), front_end, text)[0]:
-                        return twin
+        held = [twin for twin in TWINS if twin.holds(front_end, facts(self.text))]
+        for twin in [*held, functools.reduce(Twin.both, held)] if held else []:
+            with default_low(self.module.LOW) if twin.low else contextlib.nullcontext():
+                text = twin.text(self.text)
+                if not judged(Runs(load(text), text, twin).wrong(front_end, calls), front_end, text)[0]:
+                    return twin
         return None
 
     def refused(self, front_end: str) -> str:
