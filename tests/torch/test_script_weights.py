@@ -1,7 +1,7 @@
 """A weight is cast once in a region of a script, however it comes: gradients are those of eager's weight cache."""
 
 import io
-from typing import List  # noqa: UP035
+from typing import List, Optional  # noqa: UP035
 
 import pytest
 import torch
@@ -106,6 +106,55 @@ def beside_what_is_written(x: Tensor, y: Tensor):
     return z, held[-1]
 
 
+def one_of(x: Tensor, y: Optional[Tensor]):  # noqa: UP045
+    if y is not None and y.dim() > 1:
+        return torch.mm(x, y)
+    return x
+
+
+def narrowed(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        z = torch.mm(y * 2, y)
+        return one_of(z, y) + one_of(x * 2, x), one_of(z, None) + y
+
+
+class OnWhenItRuns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16) / 2)
+
+    def forward(self, x: Tensor, y: Tensor):
+        z = x + 1
+        with torch.autocast("cpu"):
+            for _i in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dim() > 1):
+                    z = torch.mm(torch.mm(z, self.weight), y)
+                z = torch.mm(torch.mm(z * 2, y), self.weight) + 1
+            return torch.mm(z, self.weight), y
+
+
+def made_earlier(x: Tensor, y: Tensor):
+    z, first, second = x + 1, torch.autocast("cpu"), torch.autocast("cpu", enabled=False)
+    for _i in range(2):
+        with torch.autocast("cpu", cache_enabled=False), first if x.dim() > 1 else second:
+            z = torch.mm(torch.mm(z, y), y) + 1
+    return z, y
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16) / 2)
+
+    def forward(self, x: Tensor, y: Tensor):
+        z = (x * 2).clone().mul_(0.5)
+        with torch.autocast("cpu"):
+            for _i in range(2):
+                z = torch.mm(z, self.weight).float()
+                z = torch.mm(torch.sparse.mm(torch.eye(16).to_sparse(), y.detach()) + z, y)
+        return z, x
+
+
 class Holding:
     def __init__(self, weight: Tensor):
         self.weight = weight
@@ -181,7 +230,8 @@ def one_weight_cache():
 
 CASES = [
     out_of_a_list, appended, a_list_as_argument, out_of_a_dict, chosen, carried, twice_in_a_loop, in_full_precision_too,
-    converted, forked, results_that_equal, held_by_an_object, Setting, Model, Listed,
+    converted, forked, narrowed, OnWhenItRuns,
+    made_earlier, Writing, results_that_equal, held_by_an_object, Setting, Model, Listed,
 ]  # fmt: skip
 
 

@@ -23,10 +23,11 @@ from narrowcast.program import TENSOR, WEIGHT, Block, Edit, Hoist, Program, Step
 NAME = "hoist"
 
 
-def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
+def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int] | None = None) -> list[Edit]:
     """The edits after which each weight is cast once where its outermost region begins.
 
-    sessions: for each session, a step of the block in which its outermost region is entered.
+    sessions: for each session, a step of the block in which its outermost region is entered. written: gets the casts
+    that are left where they are, as something may write to what they read.
     """
     homes = _homes(program.body)
     groups: dict[tuple[int, str, int, int | None], list[Step]] = {}
@@ -55,6 +56,8 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
         if alone is not None and not all(home.has(cast.id) for cast in casts):
             continue  # what it needs to know may not be there yet
         if home.writes.is_written_after(value, -1):
+            if written is not None:
+                written.update(cast.id for cast in casts)
             continue
         why = Why(NAME, "the weight cache")
         edits.append(Hoist(casts[0].id, before.id, tuple(cast.id for cast in casts), why))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import ScriptError
-from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.profiles.abilities import fitted
 from narrowcast.scripts.boundaries import ModuleBounds
@@ -132,8 +132,7 @@ def make_graph_explicit(
     see_all(reading.program, reading.policies)
     writer = Writer(graph, section, reading, kept)
     first, *later = BEFORE_AUTOGRAD
-    passes = (first, lambda program: hoist_casts(program, writer.sessions(program)), *later)
-    outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
+    outcome = run_passes(reading.program, (first, writer.hoist, *later), reading.policies, id_with_dtype)
     if observed:  # the casts of a call come behind its mark
         _tell_sites(graph, reading)
     forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]

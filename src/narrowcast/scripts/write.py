@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.passes import cast_inside
-from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
+from narrowcast.passes import cast_inside, hoist_casts
+from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Edit, Program, Step
 from narrowcast.program import TENSOR as UNKNOWN
 from narrowcast.scripts import runtime
 from narrowcast.scripts.calls import facts_of, is_optional_tensor, is_tensor, is_tensor_list
@@ -57,8 +57,20 @@ class Writer:
         }
         self._look(section)
 
-    def sessions(self, program: Program) -> dict[int, int]:
-        """The sessions of an assigned program in which nothing is looked for: a weight is cast before all its uses."""
+    def hoist(self, program: Program) -> list[Edit]:
+        """The edits of an assigned program after which a weight is cast before all its uses, or looked for at each."""
+        self._find(program)
+        written: set[int] = set()
+        edits = hoist_casts(program, self._sessions(), written)
+        left = {self._scope(program.steps[cast]).session for cast in written & self.weights}
+        self.searched |= left
+        return hoist_casts(program, self._sessions()) if left else edits
+
+    def _sessions(self) -> dict[int, int]:
+        return {session: step for session, step in self.reading.sessions.items() if session not in self.searched}
+
+    def _find(self, program: Program) -> None:
+        """The casts of what may be weights, and the sessions in which the running script looks for them."""
         self.program = program
         leaves, inner = Leaves(self.graph), cast_inside(program)
         for step in program.casts():
@@ -75,7 +87,6 @@ class Writer:
         for item in self.section.walk():
             if item.node.kind() == "prim::fork":
                 self.searched |= {scope.session for scope in item.scopes.values() if scope.cached}
-        return {session: step for session, step in self.reading.sessions.items() if session not in self.searched}
 
     def write(self, program: Program) -> None:
         """Change the graph."""
