@@ -115,7 +115,8 @@ def _check_compiled(part: Any, is_region: Callable[[Any], bool]) -> None:
     """The methods of a script that torch compiled: without their decorators."""
     kind = python_class(part)
     for name, compiled in compiled_methods(part).items() if kind is not None else ():
-        method, regions = getattr(kind, name, None), ()
+        method = getattr(kind, name, None)
+        regions: tuple[Any, ...] = ()
         with suppress(ScriptError):
             regions = regions_around(method, is_region) if inspect.isfunction(method) else ()
         cast_already = any(map(region_class, (n.output() for n in compiled.graph.findAllNodes("prim::CreateObject"))))
