@@ -133,6 +133,16 @@ class OnWhenItRuns(nn.Module):
             return torch.mm(z, self.weight), y
 
 
+def left_early(x: Tensor, y: Tensor):
+    z = x + 1
+    with torch.autocast("cpu"):
+        for i in range(2):
+            z = torch.mm(z * 2, y)
+            if i == 3:
+                return z, y
+    return z, x
+
+
 def made_earlier(x: Tensor, y: Tensor):
     z, first, second = x + 1, torch.autocast("cpu"), torch.autocast("cpu", enabled=False)
     for _i in range(2):
@@ -230,7 +240,7 @@ def one_weight_cache():
 
 CASES = [
     out_of_a_list, appended, a_list_as_argument, out_of_a_dict, chosen, carried, twice_in_a_loop, in_full_precision_too,
-    converted, forked, narrowed, OnWhenItRuns,
+    converted, forked, narrowed, OnWhenItRuns, left_early,
     made_earlier, Writing, results_that_equal, held_by_an_object, Setting, Model, Listed,
 ]  # fmt: skip
 
