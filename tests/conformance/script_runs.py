@@ -12,6 +12,7 @@ export:     nc.export
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from script_programs import drawn, uses_all
+from sources import load
 from torch import nn
 
 import narrowcast as nc
@@ -41,42 +43,77 @@ class Known:
     tolerance: float | None
     says: str = ""
 
-    def covers(self, wrong: list[tuple[str, float | None]]) -> bool:
-        """Whether this explains all that differs."""
-        if self.tolerance is None:
-            return all(re.search(self.says, what) for what, _ in wrong)
-        return all(part is not None and part <= self.tolerance for _, part in wrong)
+    def covers(self, what: str, part: float | None) -> bool:
+        """Whether this explains a difference."""
+        small = self.tolerance is None or (part is not None and part <= self.tolerance)
+        return small and re.search(self.says, what) is not None
 
 
+@dataclass(frozen=True)
+class Twin:
+    """A program without what makes the difference: only if nothing differs in it may gradients differ in the other.
+
+    text: of the twin. low: whether the program's low format is the device's default, which regions take that are off.
+    cache: whether the region around the program keeps casts of weights.
+    """
+
+    name: str
+    holds: Callable[[str, str], bool]
+    text: Callable[[str], str] = lambda text: text
+    low: bool = False
+    cache: bool = True
+    tolerance: float = 8e-3  # a few last bits of bf16
+
+    def both(self, other: Twin) -> Twin:
+        """Without what makes either difference."""
+
+        def text(text: str) -> str:
+            return other.text(self.text(text))
+
+        name = f"{self.name}; {other.name}"
+        return Twin(name, self.holds, text, self.low or other.low, self.cache and other.cache)
+
+
+def uncached(text: str) -> str:
+    """The program with regions that keep no casts."""
+    return re.sub(r"(autocast\((?:[^()\n]|\(.*?\))*)\)", r"\1, cache_enabled=False)",
+                  text.replace(", cache_enabled=False", ""))  # fmt: skip
+
+
+LAST_BITS = 1e-6
 SCRIPTS = ("script", "saved", "converted", "jit")
 OFF_BEFORE = re.compile(r"^ *@torch.*enabled=False|made_off\(|stacked|switched_off|first if", re.MULTILINE)
 FLOW = re.compile(r"^ +(for|if) ", re.MULTILINE)
+TWINS = [
+    Twin("ours empty torch's weight cache where regions of two low formats nest, if one may be that is off",
+         lambda front, text: "float16" in text and "nc.autocast" in text and bool(OFF_BEFORE.search(text)), low=True),
+    Twin("gradients of leaves that go into forks add up in any order", lambda front, text: "fork" in text,
+         lambda text: re.sub(r"jit\.wait\((\w+)\)", r"jit.annotate(Tensor, \1)",
+                             re.sub(r"torch\.jit\.fork\((\w+), ", r"\1(", text))),
+    Twin("torch.jit.script drops cache_enabled", lambda front, text: front == "jit" and "cache_enabled" in text,
+         lambda text: text.replace(", cache_enabled=False", "")),
+    # casts that a file has are calls like others: a region around it makes casts of its own
+    Twin("the casts in a saved script are not those of a region around it", lambda front, text: front == "converted",
+         uncached, cache=False, tolerance=0.02),
+]  # fmt: skip
 KNOWN = [
     # docs/limits.md
-    Known("only the running script knows whether a region is on: its casts are kept apart",
-          lambda front, text: front in SCRIPTS and ("enabled=flag" in text or "first if" in text), 0.05),
     Known("torch.jit.script has no code for nc.autocast, drops decorators, and knows no dtype by a name",
           lambda front, text: front == "jit" and bool(re.search("nc.autocast|LOW|^ *@", text, re.MULTILINE)), None),
     Known("nc.convert does not know device types that torch.jit.script left open, and names the line",
-          lambda front, text: front == "jit" and "x.device.type" in text, None, "device type is not known"),
+          lambda front, text: front == "jit" and "x.device.type" in text, None, "knows its device type"),
     Known("a weight that is used as it is and, in a loop or a branch, cast: the cast is before the loop",
-          lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), 1e-6),
-    Known("where regions of two low formats nest, ours empty torch's weight cache: one that is off counts, too",
-          lambda front, text: "float16" in text and "nc.autocast" in text and bool(OFF_BEFORE.search(text)), 0.05),
-    # what runs at the same time
-    Known("gradients of leaves that go into forks add up in any order", lambda front, text: "fork" in text, 0.05),
-    # casts that a file has are calls like others: a region around it makes casts of its own
-    Known("the casts in a saved script are not those of a region around it",
-          lambda front, text: front == "converted", 0.05),
+          lambda front, text: front in SCRIPTS and bool(FLOW.search(text)), LAST_BITS),
     # torch's
-    Known("torch.jit.script drops cache_enabled",
-          lambda front, text: front == "jit" and "cache_enabled" in text, 0.05),
     Known("a branch that depends on values cannot be exported (torch.export's)",
           lambda front, text: front == "export" and "v0.sum() > 0" in text, None, "data-dependent"),
-    Known("Dynamo loses a region object over a graph break (torch.compile alone does, too)",
-          lambda front, text: front == "compile", None, "ResumePrologueTracingError"),
-    Known("gradients add up in another order in compiled code (the same with torch.compile alone)",
-          lambda front, text: front == "compile", 0.05),
+    Known("Dynamo loses a region object, or the gradient that is None, over a graph break",
+          lambda front, text: front == "compile", None,
+          r"(ResumePrologueTracingError|: None, in).*\(torch.compile alone"),
+    Known("gradients add up in another order in compiled code", lambda front, text: front == "compile", LAST_BITS),
+    Known("gradients add up in another order in compiled code, in the low format, too",
+          lambda front, text: front == "compile", 8e-3, r"\(torch.compile alone"),
+    *(Known(twin.name, lambda front, text: True, twin.tolerance, re.escape(twin.name)) for twin in TWINS),
 ]  # fmt: skip
 """What differs, by name. A program that is left with nothing else is counted by these."""
 
@@ -172,24 +209,34 @@ def judged(wrong, front_end: str, text: str):
     if not whole(text):
         wrong = [one for one in wrong if not re.search(r"error: .*in eager code; no error$", one[0])]
     held = [one for one in KNOWN if one.holds(front_end, facts(text))] if wrong else []
-    covering = [one for one in held if one.covers(wrong)]
-    if covering:
-        return [], [min(covering, key=lambda one: one.tolerance or 0.0).name]
-    tolerance = max((one.tolerance for one in held if one.tolerance is not None), default=0.0)
-    return [one for one in wrong if one[1] is None or one[1] > tolerance], []
+    held.sort(key=lambda one: one.tolerance or 0.0)
+    explained = [(one, next((known.name for known in held if known.covers(*one)), "")) for one in wrong]
+    left = [one for one, name in explained if not name]
+    return left, [] if left else sorted({name for _, name in explained})
 
 
-def arounds(low, dtypes=("alone", "inside")):
-    found = {"alone": contextlib.nullcontext, "inside": lambda: nc.autocast("cpu", low)}
-    return {name: found[name] for name in dtypes}
+@contextlib.contextmanager
+def default_low(dtype):
+    """The low format of regions on the cpu that name none, inside no other."""
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", dtype)
+    yield
+    torch.set_autocast_dtype("cpu", before)
+
+
+def arounds(low, cache=True):
+    return {
+        "alone": contextlib.nullcontext,
+        "inside": lambda: nc.autocast("cpu", low, cache_enabled=None if cache else False),
+    }
 
 
 class Runs:
     """The runs of one program. What eager code gives is computed once."""
 
-    def __init__(self, module: Any, text: str):
-        self.module, self.text = module, text
-        self.arounds = arounds(module.LOW)
+    def __init__(self, module: Any, text: str, twin: Twin | None = None):
+        self.module, self.text, self.is_twin = module, text, twin is not None
+        self.arounds = arounds(module.LOW, twin is None or twin.cache)
         self.expected = {
             (call, name): run(module.program, call, around)
             for call in CALLS for name, around in self.arounds.items()
@@ -202,7 +249,7 @@ class Runs:
         return list(self.module.program.parameters()) if isinstance(self.module.program, nn.Module) else []
 
     def wrong(self, front_end: str, calls=CALLS) -> list[tuple[str, float | None]]:
-        """What differs in a front end, and of a gradient by which part of it."""
+        """What differs in a front end, and of a gradient by which part of it; the twin in which nothing does."""
         found = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -211,7 +258,23 @@ class Runs:
                     result = made if isinstance(made, str) else made()
                     wrong = differences(self.expected[call, name], result, whole(self.text), self.gradients)
                     found += [(f"flag={call[0]} n={call[1]} {name} call {n + 1}: {what}", part) for what, part in wrong]
-        return found
+        if front_end == "compile" and any(part is None or part > LAST_BITS for _, part in found):
+            alone = {what[:60] for what, part in self.wrong("compile_alone", calls) if part is None or part > LAST_BITS}
+            found = [(what + " (torch.compile alone, too)" * (what[:60] in alone), part) for what, part in found]
+        twin = self._twin(front_end, calls, found)
+        return [(f"{what} ({twin.name})", part) for what, part in found] if twin is not None else found
+
+    def _twin(self, front_end, calls, found):
+        """That has the same program without these differences, if they are of gradients alone."""
+        if self.is_twin or front_end == "compile_alone" or not found or any(part is None for _, part in found):
+            return None
+        held = [twin for twin in TWINS if twin.holds(front_end, facts(self.text))]
+        for twin in [*held, functools.reduce(Twin.both, held)] if held else []:
+            with default_low(self.module.LOW) if twin.low else contextlib.nullcontext():
+                text = twin.text(self.text)
+                if not judged(Runs(load(text), text, twin).wrong(front_end, calls), front_end, text)[0]:
+                    return twin
+        return None
 
     def refused(self, front_end: str) -> str:
         """Why torch has no such form of the program; empty where it has."""
@@ -309,6 +372,13 @@ class Runs:
         def make(fixed, around):
             torch._dynamo.reset()
             return nc.compile(fixed, backend="aot_eager")
+
+        yield from self._fixed(calls, make)
+
+    def _compile_alone(self, calls):
+        def make(fixed, around):
+            torch._dynamo.reset()
+            return torch.compile(fixed, backend="aot_eager")
 
         yield from self._fixed(calls, make)
 

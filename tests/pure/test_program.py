@@ -255,6 +255,18 @@ def test_writes_reach_views_and_what_they_are_views_of():
     assert writes.is_written_after(1, 3) and not writes.is_written_after(1, 2)
 
 
+def test_a_list_shows_what_it_holds_and_each_of_that_shows_itself():
+    """Until something may change the list; a branch by what is in it."""
+    held = Step(value(2), "prim.ListConstruct", (Operand("a0", 0), Operand("a1", 1)), aliases=(0, 1))
+    kept = Step(value(3), "aten.append", (Operand("a0", 2), Operand("a1", 1)), aliases=(0, 1), effects=("order",))
+    write = Step(value(4), "aten.mul_.Tensor", (Operand("self", 0, written=True),), aliases=(0,))
+    branch = Step(value(5), "prim.If", blocks=(Block("b0", (), (kept,), ()), Block("b1", (), (), ())))
+    for steps, reached in (((held, write), False), ((held, kept, write), True), ((held, branch, write), True)):
+        writes = Writes(Block("b", (value(0), value(1)), steps, (2,)))
+        assert writes.is_written_after(2, -1) and writes.share_memory(1, 2)
+        assert writes.is_written_after(1, -1) is writes.share_memory(0, 1) is reached
+
+
 def applied(text, *edits):
     """The steps after the edits, as text."""
     made = apply_edits(parse_program(text), edits)

@@ -17,11 +17,13 @@ BF16 = torch.bfloat16
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y, Z, C, SQUARE = (torch.randn(s, generator=GENERATOR) for s in ((3, 4), (4, 5), (5, 2), (2, 3, 4), (3, 3)))
 SQUARE = SQUARE / 3 + torch.eye(3)
+WAVES = torch.arange(64.0).sin().view(8, 8)
 
 OPS = {
     "tensordot": lambda: torch.tensordot(C, Y, dims=([2], [0])),
     "tensordot of sizes 1": lambda: torch.tensordot(torch.ones(2, 1), X, dims=([1], [0])),
     "tensordot to a number": lambda: torch.tensordot(X, X, dims=([0, 1], [0, 1])),
+    "tensordot to a number, turned": lambda: torch.tensordot(WAVES, WAVES, dims=([0, 1], [1, 0])),
     "inner": lambda: torch.inner(C, torch.ones(5, 4)),
     "inner of vectors": lambda: torch.inner(X[0], X[1]),
     "inner of a number": lambda: torch.inner(X[0, 0], X[1]),
@@ -75,16 +77,35 @@ def products(x: torch.Tensor, w: torch.Tensor):
         return a + b, torch.linalg.multi_dot([x * 2, w * 2, x * 3]), torch.linalg.matrix_power(w, 3), torch.corrcoef(x)
 
 
-def test_gradients_of_composite_ops_are_those_of_eager_code():
-    """In a script; a weight is cast once for all of them."""
-    made = nc.script(products)
+def views(x: torch.Tensor, w: torch.Tensor):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.einsum("ij,jk->ik", x, w) + torch.einsum("ij,kj->ik", x, w)
+        return y, torch.linalg.multi_dot([x, w, x]), torch.mm(x, w)
+
+
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 3) / 3)
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = torch.einsum("ij,jk->ik", x, self.w) + torch.einsum("ij,kj->ik", w, self.w)
+            return y.sin() @ self.w, w @ self.w, self.w
+
+
+@pytest.mark.parametrize("program", [products, views, Views()], ids=["products", "views", "parameter"])
+def test_gradients_of_composite_ops_are_those_of_eager_code(program):
+    """In a script; a weight is cast once for those that take it as it is, and for views of it each time."""
+    made = nc.script(program)
     found = []
-    for function in (products, made):
+    for function in (program, made):
         torch.manual_seed(0)
         x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
         results = function(x, w)
         sum(r.float().square().sum() for r in results).backward()
-        found.append([*results, x.grad, w.grad])
+        found.append([*results, x.grad, w.grad, *(p.grad for p in getattr(function, "parameters", list)())])
+        getattr(function, "zero_grad", list)()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -1,7 +1,7 @@
 """A weight is cast once in a region of a script, however it comes: gradients are those of eager's weight cache."""
 
 import io
-from typing import List  # noqa: UP035
+from typing import List, Optional  # noqa: UP035
 
 import pytest
 import torch
@@ -98,6 +98,73 @@ def results_that_equal(x: Tensor, y: Tensor):
         return z + torch.mm(a, y) + torch.mm(b, y) + torch.mm(c, y), torch.mm(x, y)
 
 
+def beside_what_is_written(x: Tensor, y: Tensor):
+    held = [x]
+    z = torch.mm(x * 2, x) + torch.mm(y, held[0])
+    other = (x * 3).clone().mul_(0.5)
+    held = held + [other]  # noqa: RUF005
+    return z, held[-1]
+
+
+def one_of(x: Tensor, y: Optional[Tensor]):  # noqa: UP045
+    if y is not None and y.dim() > 1:
+        return torch.mm(x, y)
+    return x
+
+
+def narrowed(x: Tensor, y: Tensor):
+    with torch.autocast("cpu"):
+        z = torch.mm(y * 2, y)
+        return one_of(z, y) + one_of(x * 2, x), one_of(z, None) + y
+
+
+class OnWhenItRuns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16) / 2)
+
+    def forward(self, x: Tensor, y: Tensor):
+        z = x + 1
+        with torch.autocast("cpu"):
+            for _i in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dim() > 1):
+                    z = torch.mm(torch.mm(z, self.weight), y)
+                z = torch.mm(torch.mm(z * 2, y), self.weight) + 1
+            return torch.mm(z, self.weight), y
+
+
+def left_early(x: Tensor, y: Tensor):
+    z = x + 1
+    with torch.autocast("cpu"):
+        for i in range(2):
+            z = torch.mm(z * 2, y)
+            if i == 3:
+                return z, y
+    return z, x
+
+
+def made_earlier(x: Tensor, y: Tensor):
+    z, first, second = x + 1, torch.autocast("cpu"), torch.autocast("cpu", enabled=False)
+    for _i in range(2):
+        with torch.autocast("cpu", cache_enabled=False), first if x.dim() > 1 else second:
+            z = torch.mm(torch.mm(z, y), y) + 1
+    return z, y
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16) / 2)
+
+    def forward(self, x: Tensor, y: Tensor):
+        z = (x * 2).clone().mul_(0.5)
+        with torch.autocast("cpu"):
+            for _i in range(2):
+                z = torch.mm(z, self.weight).float()
+                z = torch.mm(torch.sparse.mm(torch.eye(16).to_sparse(), y.detach()) + z, y)
+        return z, x
+
+
 class Holding:
     def __init__(self, weight: Tensor):
         self.weight = weight
@@ -173,7 +240,8 @@ def one_weight_cache():
 
 CASES = [
     out_of_a_list, appended, a_list_as_argument, out_of_a_dict, chosen, carried, twice_in_a_loop, in_full_precision_too,
-    converted, forked, results_that_equal, held_by_an_object, Setting, Model, Listed,
+    converted, forked, narrowed, OnWhenItRuns, left_early,
+    made_earlier, Writing, results_that_equal, held_by_an_object, Setting, Model, Listed,
 ]  # fmt: skip
 
 
@@ -200,6 +268,39 @@ def test_the_gradients_tell_casts_apart():
             return torch.mm(x, x), torch.mm(x, y)
 
     assert not all(map(torch.equal, run(out_of_a_list), run(uncached)))
+
+
+@pytest.mark.usefixtures("one_weight_cache")
+def test_a_write_to_one_element_of_a_list_is_none_to_another():
+    """The weight beside it is cast once, in a region around the script."""
+    expected, found = (run(nc.autocast("cpu")(f)) for f in (beside_what_is_written, nc.script(beside_what_is_written)))
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_tensor_that_a_list_got_is_written_through_it():
+    """Its cast is made again, where a branch or a loop put it there, too."""
+
+    def branch(x, n: int):
+        held, y = [x * 1], x + 1
+        with torch.no_grad(), torch.autocast("cpu"):
+            z = torch.mm(y, y)
+            if n > 0:
+                held.append(y)
+            held[-1].mul_(2)
+            return z, torch.mm(y, y)
+
+    def loop(x, n: int):
+        held, y = [x * 1], x + 1
+        with torch.no_grad(), torch.autocast("cpu"):
+            z = torch.mm(y, y)
+            for _i in range(n):
+                held[0] = y
+            held[-1].mul_(2)
+            return z, torch.mm(y, y)
+
+    for function in (branch, loop):
+        expected, found = (f(torch.linspace(0, 1, 64).view(8, 8), 1) for f in (function, nc.script(function)))
+        assert all(map(torch.equal, expected, found))
 
 
 def test_what_needs_no_search_has_none():

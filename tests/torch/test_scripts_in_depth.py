@@ -229,6 +229,23 @@ class Scaled:
         return self.__wrapped__(x) * 2
 
 
+class Decorated(torch.nn.Module):
+    @torch.autocast("cpu")
+    def forward(self, x):
+        return torch.mm(x, x)
+
+
+def test_a_script_that_torch_compiled_without_its_decorators_is_refused():
+    """By itself or as a part, with the line; what narrowcast.script compiled has them, as has what is loaded."""
+    bare = torch.jit.script(Decorated())
+    for subject in (bare, torch.nn.Sequential(bare)):
+        with pytest.raises(nc.errors.ScriptError, match=r"(?s)Decorated.forward.*without the region.*in_depth.py:\d+"):
+            nc.script(subject)
+    made = nc.script(Decorated())
+    for subject in (made, torch.jit.script(torch.nn.Sequential(made)), torch.jit.script(torch.nn.Linear(2, 2))):
+        nc.convert(subject)
+
+
 def test_what_stands_around_forward_is_refused():
     """A call of the module that opens a region, and an object that decorates its forward."""
     for model in (Calling(), nn.Sequential(Calling())):

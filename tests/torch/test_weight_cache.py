@@ -1,7 +1,7 @@
 """The weight cache: never stale, right for every grad mode and format, bounded, and seen."""
 
 import gc
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -168,6 +168,21 @@ def test_nested_regions_of_different_formats_share_nothing(cache, weight):
                 with nc.autocast("cpu", enabled=False), nc.autocast("cpu", dtype=HF, cache_enabled=cache):
                     assert torch.equal(torch.mm(X, weight), product(weight, HF))
                 assert torch.equal(torch.mm(X, weight), product(weight, BF))
+
+
+def test_a_region_that_is_off_makes_no_cast_anew(weight):
+    """Of ours or torch's, whatever its format: it has cast nothing. One in another format that is on has."""
+    for between, again in (
+        ([nc.autocast("cpu", BF, enabled=False)], False), ([torch.autocast("cpu", BF, enabled=False)], False),
+        ([torch.autocast("cpu", BF), torch.autocast("cpu", enabled=False)], True), ([nc.autocast("cpu", BF)], True),
+    ):  # fmt: skip
+        with nc.autocast("cpu", HF), ExitStack() as opened:
+            first = torch.mm(X, weight)
+            for region in (*between, nc.autocast("cpu", HF)):
+                opened.enter_context(region)
+            last = torch.mm(X, weight)
+        casts = [y.grad_fn.next_functions[1][0] for y in (first, last)]
+        assert (casts[0] is not casts[1]) is again
 
 
 @pytest.mark.parametrize("cache", ALL)

@@ -19,7 +19,7 @@ from narrowcast.policy import Policy, as_policy
 from narrowcast.regions.failures import note_failure
 from narrowcast.regions.identity import Identity
 from narrowcast.regions.marks import allow_marks, enter_marked, exit_marked, find_marked, hold, note_exported
-from narrowcast.regions.native_state import enter_native, leave_native
+from narrowcast.regions.native_state import NativeState, enter_native, leave_native
 from narrowcast.regions.pinned import Pin, set_pin
 from narrowcast.regions.stack import CHECKED, OpenRegion, Prepared, innermost, open_anywhere, stack
 from narrowcast.regions.watchers import region_watchers, tell_entered, tell_left
@@ -101,7 +101,7 @@ class autocast:  # noqa: N801 (a drop-in keeps the name)
             begin_counting()
         is_first = bool(made.carried) and not any_autocast()
         before, depth = enter_native(made.state)
-        mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before[2])
+        mixes = depth > 1 and prepared.grade == "native" and _is_another_format(prepared.facts, before, depth)
         if mixes:
             torch.clear_autocast_cache()
         identity = Identity(made.carried, is_first) if made.carried else None
@@ -267,17 +267,24 @@ def _marked_key(
 constant_for_dynamo(_marked_key)
 
 
-def _is_another_format(facts: Region, before: torch.dtype) -> bool:
-    """Whether a region around has another low format: torch's cache does not tell their casts apart."""
+def _is_another_format(facts: Region, before: NativeState, depth: int) -> bool:
+    """Whether a region around may have cast weights to another low format: torch's cache does not tell these apart.
+
+    One that is off has cast none. Of regions that are not ours, the innermost alone is known.
+    """
     if not facts.enabled:
         return False
-    region = innermost()
-    while region is not None:
-        around = region.prepared.facts
-        if around.device_type == facts.device_type and around.low is not facts.low:
+    around, known = innermost(), 1
+    last = around.prepared.facts if around is not None else facts
+    while around is not None:
+        found = around.prepared.facts
+        if found.enabled and found.device_type == facts.device_type and found.low is not facts.low:
             return True
-        region = region.outer
-    return FORMATS.get(before) is not facts.low
+        around, known = around.outer, known + 1
+    _, enabled, dtype, _ = before
+    low = FORMATS.get(dtype)
+    is_ours = not last.enabled and last.low is low
+    return low is not facts.low and (enabled or depth - known > (0 if is_ours else 1))
 
 
 never_trace(autocast.__init__, autocast.__enter__, autocast.__exit__)  # by themselves; inside other code they are marks

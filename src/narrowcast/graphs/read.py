@@ -280,10 +280,10 @@ class _Reader:
 def _with_gradients(block: Block, taken: set[int]) -> Block:
     """The block with a gradient flowing through everything that shares memory with what took one in, in place."""
     writes = Writes(block)
-    memory = {writes.memory(value) for value in taken}
+    memories = writes.memories(*taken)
 
     def marked(value: Value) -> Value:
-        flows = value.format is not None and not value.gradient and writes.memory(value.id) in memory
+        flows = value.format is not None and not value.gradient and writes.memories(value.id) & memories
         return replace(value, gradient=True) if flows else value
 
     steps = tuple(replace(step, value=marked(step.value)) for step in block.steps)

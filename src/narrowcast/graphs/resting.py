@@ -98,12 +98,12 @@ def rest_weights(
     inputs = graph.graph.find_nodes(op="placeholder")
     position = {v.id: n for n, v in enumerate(program.body.parameters)}
     writes = Writes(program.body)
-    kept_out = {writes.memory(value) for value in program.body.returns}
+    kept_out = writes.memories(*program.body.returns)
     made: dict[tuple[int, torch.dtype, int | None], Node] = {}  # apart by the cast, where gradients flow through it
     removed = 0
     for step in program.body.steps:
         source = position.get(step.operands[0].value, -1) if step.is_cast else -1
-        if source not in weights or (step.value.gradient and not trains) or writes.memory(step.id) in kept_out:
+        if source not in weights or (step.value.gradient and not trains) or writes.memories(step.id) & kept_out:
             continue
         if writes.is_written_after(step.operands[0].value, -1) or writes.is_written_after(step.id, -1):
             continue

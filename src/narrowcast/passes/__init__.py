@@ -3,7 +3,7 @@
 from narrowcast.passes.assign import assign_casts, call_of
 from narrowcast.passes.drop import drop_casts
 from narrowcast.passes.fold import fold_casts
-from narrowcast.passes.hoist import COMPOSITE, hoist_casts
+from narrowcast.passes.hoist import hoist_casts
 from narrowcast.passes.pipeline import (
     AFTER_AUTOGRAD,
     BEFORE_AUTOGRAD,
@@ -12,11 +12,12 @@ from narrowcast.passes.pipeline import (
     before_autograd,
     run_passes,
 )
+from narrowcast.passes.readers import COMPOSITE, cast_inside
 from narrowcast.passes.share import share_casts
 from narrowcast.placement.place import move_casts, place_formats
 
 __all__ = [
     "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "COMPOSITE", "Outcome", "Pass", "assign_casts", "before_autograd",
-    "call_of",
-    "drop_casts", "fold_casts", "hoist_casts", "move_casts", "place_formats", "run_passes", "share_casts",
+    "call_of", "cast_inside", "drop_casts", "fold_casts", "hoist_casts", "move_casts", "place_formats", "run_passes",
+    "share_casts",
 ]  # fmt: skip

@@ -17,21 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from narrowcast.passes.readers import cast_inside
 from narrowcast.program import TENSOR, WEIGHT, Block, Edit, Hoist, Program, Step, Why, Writes
 
 NAME = "hoist"
-COMPOSITE = "cast by what it calls"
-"""The constants of a call that is cast as the op that it calls: what that one reads is no weight any more."""
 
 
-def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
+def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int] | None = None) -> list[Edit]:
     """The edits after which each weight is cast once where its outermost region begins.
 
-    sessions: for each session, a step of the block in which its outermost region is entered.
+    sessions: for each session, a step of the block in which its outermost region is entered. written: gets the casts
+    that are left where they are, as something may write to what they read.
     """
     homes = _homes(program.body)
     groups: dict[tuple[int, str, int, int | None], list[Step]] = {}
-    inner = {o.value for s in program.steps.values() if s.constants == COMPOSITE for o in s.operands}
+    inner = cast_inside(program)
     left = _left_early(program)
     for step in program.steps.values():
         found = _session(program, step, left)
@@ -56,6 +56,8 @@ def hoist_casts(program: Program, sessions: Mapping[int, int]) -> list[Edit]:
         if alone is not None and not all(home.has(cast.id) for cast in casts):
             continue  # what it needs to know may not be there yet
         if home.writes.is_written_after(value, -1):
+            if written is not None:
+                written.update(cast.id for cast in casts)
             continue
         why = Why(NAME, "the weight cache")
         edits.append(Hoist(casts[0].id, before.id, tuple(cast.id for cast in casts), why))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from narrowcast.program import Program, Step
 
+COMPOSITE = "cast by what it calls"
+"""The constants of a call that is cast as the op that it calls."""
 Readers = dict[int, list[tuple[Step, int]]]
 
 
@@ -19,6 +21,11 @@ def count_readers(program: Program) -> dict[int, int]:
         for value in block.returns:
             counts[value] = counts.get(value, 0) + 1
     return counts
+
+
+def cast_inside(program: Program) -> set[int]:
+    """What calls read that are cast by what they call: a view of a weight, or the like, which no cache keeps."""
+    return {o.value for step in program.steps.values() if step.constants == COMPOSITE for o in step.operands}
 
 
 def find_readers(program: Program) -> Readers:

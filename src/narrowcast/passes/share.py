@@ -15,6 +15,7 @@ between, and a cast that leaves its block. Each block by itself. Idempotent.
 
 from __future__ import annotations
 
+from narrowcast.passes.readers import cast_inside
 from narrowcast.program import Block, Edit, Program, Share, Step, Why, Writes
 
 NAME = "share"
@@ -32,14 +33,15 @@ def share_casts(program: Program, after_autograd: bool = False) -> list[Edit]:
 def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit]:
     writes = Writes(block)
     kept: dict[tuple[object, ...], Step] = {}
-    leaving = {writes.memory(value) for value in block.returns}
+    leaving = set(writes.memories(*block.returns))
     edits: list[Edit] = []
+    inner = cast_inside(program)
     shared: dict[int, int] = {}  # casts of a shared cast are casts of the one that stays
     for step in block.steps:
         if not step.is_cast:
             continue
         source = shared.get(step.operands[0].value, step.operands[0].value)
-        reason, session = _may_share(program, step, after_autograd)
+        reason, session = _may_share(program, step, after_autograd, inner)
         if not reason:
             continue
         key = (source, step.value.type, step.constants, session, program.open_region(step, but_device=True))
@@ -50,17 +52,17 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         elif _is_written_itself(writes, first, step):
             kept[key] = step  # a later one may share with this
         else:
-            if writes.memory(step.id) in leaving:
-                if writes.memory(first.id) in leaving:
+            if not leaving.isdisjoint(writes.memories(step.id)):
+                if not leaving.isdisjoint(writes.memories(first.id)):
                     continue  # two results that share memory would be one
-                leaving.add(writes.memory(first.id))
+                leaving |= writes.memories(first.id)
             if step.id not in block.returns:
                 shared[step.id] = first.id
                 edits.append(Share(step.id, first.id, Why(NAME, reason)))
     return edits
 
 
-def _may_share(program: Program, cast: Step, after_autograd: bool) -> tuple[str, int | None]:
+def _may_share(program: Program, cast: Step, after_autograd: bool, inner: set[int]) -> tuple[str, int | None]:
     """Why this cast may be shared (nothing: it may not), and the session that it may be shared in."""
     if after_autograd:
         return "after autograd equal casts are equal values", None
@@ -68,7 +70,7 @@ def _may_share(program: Program, cast: Step, after_autograd: bool) -> tuple[str,
     if not value.gradient or not cast.grad_mode:
         return "no gradient flows through it", None
     region = program.regions[cast.region] if cast.region is not None else None
-    if value.weight and region is not None and region.facts.cache:
+    if value.weight and region is not None and region.facts.cache and cast.id not in inner:
         return "the weight cache", region.session
     return "", None
 

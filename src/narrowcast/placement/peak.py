@@ -77,25 +77,23 @@ class _Lives:
     def __post_init__(self) -> None:
         self.inside = [max((self._of(body).peak().bytes for body in s.blocks), default=0.0) for s in self.block.steps]
         writes = Writes(self.block)
-        given = {writes.memory(v.id) for v in self.block.parameters}
+        given = writes.memories(*(v.id for v in self.block.parameters))
         self.memory = {}
         in_loops = self._in_loops()
         for position, step in enumerate(self.block.steps):
-            for operand in step.operands:
-                found = self.memory.get(writes.memory(operand.value))
-                if found is not None:
-                    found.last = position
-                    if found.keeper is None and self.kept.stores(step):
-                        found.keeper = position
-            root = writes.memory(step.id)
-            if root in given or step.value.shape is None or step.id in in_loops:
+            for read in writes.memories(*(o.value for o in step.operands)) & self.memory.keys():
+                found = self.memory[read]
+                found.last = position
+                if found.keeper is None and self.kept.stores(step):
+                    found.keeper = position
+            shown = writes.memories(step.id)
+            if shown & given or step.value.shape is None or step.id in in_loops:
                 continue
-            found = self.memory.setdefault(root, _Memory(0.0, position, position))
+            found = self.memory.setdefault(min(shown), _Memory(0.0, position, position))
             found.size = max(found.size, self.size(step.value))
             found.gradient |= step.value.gradient
-        for value in self.block.returns:
-            if (held := self.memory.get(writes.memory(value))) is not None:
-                held.last = len(self.block.steps)
+        for held in writes.memories(*self.block.returns) & self.memory.keys():
+            self.memory[held].last = len(self.block.steps)
 
     def _of(self, body: Block) -> _Lives:
         """The lives of what a step's body holds, by the same rules."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 
-from narrowcast.program.model import Block
+from narrowcast.program.model import Block, Step
 
 
 class Memories:
@@ -31,57 +31,75 @@ class Memories:
 
 
 class Writes:
-    """The writes of one block by what they may reach: values that may share memory count as one.
+    """The writes of one block by what they may reach: the memories that a value may show.
 
-    Conservative: views of views, results of in-place ops and elements of tuples share; what a higher-order op may
-    write to is said by its operands.
+    Conservative: views of views, results of in-place ops and elements of tuples show what they are made of; what a
+    higher-order op may write to is said by its operands. A list shows the memories of all that it holds, each of which
+    shows its own; whatever may change one or keep something makes those that it may show and those that it takes one.
     """
 
     def __init__(self, block: Block) -> None:
         self._memories = Memories()
+        self._shown: dict[int, frozenset[int]] = {}
         self.position = {step.id: n for n, step in enumerate(block.steps)}
         self._last = len(block.steps)
-        for step in block.steps:
-            for operand in step.aliases:
-                self._memories.join(step.id, step.operands[operand].value)
+        self._follow(block)
         self._at: dict[int, list[int]] = {}
         for n, step in enumerate(block.steps):
-            for o in step.operands:
-                if o.written:
-                    self._at.setdefault(self._memories.of(o.value), []).append(n)
+            for memory in self.memories(*(o.value for o in step.operands if o.written)):
+                self._at.setdefault(memory, []).append(n)
 
-    def memory(self, value: int) -> int:
-        """The same number for values that may be views of one memory."""
-        return self._memories.of(value)
+    def _follow(self, block: Block) -> None:
+        for step in block.steps:
+            branches = step.blocks if not any(inner.parameters for inner in step.blocks) else ()
+            for branch in branches:
+                self._follow(branch)
+            sources = [value for branch in branches for value in branch.returns]
+            sources += [] if branches else [step.operands[n].value for n in step.aliases]
+            if sources or branches:
+                self._shown[step.id] = shown = frozenset().union(*map(self._first, sources))
+                if not branches and _may_keep(step):
+                    for memory in shown:
+                        self._memories.join(memory, min(shown))
+
+    def _first(self, value: int) -> frozenset[int]:
+        return self._shown.get(value, frozenset((value,)))
+
+    def memories(self, *values: int) -> frozenset[int]:
+        """Numbers of all that values may be views of, the same for all views of one memory."""
+        return frozenset(self._memories.of(memory) for value in values for memory in self._first(value))
 
     def share_memory(self, a: int, b: int) -> bool:
         """Whether two values may be views of one memory."""
-        return self._memories.of(a) == self._memories.of(b)
+        return not self.memories(a).isdisjoint(self.memories(b))
 
     def is_written(self, value: int, after: int, before: int) -> bool:
         """Whether a step between two steps (ids; neither of them counts) may write to what the value shows."""
-        at = self._at.get(self._memories.of(value))
-        if not at:
-            return False
         start, end = self.position.get(after, -1), self.position.get(before, self._last)
-        following = bisect_right(at, start)
-        return following < len(at) and at[following] < end
+        return self._count(value, end) > self._count(value, start + 1)
 
     def count_before(self, value: int, step: int) -> int:
         """How many writes to what the value shows come before a step."""
-        at = self._at.get(self._memories.of(value))
-        return bisect_right(at, self.position.get(step, self._last) - 1) if at else 0
+        return self._count(value, self.position.get(step, self._last))
 
     def is_written_after(self, value: int, step: int) -> bool:
         """Whether anything after a step may write to what the value shows."""
         return self.is_written(value, step, -1)
 
+    def _count(self, value: int, end: int) -> int:
+        return sum(bisect_left(self._at.get(memory, ()), end) for memory in self.memories(value))
+
 
 def reaching(blocks: tuple[Block, ...]) -> set[int]:
-    """The values whose memory may be among what blocks return."""
+    """The values whose memory may be among what blocks return, or put into something."""
     found = {value for block in blocks for value in block.returns}
     for block in blocks:
         for step in reversed(block.steps):
-            if step.id in found:
+            if step.id in found or _may_keep(step):
                 found.update(step.operands[n].value for n in step.aliases)
     return found
+
+
+def _may_keep(step: Step) -> bool:
+    """Whether what a step takes may be in something else that it takes, after it."""
+    return step.writes or bool(step.blocks) or "order" in step.effects

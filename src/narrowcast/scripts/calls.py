@@ -126,6 +126,19 @@ def is_only_read(value: Any) -> bool:
     return True
 
 
+def changes_nothing(node: Any) -> bool:
+    """Whether a node, by itself, leaves everything as it is."""
+    schema = node.schema()
+    if node.kind() in _PURE or not node.kind().startswith("aten::") or not schema or schema.startswith("(no"):
+        return node.kind() in _PURE
+    return not any(a.alias_info is not None and a.alias_info.is_write for a in parse_schema(schema).arguments)
+
+
+_NAMES = """Constant GetAttr ListConstruct TupleConstruct DictConstruct ListUnpack TupleUnpack TupleIndex unchecked_cast
+Uninitialized If"""
+_PURE = {f"prim::{name}" for name in _NAMES.split()}
+
+
 def _may_be_tensor(value: Any) -> bool:
     return is_tensor(value) or is_optional_tensor(value)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import ScriptError
-from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, hoist_casts, run_passes
+from narrowcast.passes import BEFORE_AUTOGRAD, Outcome, run_passes
 from narrowcast.policy import NOWHERE, Policy, Site
 from narrowcast.profiles.abilities import fitted
 from narrowcast.scripts.boundaries import ModuleBounds
@@ -25,7 +25,7 @@ from narrowcast.scripts.read import Reader, Reading
 from narrowcast.scripts.region_facts import region_class
 from narrowcast.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
 from narrowcast.scripts.statistics import keep_norms, norms_kept
-from narrowcast.scripts.write import CastBefore, Kept, write_graph
+from narrowcast.scripts.write import CastBefore, Kept, Writer
 from narrowcast.sites.script_sites import MARK, number_of
 from narrowcast.sites.sightings import see_all
 from narrowcast.torch_bridge import check_ops, id_with_dtype
@@ -130,13 +130,14 @@ def make_graph_explicit(
     number_calls(section, begins)
     reading = Reader(attribute, policy_of).read(section, name)
     see_all(reading.program, reading.policies)
-    passes = (*BEFORE_AUTOGRAD[:1], lambda program: hoist_casts(program, reading.sessions), *BEFORE_AUTOGRAD[1:])
-    outcome = run_passes(reading.program, passes, reading.policies, id_with_dtype)
+    writer = Writer(graph, section, reading, kept)
+    first, *later = BEFORE_AUTOGRAD
+    outcome = run_passes(reading.program, (first, writer.hoist, *later), reading.policies, id_with_dtype)
     if observed:  # the casts of a call come behind its mark
         _tell_sites(graph, reading)
     forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]
-    cast_before = write_graph(graph, section, reading, outcome.program, kept)
-    _convert_forks(forks, module, cast_before)
+    writer.write(outcome.program)
+    _convert_forks(forks, module, writer.cast_before)
     if marked:
         _mark(graph, scanner)
     scanner.finish()
@@ -162,6 +163,10 @@ def _tell_sites(graph: Any, reading: Reading) -> None:
 def _simplify(graph: Any) -> None:
     with norms_kept(graph):
         simplify(graph)
+    for node in graph.findAllNodes("prim::unchecked_cast"):
+        if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
+            node.output().replaceAllUsesWith(node.input())
+            node.destroy()
 
 
 def _mark(graph: Any, scanner: Scanner) -> None:

@@ -15,8 +15,16 @@ from typing import Any
 import torch
 
 from narrowcast.errors import Origin, ScriptError, ScriptWarning
+from narrowcast.scripts.region_facts import region_class
 from narrowcast.sites.python_stack import find_site, is_user_file
-from narrowcast.torch_surface.jit import ScriptMethod, is_ignored, method_names, own_methods
+from narrowcast.torch_surface.jit import (
+    ScriptMethod,
+    compiled_methods,
+    is_ignored,
+    method_names,
+    own_methods,
+    python_class,
+)
 
 _OWN = f"{__name__.split('.')[0]}."
 _BARE = "__narrowcast_regions__"
@@ -84,6 +92,8 @@ def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> 
     """
     for part in module.modules():
         _check_own(part, is_region)
+        if isinstance(part, torch.jit.ScriptModule):
+            _check_compiled(part, is_region)
         for name in ("__call__", "_call_impl"):
             call = getattr(type(part), name)
             if call is not getattr(torch.nn.Module, name) and not isinstance(part, torch.jit.ScriptModule):
@@ -99,6 +109,21 @@ def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> 
                         where=(Origin(code.co_filename, code.co_firstlineno),),
                         advice="Pin the module, or a function that the method calls.",
                     )
+
+
+def _check_compiled(part: Any, is_region: Callable[[Any], bool]) -> None:
+    """The methods of a script that torch compiled: without their decorators."""
+    kind = python_class(part)
+    for name, compiled in compiled_methods(part).items() if kind is not None else ():
+        method = getattr(kind, name, None)
+        regions: tuple[Any, ...] = ()
+        with suppress(ScriptError):
+            regions = regions_around(method, is_region) if inspect.isfunction(method) else ()
+        cast_already = any(map(region_class, (n.output() for n in compiled.graph.findAllNodes("prim::CreateObject"))))
+        if any(not isinstance(region, torch.no_grad) for region in regions) and not cast_already:
+            found = "torch.jit.script compiled it without the region that decorates it"
+            raise _refused(method, method, found, "Give narrowcast.script the Python module itself, or open the region "
+                           "in the method: with torch.autocast(...): ...")  # fmt: skip
 
 
 def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:

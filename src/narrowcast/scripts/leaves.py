@@ -21,10 +21,8 @@ class Leaves:
         self.known: dict[int, bool] = {}
 
     def is_given(self, value: Any) -> bool:
-        """Whether a value is itself an argument of the graph, or an attribute."""
+        """Whether a value is itself an argument of the graph, or an attribute, and has no other name."""
         node = value.node()
-        if node.kind() == "prim::unchecked_cast":
-            return self.is_given(node.input())
         if node.kind() == "prim::GetAttr":
             path = path_of(node)  # off the module, and then it is read once
             return path is not None and not self.changed & set(path)

@@ -137,6 +137,8 @@ class Flattener:
         elif not isinstance(statement, ast.While) and asked is not None and _computes(asked):
             made += self._edges(items, statement)
         marked = bool(made)
+        if not is_if and not self.entered.issuperset(items):  # one region for all steps of the loop
+            made = [*self._edges(items, statement), *_exits(items, EXIT_MARK, statement)]
         for name in ("body", "orelse"):
             inner = self._inside(items, getattr(statement, name, []))
             if marked and (is_if or inner):

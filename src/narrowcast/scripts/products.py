@@ -38,12 +38,12 @@ def tensordot(self: Tensor, other: Tensor, dims_self: List[int], dims_other: Lis
             order_b.append(i)
             columns *= b.size(i)
             sizes.append(b.size(i))
+    a, b = a.permute(order_a), b.permute(order_b)
     if rows == 1 and columns == 1:
-        a, b = a.permute(order_a).reshape([contracted]), b.permute(order_b).reshape([contracted])
-        return torch.dot(a, b).reshape(sizes)
-    a = a.permute(order_a).reshape([rows, contracted])
-    b = b.permute(order_b).reshape([contracted, columns])
-    return torch.mm(a, b).reshape(sizes)
+        if a.is_contiguous() and b.is_contiguous():
+            return torch.dot(a.reshape([contracted]), b.reshape([contracted])).reshape(sizes)
+        return (a.squeeze() * b.squeeze()).sum().reshape(sizes)
+    return torch.mm(a.reshape([rows, contracted]), b.reshape([contracted, columns])).reshape(sizes)
 
 
 def inner(self: Tensor, other: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from narrowcast.scripts.boundaries import passage
 from narrowcast.scripts.callers import site_in
 from narrowcast.scripts.calls import (
     Source,
+    changes_nothing,
     decided_as,
     decided_as_itself,
     dtype_argument,
@@ -371,9 +372,8 @@ class Reader:
         written = self.memory.written_in(item, blocks)
         operands = tuple(Operand(f"a{n}", v, v in written) for n, v in enumerate([*numbers, *captured]))
         name = node.kind().replace("::", ".")
-        pure = name in ("prim.Constant", "prim.GetAttr", "prim.ListConstruct", "prim.TupleConstruct", "prim.If")
         site = site_in(item.caller, node)
-        effects = () if pure else ("order",)
+        effects = () if changes_nothing(node) else ("order",)
         return Step(Value(-1, OTHER), name, operands, grad_mode=item.grad_mode, effects=effects, site=site)
 
 

@@ -15,6 +15,8 @@ Node = Any  # torch._C.Node
 
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 _CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
+MADE = "made"
+"""Among the attributes of a region object: the object itself, as what makes it gives it."""
 POLICY = "narrowcast_policy"
 """The attribute of region objects that names a policy, by digest; torch's own have none."""
 
@@ -72,7 +74,7 @@ def makers_of(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
     seen.add(instance.unique())
     node = instance.node()
     if node.kind() == "prim::CreateObject":
-        attributes: dict[str, Value] = {}
+        attributes: dict[str, Value] = {MADE: instance}
         for use in instance.uses():
             if use.user.kind() == "prim::SetAttr" and use.offset == 0:
                 name = use.user.s("name")

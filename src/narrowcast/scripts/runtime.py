@@ -59,11 +59,14 @@ def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: 
     return y
 
 
+def is_weight(x: Tensor, on: bool, device: str) -> bool:
+    """Whether it turns out to be one that a region casts, as is_weight of torch_bridge says where Python runs."""
+    return on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device
+
+
 def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
-    """To the low format, if it turns out to be a weight, as is_weight of torch_bridge says where Python runs."""
-    if on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device:
-        return x.to(low)
-    return x
+    """To the low format, if it is a weight."""
+    return x.to(low) if is_weight(x, on, device) else x
 
 
 def cast_weight_once(
@@ -75,18 +78,17 @@ def cast_weight_once(
     casts: List[Tensor],  # noqa: UP006
 ) -> Tensor:
     """The same, with the cast that was made of this very weight before."""
-    if on and torch.is_grad_enabled() and x.requires_grad and x.is_leaf and x.dtype == torch.float32:
-        if x.device.type == device:
-            found = -1
-            for i in range(len(weights)):
-                if weights[i] is x and casts[i].dtype == low:
-                    found = i
-            if found < 0:
-                found = len(weights)
-                weights.append(x)
-                casts.append(x.to(low))
-            return casts[found]
-    return x
+    if not torch.is_grad_enabled() or not is_weight(x, on, device):
+        return x
+    found = -1
+    for i in range(len(weights)):
+        if weights[i] is x and casts[i].dtype == low:
+            found = i
+    if found < 0:
+        found = len(weights)
+        weights.append(x)
+        casts.append(x.to(low))
+    return casts[found]
 
 
 def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045

@@ -20,6 +20,7 @@ from narrowcast.scripts.callers import cross, is_caller_mark, site_in
 from narrowcast.scripts.places import shown_at
 from narrowcast.scripts.region_facts import (
     DEFAULT_LOW,
+    MADE,
     POLICY,
     constant,
     device_of,
@@ -131,6 +132,7 @@ class Scanner:
         self.sessions_of: dict[int, int] = {}  # of the objects that were entered
         self.inside: list[Section] = []  # the blocks that are being read, the innermost last
         self.homes: dict[int, list[Section]] = {}  # of each session: the blocks around all parts of it
+        self.made_cached: dict[int, bool] = {}  # of region objects: whether casts are kept where they are made
         self.edges: list[Node] = []
         self.ruled: list[tuple[Node, Node, tuple[str, ...]]] = []  # first and last node of parts that regions rule
         self.passages: list[Node] = []
@@ -187,6 +189,8 @@ class Scanner:
                     close_passage(node)
                 continue
             if _is_machinery(node):
+                if node.kind() == "prim::CreateObject":
+                    self.made_cached[node.output().unique()] = next((s.cached for s in stack[-1].values()), True)
                 continue
             self._follow_grad_mode(node)
             if node.kind() == DEFAULT_LOW:
@@ -297,7 +301,10 @@ class Scanner:
         enabled, low = self._fact(node, makers, "_enabled"), self._fact(node, makers, "fast_dtype")
         told = the_same(makers, "cached", missing=-1)
         caches = chosen is None or chosen.effective_cache != "off"
-        cached = next((s.cached for s in before.values()), True) and caches if told in (-1, None) else bool(told)
+        if told in (-1, None):  # as it was where it was made
+            cached = caches and all(self.made_cached.get(m[MADE].unique(), True) for m in makers or ())
+        else:
+            cached = bool(told)
         hiding = self._hiding(around, device, policy, enabled, site_in(caller, instance.node()))
         return {**before, device: Scope(device, enabled, low_format(low, instance), policy, cached, session, hiding)}
 

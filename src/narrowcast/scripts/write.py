@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Program, Step
+from narrowcast.passes import cast_inside, hoist_casts
+from narrowcast.program import BACK, CAST, EXACTLY, TOGETHER, WEIGHT, Block, Edit, Program, Step
 from narrowcast.program import TENSOR as UNKNOWN
 from narrowcast.scripts import runtime
-from narrowcast.scripts.calls import facts_of, is_optional_tensor, is_tensor_list
+from narrowcast.scripts.calls import facts_of, is_optional_tensor, is_tensor, is_tensor_list
 from narrowcast.scripts.leaves import Leaves
 from narrowcast.scripts.read import Reading
 from narrowcast.scripts.region_facts import number_of
@@ -29,26 +30,23 @@ CastBefore = Callable[[Any, Any, Scope], Any]
 """From a node, a value that may be a weight and a region to its cast before the node; None if the region keeps none."""
 
 
-def write_graph(graph: Any, section: Section, reading: Reading, program: Program, kept: Kept) -> CastBefore:
-    """Bring the graph to what the program says now. kept: weights that are cast already.
+class Writer:
+    """Brings the graph of a script to what its program says after the passes.
 
     A weight is cast once in a region. Where the script takes one out of a list, or gives it to a fork, only the running
     script knows whether it was cast before: there it looks into a list of those that were.
     """
-    writer = _Writer(graph, reading, program, kept)
-    writer.run(section)
-    return writer.cast_before
 
-
-class _Writer:
-    def __init__(self, graph: Any, reading: Reading, program: Program, kept: Kept) -> None:
+    def __init__(self, graph: Any, section: Section, reading: Reading, kept: Kept) -> None:
+        """kept: weights that are cast already."""
         self.kept = kept
         self.weights: set[int] = set()  # casts of what may be weights
         self.searched: set[int] = set()  # sessions in which the running script looks for them
         self.caches: dict[int, tuple[Any, Any]] = {}
         self.graph = graph
+        self.section = section
         self.reading = reading
-        self.program = program
+        self.program = reading.program
         self.before = reading.program.steps
         self.positions: dict[int, list[int]] = {}  # of each section: which of its outputs the program has
         self.made: dict[int, Any] = {}  # script values of the program's new steps
@@ -57,24 +55,43 @@ class _Writer:
             for step, found in reading.operands.items()
             for operand, source in zip(self.before[step].operands, found, strict=False)
         }
-
-    def run(self, section: Section) -> None:
         self._look(section)
-        leaves = Leaves(self.graph)
-        for _, step in self.program.body.walk():
-            lowers = step.op == WEIGHT or (step.op == CAST and self._is_low(step))
-            number = step.operands[0].value if lowers and self._scope(step).cached else -1
+
+    def hoist(self, program: Program) -> list[Edit]:
+        """The edits of an assigned program after which a weight is cast before all its uses, or looked for at each."""
+        self._find(program)
+        written: set[int] = set()
+        edits = hoist_casts(program, self._sessions(), written)
+        left = {self._scope(program.steps[cast]).session for cast in written & self.weights}
+        self.searched |= left
+        return hoist_casts(program, self._sessions()) if left else edits
+
+    def _sessions(self) -> dict[int, int]:
+        return {session: step for session, step in self.reading.sessions.items() if session not in self.searched}
+
+    def _find(self, program: Program) -> None:
+        """The casts of what may be weights, and the sessions in which the running script looks for them."""
+        self.program = program
+        leaves, inner = Leaves(self.graph), cast_inside(program)
+        for step in program.casts():
+            scope, number = self._scope(step), step.operands[0].value
             value = self.read.get(number)
-            if value is None or self._type(number) not in (UNKNOWN, "fp32") or self.program.values[number].weight:
+            if value is None or not scope.cached or not self._is_low(step) or step.id in inner:
                 continue
-            if value.type().kind() == "TensorType" and leaves.may_be(value):
-                self.weights.add(step.id)
-                if self.kept or self._scope(step).open or not leaves.is_given(value):
-                    self.searched.add(self._scope(step).session)
-        for item in section.walk():
+            if not program.values[number].weight:
+                if self._type(number) not in (UNKNOWN, "fp32") or not (is_tensor(value) and leaves.may_be(value)):
+                    continue
+            self.weights.add(step.id)
+            if scope.open or not (program.values[number].weight or (leaves.is_given(value) and not self.kept)):
+                self.searched.add(scope.session)
+        for item in self.section.walk():
             if item.node.kind() == "prim::fork":
                 self.searched |= {scope.session for scope in item.scopes.values() if scope.cached}
-        self._block(self.program.body, section)
+
+    def write(self, program: Program) -> None:
+        """Change the graph."""
+        self.program = program
+        self._block(program.body, self.section)
 
     def cast_before(self, node: Any, value: Any, scope: Scope) -> Any:
         """As CastBefore says."""
@@ -140,8 +157,7 @@ class _Writer:
             if step.id in self.made:
                 return
             value, cache = self._value(source), self._cache_of(self._scope(step))
-            is_known = self.program.values[source].weight and self._is_low(step)
-            if cache is not None and (step.id in self.weights or is_known):
+            if cache is not None and step.id in self.weights:
                 value = self._cast_once(value, self._scope(step))
             self.made[step.id] = self._cast(value, self._type(source) if cache is None else UNKNOWN, step)
         elif step.op == TOGETHER:
@@ -157,9 +173,7 @@ class _Writer:
     def _cast_weight(self, step: Step) -> Any:
         """The cast of what turns out to be a weight; lists and what may be None are none."""
         value, scope = self._value(step.operands[0].value), self._scope(step)
-        if value.type().kind() != "TensorType":
-            return value
-        return self._cast_once(value, scope)
+        return self._cast_once(value, scope) if is_tensor(value) else value
 
     def _cast_once(self, value: Any, scope: Scope) -> Any:
         arguments = [value, self._on(scope), self._constant(scope.device_type), self._low(scope)]

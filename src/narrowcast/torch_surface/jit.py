@@ -143,6 +143,12 @@ def find_type(module: Any) -> str:
     return str(module._c._type().qualified_name())
 
 
+def python_class(module: Any) -> type | None:
+    """The class that a script module was compiled from; None where it was loaded."""
+    found: type | None = getattr(module.__dict__.get("_concrete_type"), "py_class", None)
+    return found
+
+
 compiler_lock = threading.RLock()
 """TorchScript's compiler and its tracer keep state of the process: one thread at a time."""
 
