@@ -365,3 +365,16 @@ def energy_of_shells() -> Made:
             return energy, -torch.autograd.grad(energy.float(), place, create_graph=True)[0]
 
     return Made(Fn(run, body=mlp(8, 1)), (torch.randn(6, 3) * 2,))
+
+
+@program("log-determinants")
+def pairs_and_a_determinant() -> Made:
+    """An instance norm, a loss of pairs, a sum of logarithms that cancels."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        flat = F.normalize(m.linear(F.instance_norm(x).flatten(1)), dim=-1)
+        scores = flat @ flat.T / 0.1
+        loss = F.cross_entropy(scores, torch.arange(len(x)))
+        return loss + torch.linalg.slogdet(scores.float() + 20 * torch.eye(len(x)))[1]
+
+    return Made(Fn(run, linear=nn.Linear(768, 8)), (torch.randn(2, 3, 16, 16),))

@@ -349,8 +349,13 @@ def seq2seq_of_torch() -> Made:
 def seq2seq_padded() -> Made:
     def run(m: Any, source: Tensor, target: Tensor) -> Tensor:
         mask, pad = nn.Transformer.generate_square_subsequent_mask(T), ~SEEN
-        out = m.t(m.table(source), m.table(target), tgt_mask=mask, src_key_padding_mask=pad, memory_key_padding_mask=pad)
-        return m.head(out)
+        masks = {"tgt_mask": mask, "src_key_padding_mask": pad, "memory_key_padding_mask": pad}
+        return m.head(m.t(m.table(source), m.table(target), **masks))
 
     model = nn.Transformer(D, H, 1, 1, 2 * D, dropout=0.0, batch_first=True)
     return Made(Fn(run, table=nn.Embedding(V, D), t=model, head=nn.Linear(D, V)), (ids(2, T), ids(2, T)))
+
+
+@program("attention of torch")
+def attention_of_torch() -> Made:
+    return Made(Fn(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(D, H)), (torch.randn(2, T, D),))

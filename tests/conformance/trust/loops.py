@@ -11,7 +11,7 @@ from typing import Any
 import sequences
 import torch
 import torch.nn.functional as F
-from language import T, Language, ids, with_loss
+from language import Language, T, ids, with_loss
 from torch import Tensor, nn
 
 X, Y = torch.linspace(-1, 1, 256).reshape(16, 16).sin(), torch.arange(16) % 4

