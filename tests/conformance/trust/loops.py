@@ -11,12 +11,10 @@ from typing import Any
 import sequences
 import torch
 import torch.nn.functional as F
-from language import Language, T, ids, with_loss
+from language import Language, with_loss
 from torch import Tensor, nn
 
 X, Y = torch.linspace(-1, 1, 256).reshape(16, 16).sin(), torch.arange(16) % 4
-
-
 Step = Callable[[], Any]
 
 
@@ -59,26 +57,52 @@ class Trainer:
         self.scaler.update()
 
 
-def plain(dtype, loss=F.cross_entropy, **options):
-    t = Trainer(dtype, net(), **options)
+def of_loss(lost: Callable[[Trainer], Tensor], model: Callable[[], nn.Module] = net, clip: float | None = None,
+            **options: Any) -> Callable[[torch.dtype], Step]:  # fmt: skip
+    """A loop that takes a loss, and steps."""
 
-    def step():
-        with t.region():
-            lost = loss(t.model(X), Y)
-        t.step(lost)
+    def make(dtype: torch.dtype) -> Step:
+        t = Trainer(dtype, model(), **options)
+        return lambda: t.step(lost(t), clip)
 
-    return step
+    return make
 
 
-def loss_outside(dtype, clip=None):
-    t = Trainer(dtype, net(), torch.optim.SGD, lr=0.1, momentum=0.9)
+def inside(t):
+    with t.region():
+        return F.cross_entropy(t.model(X), Y)
 
-    def step():
-        with t.region():
-            y = t.model(X)
-        t.step(F.cross_entropy(y.float(), Y), clip)
 
-    return step
+def outside(t):
+    with t.region():
+        y = t.model(X)
+    return F.cross_entropy(y.float(), Y)
+
+
+def two_losses(t):
+    with t.region():
+        y = t.model[0](X)
+        first = F.cross_entropy(y, Y)
+    return first + 0.1 * F.mse_loss(t.model[1](y.float())[:, 0], Y.float())
+
+
+def adapted(t):
+    with t.region():
+        return F.mse_loss(t.model(X.repeat(1, 2)).float(), X.repeat(1, 2).cos())
+
+
+def recomputed(t):
+    with t.region():
+        return t.model((torch.arange(24).reshape(2, 12) * 7) % 50)
+
+
+def penalised(t):
+    """The gradient with respect to the input, in fp32, as WGAN-GP has it."""
+    x = X.clone().requires_grad_()
+    [slope] = torch.autograd.grad(t.model(x).sum(), x, create_graph=True)
+    with t.region():
+        y = t.model(X).float().mean()
+    return y + (slope.norm(2, -1) - 1).square().mean()
 
 
 def accumulated(dtype):
@@ -146,55 +170,6 @@ def queue(dtype):
     return step
 
 
-def two_losses(dtype):
-    t, head = Trainer(dtype, net()), nn.Linear(4, 1)
-
-    def step():
-        with t.region():
-            y = t.model(X)
-            first = F.cross_entropy(y, Y)
-        second = F.mse_loss(head(y.float())[:, 0], Y.float())
-        t.step(first + 0.1 * second)
-
-    return step
-
-
-def adapters(dtype):
-    t = Trainer(dtype, sequences.lora_of_layers().model)
-
-    def step():
-        with t.region():
-            loss = F.mse_loss(t.model(X.repeat(1, 2)).float(), X.repeat(1, 2).cos())
-        t.step(loss)
-
-    return step
-
-
-def checkpointed(dtype):
-    t, tokens = Trainer(dtype, with_loss(Language(checkpointed=True))), ids(2, T)
-
-    def step():
-        with t.region():
-            loss = t.model(tokens)
-        t.step(loss, 1.0)
-
-    return step
-
-
-def penalty(dtype):
-    """The gradient with respect to the input, in fp32, as WGAN-GP has it."""
-    t = Trainer(dtype, net(16, 32, 1))
-
-    def step():
-        x = X.clone().requires_grad_()
-        [slope] = torch.autograd.grad(t.model(x).sum(), x, create_graph=True)
-        with t.region():
-            y = t.model(X).float().mean()
-        t.step(y + (slope.norm(2, -1) - 1).square().mean())
-
-    return step
-
-
 def decayed(dtype):
     """Groups, a schedule, and an evaluation after the step."""
     t = Trainer(dtype, net(), torch.optim.AdamW, weight_decay=0.1, fused=True)
@@ -211,21 +186,23 @@ def decayed(dtype):
     return step
 
 
+recomputing = lambda: with_loss(Language(checkpointed=True))
+SGD = {"kind": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 LOOPS = [
-    Loop("plain", "loop", plain),
-    Loop("sgd_outside", "loop", loss_outside),
-    Loop("clipped", "loop", lambda dtype: loss_outside(dtype, 1.0)),
-    Loop("foreach", "loop", lambda dtype: plain(dtype, foreach=True)),
-    Loop("adagrad", "loop", lambda dtype: plain(dtype, kind=torch.optim.Adagrad)),
+    Loop("plain", "loop", of_loss(inside)),
+    Loop("foreach", "loop", of_loss(inside, foreach=True)),
+    Loop("adagrad", "loop", of_loss(inside, kind=torch.optim.Adagrad)),
+    Loop("sgd_outside", "loop", of_loss(outside, **SGD)),
+    Loop("clipped", "loop", of_loss(outside, clip=1.0, **SGD)),
+    Loop("two_losses", "loop", of_loss(two_losses, lambda: nn.Sequential(net(), nn.Linear(4, 1)))),
     Loop("schedule", "loop", decayed),
+    Loop("adapters", "LoRA", of_loss(adapted, lambda: sequences.lora_of_layers().model)),
+    Loop("checkpointed_loop", "checkpointing", of_loss(recomputed, recomputing, 1.0)),
+    Loop("penalty", "GAN", of_loss(penalised, lambda: net(16, 32, 1))),
+    Loop("two_optimizers", "GAN", adversarial),
     Loop("four_parts", "gradient accumulation", accumulated),
     Loop("averaged_model", "EMA", average),
-    Loop("two_optimizers", "GAN", adversarial),
-    Loop("penalty", "GAN", penalty),
     Loop("queue", "metric learning", queue),
-    Loop("two_losses", "loop", two_losses),
-    Loop("adapters", "LoRA", adapters),
-    Loop("checkpointed_loop", "checkpointing", checkpointed),
 ]
 
 

@@ -246,26 +246,6 @@ def three_dimensions() -> Made:
     return Made(block(2, 8, 1, nn.Conv3d, nn.BatchNorm3d), (torch.rand(2, 2, 8, 8, 8),))
 
 
-def timed_unet(timed: bool = True) -> nn.Module:
-    """With norms of groups behind the convolutions, and told the time by a layer of its own."""
-    norm = lambda width: nn.GroupNorm(4, width)
-
-    def run(m: Any, x: Tensor, t: Any = None) -> Tensor:
-        first = m.into(x)
-        low = m.down(first)
-        if t is not None:
-            angles = t[:, None] * torch.exp(-9.2 * torch.arange(8) / 8)
-            low = low + m.time(torch.cat([angles.sin(), angles.cos()], -1))[..., None, None]
-        return m.out(torch.cat([first, m.up(low)], 1))
-
-    parts = {"time": mlp(16, 32)} if timed else {}
-    return Fn(run, into=block(3, 16, norm=norm), down=block(16, 32, 2, norm=norm), up=nn.ConvTranspose2d(32, 16, 2, 2),
-              out=nn.Conv2d(32, 3, 1), **parts)  # fmt: skip
-
-
-enter("skip", "U-Net", lambda: Made(timed_unet(timed=False), (torch.rand(2, 3, 16, 16),)))
-
-
 @program("diffusion")
 def loss_of_the_noise() -> Made:
     kept, t = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0), torch.tensor([3, 70])
@@ -275,18 +255,18 @@ def loss_of_the_noise() -> Made:
         share = kept[t][:, None, None, None]
         return F.mse_loss(m.unet(share.sqrt() * x + (1 - share).sqrt() * noise, t.float()), noise)
 
-    return Made(Fn(run, unet=timed_unet()), (torch.rand(2, 3, 16, 16),))
+    return Made(Fn(run, unet=UNet()), (torch.rand(2, 3, 16, 16),))
 
 
 @program("diffusion", trains=False)
 def sampling_with_guidance() -> Made:
     def run(m: Any, x: Tensor) -> Tensor:
         for t in (90.0, 60.0, 30.0):
-            noise, plain = m.unet(x, torch.full((2,), t)), m.unet(x, torch.zeros(2))
+            noise, plain = m.unet(x, torch.full((2,), t)), m.unet(x)
             x = x - 0.1 * (plain + 2 * (noise - plain))
         return x
 
-    return Made(Fn(run, unet=timed_unet()).eval(), (torch.randn(2, 3, 16, 16),))
+    return Made(Fn(run, unet=UNet()).eval(), (torch.randn(2, 3, 16, 16),))
 
 
 @program("detection")

@@ -40,6 +40,7 @@ import wrong_kernels
 import wrong_loops
 import wrong_models
 import wrong_values
+from kernels_to_judge import cases, looked_at
 from planting import Fault
 from program import DTYPES, FALSE_ALARM, HARMED, NOT_JUDGED, PROGRAMS, RIGHT, Made, Program, Said
 
@@ -88,17 +89,25 @@ def sound_trials(seed: int, composed: int) -> Iterator[Trial]:
             for format, dtype in low.items():
 
                 def ask(subject: Any = subject, verb: Any = verb, dtype: Any = dtype) -> Said:
-                    said = verb(subject, dtype)
-                    return Said(FALSE_ALARM, said) if said else Said(RIGHT)
+                    return alarm(verb(subject, dtype))
 
                 yield Trial("sound", name, subject.name, subject.family, format, ask)
-    for name, pair in SOUND_PAIRS.items():
+    others: dict[tuple[str, str], Callable[[], str]] = {
+        ("compare_runs, pairs", name): lambda pair=pair: verbs.alike(*pair()) for name, pair in SOUND_PAIRS.items()
+    }
+    others |= {("compare, kernels", f"kernels {n}"): lambda n=n: sound_kernels(n) for n in range(seed, seed + 3)}
+    for (verb, name), of in others.items():
+        yield Trial("sound", verb, name, verb, "", lambda of=of: alarm(of()))
 
-        def ask_pair(pair: Any = pair) -> Said:
-            said = verbs.alike(*pair())
-            return Said(FALSE_ALARM, said) if said else Said(RIGHT)
 
-        yield Trial("sound", "compare_runs, pairs", name, "pairs of runs", "", ask_pair)
+def alarm(said: str) -> Said:
+    return Said(FALSE_ALARM, said) if said else Said(RIGHT)
+
+
+def sound_kernels(seed: int) -> str:
+    """Those that are beyond their bounds, of some thousand in low formats with values of many sizes."""
+    looked = ((name, *found) for name, call in cases(seed) for found in looked_at(call))
+    return "\n".join(f"{op} in {name}: {found}" for name, op, found in looked if found is not None and found.is_beyond)
 
 
 def all_faults(seed: int) -> list[Fault]:

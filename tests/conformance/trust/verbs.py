@@ -288,7 +288,7 @@ FORWARD: dict[str, Verb] = {
 WITH_TWIN: dict[str, Verb] = {"compare_runs, written otherwise": at_rest(against_twin, forward)}
 WITH_CACHE: dict[str, Verb] = {"compare_runs, decoding": at_rest(decoding, forward)}
 COMPILED: dict[str, Verb] = {"compare_runs, compiled": at_rest(compiled, forward)}
-TO_COMPILE = ("skip", "decoder", "encoder_post_norm")
+TO_COMPILE = ("unet_interpolated", "decoder", "encoder_post_norm")
 OF_LOOPS: dict[str, Verb] = {"watch step": watched_steps, "check_training": check_training}
 TRAINING: dict[str, Verb] = {
     "compare backward": at_rest(compare_backward, backward), "watch backward": watched(backward), **OF_LOOPS,
