@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from program import MISSED, PLACE, RIGHT, Said
 from torch import Tensor, nn
@@ -99,11 +98,3 @@ class Images(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.plant(self.up(x.unflatten(-1, (4, 4))[:, None].repeat(1, 1, 3, 3))))
-
-
-def seeded_pair(first: Callable[[], nn.Module], second: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """Two models with the same weights."""
-    torch.manual_seed(0)
-    these, those = first(), second()
-    those.load_state_dict(these.state_dict())
-    return these, those

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,7 +68,7 @@ def table(kept: dict[str, Any], kind: str, title: str, words: tuple[str, ...]) -
     """A row for each verb: at first contact, how many were right of how many in each corpus; and now, in words."""
     parts = {name: kept.get(name, {}).get(kind, {}) for name in ("first", "second", "now")}
     verbs = list(dict.fromkeys(verb for name in ("now", "first", "second") for verb in parts[name]))
-    lines = [f"| {title} | first contact: corpus 1 | corpus 2 | now: trials | {' | '.join(words)} | right, 95 % |",
+    lines = [f"| {title} | first: corpus 1 | corpus 2 | now | {' | '.join(words)} | right, 95 % |",
              "|" + "---|" * (5 + len(words))]  # fmt: skip
     for verb in [*verbs, "all"]:
         rows = [added(part.values()) if verb == "all" else part.get(verb, {}) for part in parts.values()]
@@ -95,7 +96,15 @@ def tables(kept: dict[str, Any]) -> str:
         table(kept, "sound", "Sound programs", (FALSE_ALARM, HARMED)),
         table(kept, "fault", "Planted faults", (PLACE, ADVICE, MISSED, HARMED)), peers(kept),
     )  # fmt: skip
-    return "\n\n".join("\n".join(part) for part in parts) + f"\n\nNow: {kept['now']['of']}.\n"
+    said = [f"False alarms and harm now: {kept['now'].get('alarms', 'none')}.", f"Now: {kept['now']['of']}."]
+    return "\n\n".join(["\n".join(part) for part in parts] + [textwrap.fill(text, 118) for text in said]) + "\n"
+
+
+def alarms_of(rows: list[dict[str, Any]]) -> str:
+    """By verb and family, with how many."""
+    bad = [row for row in rows if row["kind"] == "sound" and row["result"] in (FALSE_ALARM, HARMED)]
+    found = Counter(f"{row['verb']} of {row['family']}" for row in bad)
+    return "; ".join(f"{what}: {number}" for what, number in sorted(found.items())) or "none"
 
 
 def save(rows: list[dict[str, Any]], programs: int, families: int) -> None:
@@ -104,7 +113,7 @@ def save(rows: list[dict[str, Any]], programs: int, families: int) -> None:
     causes = len({row["family"] for row in rows if row["kind"] == "fault"})
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
     of = f"{programs} programs of {families} families, {causes} causes, seed {seeds}, torch {torch.__version__}"
-    kept["now"] = {"of": f"{of}, {datetime.date.today()}", **counted(rows)}
+    kept["now"] = {"of": f"{of}, {datetime.date.today()}", "alarms": alarms_of(rows), **counted(rows)}
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{tables(kept)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -196,7 +196,7 @@ def main() -> int:
             subjects = (*corpus(0, asked.composed), *loops.LOOPS)
             report.save(kept, len(subjects), len({subject.family for subject in subjects}))
         return 1 if any(row["kind"] != "peer" and row["result"] not in (RIGHT, NOT_JUDGED) for row in kept) else 0
-    print(*published.MISSING, sep="\n")
+    print("\n".join(published.MISSING), end="\n" * bool(published.MISSING))
     torch.set_num_threads(1)
     warm()
     verbs.SEED[0] = asked.seed

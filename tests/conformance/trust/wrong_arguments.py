@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from planting import Between, Fault, Places, Plant, lines_of, placed, seeded_pair
+from planting import Between, Fault, Places, Plant, lines_of, placed
 from program import DTYPES, MISSED, PLACE, RIGHT, Said
 from torch import Tensor, nn
 
@@ -140,7 +140,9 @@ class Pair:
     is_step: bool = False
 
     def made(self) -> tuple[nn.Module, nn.Module, Tensor]:
-        right, wrong = seeded_pair(self.right, self.wrong)
+        torch.manual_seed(0)
+        right, wrong = self.right(), self.wrong()
+        wrong.load_state_dict(right.state_dict())
         return right, wrong, torch.randn(64, 64) if isinstance(right, Between) else X
 
 

@@ -42,11 +42,7 @@ OPS: dict[str, tuple[Callable[..., Any], Plant, str]] = {
     "exp": (lambda x: torch.exp2(x * 1.4426950408889634), lambda y: y.exp(), "exp"),
     "softplus": (lambda x, beta=1, threshold=20: (1 + x.exp()).log(), lambda y: F.softplus(y), "softplus"),
     "hardswish": (lambda x: x * (x + 3).clamp(0, 6) / 6, lambda y: F.hardswish(y), "hardswish"),
-    "leaky_relu": (
-        lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
-        lambda y: F.leaky_relu(y, 0.1),
-        "leaky_relu",
-    ),
+    "leaky_relu": (lambda x, s=0.01: torch.where(x > 0, x, x * s), lambda y: F.leaky_relu(y, 0.1), "leaky_relu"),
     "elu": (lambda x, a=1, b=1, c=1: torch.where(x > 0, x, x.expm1()), lambda y: F.elu(y), "elu"),
     "sqrt": (lambda x: x.pow(0.5), lambda y: (y.abs() + 1).sqrt(), "sqrt"),
     "rsqrt": (lambda x: x.pow(-0.5), lambda y: (y.abs() + 1).rsqrt(), "rsqrt"),
