@@ -285,16 +285,6 @@ def margins_of_torch() -> Made:
     return Made(Fn(run, body=mlp(32, 16, 64, nn.GELU)), (torch.randn(16, 32), torch.randn(16, 32)))
 
 
-@program("mixture density")
-def mixture_of_log_scales() -> Made:
-    def run(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        share, mean, log_scale = m.body(x).float().chunk(3, -1)
-        log = -0.5 * ((y - mean) * torch.exp(-log_scale)).square() - log_scale
-        return -torch.logsumexp(log + share.log_softmax(-1), -1).mean()
-
-    return Made(Fn(run, body=nn.Linear(8, 12)), (torch.randn(16, 8), torch.randn(16, 1)))
-
-
 @program("normalizing flow")
 def coupling() -> Made:
     """With the logarithm of its determinant."""

@@ -170,6 +170,9 @@ def warm() -> None:
     for verb in verbs.FORWARD.values():
         with contextlib.suppress(verbs.NotSound):
             verb(program, torch.bfloat16)
+    for stem in published.HERE:
+        published.of_transformers(stem)
+    peers.by_debug_mode(peers.Program(torch.nn.Linear(4, 4), torch.randn(2, 4), torch.bfloat16))
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:

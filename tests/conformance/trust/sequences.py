@@ -174,17 +174,6 @@ def ctc_with_a_target_too_long() -> Made:
     return Made(Fn(run, net=nn.Linear(D, 10)), (torch.randn(2, T, D),))
 
 
-@program("CTC")
-def listener() -> Made:
-    y, n, k = torch.randint(1, 12, (2, 5)), torch.full((2,), 20), torch.tensor([5, 3])
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        logp = m.head(F.gelu(m.body(x)).transpose(1, 2)).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(logp, y, n, k)
-
-    return Made(Fn(run, body=nn.Conv1d(8, D, 3, 2, 1), head=nn.Linear(D, 12)), (torch.randn(2, 8, 40),))
-
-
 @program("RNN-T")
 def transducer_by_rows() -> Made:
     """The lattice row by row, in fp32."""

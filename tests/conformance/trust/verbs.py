@@ -68,7 +68,7 @@ def state(made: Made) -> dict[str, Any]:
         "versions": [p._version for p in parameters],
         "modes": [module.training for module in modules] + [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules],
-        "attributes": [sorted(vars(module)) for module in modules],
+        "attributes": [sorted(vars(module).keys() - {"_is_torch_compile"}) for module in modules],  # torch marks it
         "random numbers": random_state(),
     }
 

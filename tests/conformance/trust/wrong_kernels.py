@@ -29,10 +29,6 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     return (a[..., None] * b[:, None]).sum(2)
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    return (a[:, :, None] * b).sum(1)
-
-
 # op: the same in fp64 by other ops; the line that calls it; the op as it is named
 OPS: dict[str, tuple[Callable[..., Any], Plant, str]] = {
     "silu": (lambda x: x / (1 + (-x).exp()), lambda y: F.silu(y), "silu"),
@@ -50,7 +46,7 @@ OPS: dict[str, tuple[Callable[..., Any], Plant, str]] = {
     "bmm": (bmm, lambda y: torch.bmm(y[None], y[None].transpose(1, 2))[0] @ y, "bmm"),
     "native_layer_norm": (layer_norm, lambda y: F.layer_norm(y, (64,)), "layer_norm"),
     "cumsum": (lambda x, dim, *, dtype=None: x @ torch.ones(64, 64).triu().to(x), lambda y: y.cumsum(-1) / 9, "cumsum"),
-    "mm": (mm, lambda y: torch.mm(y.repeat(1, 8), y.repeat(8, 1)) / 64, "mm"),
+    "mm": (lambda a, b: bmm(a[None], b[None])[0], lambda y: torch.mm(y.repeat(1, 8), y.repeat(8, 1)) / 64, "mm"),
 }
 
 
@@ -95,7 +91,7 @@ def planted(op: str, how: str) -> Any:
         if how in ADDS and is_low:
             total = torch.zeros(x.shape[0], args[0].shape[1], dtype=x.dtype)
             for a, b in zip(x.split(ADDS[how], 1), args[0].split(ADDS[how]), strict=True):
-                total = total + mm(a.float(), b.float()).to(x.dtype)
+                total = total + bmm(a[None].float(), b[None].float())[0].to(x.dtype)
             return total
         rest = [t.double() if isinstance(t, Tensor) else t for t in args]
         gave = OPS[op][0](x.double(), *rest, **kwargs)
