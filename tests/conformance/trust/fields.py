@@ -1,4 +1,4 @@
-"""Sound programs on images, sound, graphs, molecules and vectors."""
+"""Sound programs on graphs, molecules, physics, vectors and tables."""
 
 from __future__ import annotations
 
@@ -7,121 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pictures import mlp
 from program import Fn, Made, program
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
-
-
-def conv(i: int, o: int, **options: Any) -> nn.Conv2d:
-    return nn.Conv2d(i, o, 3, padding=1, **options)
-
-
-def mlp(i: int, o: int, width: int = 32, act: Any = nn.SiLU) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(i, width), act(), nn.Linear(width, o))
-
-
-def labels(n: int, of: int) -> Any:
-    y = torch.randint(0, of, (n,))
-    return lambda out: F.cross_entropy(out.float(), y)
-
-
-@program("CNN")
-def cnn_batch_norm() -> Made:
-    first = [conv(3, 8, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
-    then = [conv(8, 16), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    model = nn.Sequential(*first, *then, nn.Linear(16, 5))
-    return Made(model, (torch.randn(4, 3, 12, 12),), labels(4, 5))
-
-
-@program("CNN")
-def cnn_in_evaluation() -> Made:
-    return Made(cnn_batch_norm().model.eval(), (torch.randn(4, 3, 12, 12),), labels(4, 5))
-
-
-@program("CNN")
-def depthwise_and_squeeze() -> Made:
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = F.hardswish(m.norm(m.deep(m.up(x))))
-        h = h * m.gate(h.mean((2, 3), keepdim=True)).sigmoid()
-        return x + m.down(h)
-
-    model = Fn(run, up=nn.Conv2d(8, 16, 1), deep=conv(16, 16, groups=16), norm=nn.GroupNorm(4, 16),
-               gate=nn.Conv2d(16, 16, 1), down=nn.Conv2d(16, 8, 1))  # fmt: skip
-    return Made(model, (torch.randn(2, 8, 10, 10),))
-
-
-@program("CNN")
-def vision_transformer() -> Made:
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = m.patches(x).flatten(2).transpose(1, 2)
-        h = torch.cat([m.token.expand(x.shape[0], -1, -1), h], 1) + m.place
-        return m.head(m.encoder(h)[:, 0])
-
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-    model = Fn(run, patches=nn.Conv2d(3, 32, 4, 4), token=nn.Parameter(torch.zeros(1, 1, 32)),
-               place=nn.Parameter(torch.randn(1, 10, 32) * 0.02), head=nn.Linear(32, 5),
-               encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))  # fmt: skip
-    return Made(model, (torch.randn(2, 3, 12, 12),), labels(2, 5))
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = conv(3, 8), conv(8, 16), conv(16, 8)
-        self.up, self.out, self.norm = nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(8, 3, 1), nn.GroupNorm(4, 16)
-        self.time = mlp(8, 16)
-
-    def forward(self, x: Tensor, t: Tensor | None = None) -> Tensor:
-        a = F.silu(self.a(x))
-        b = F.silu(self.norm(self.b(F.avg_pool2d(a, 2))))
-        if t is not None:
-            angle = t[:, None] * torch.exp(-torch.arange(4) * 2.3)
-            b = b + self.time(torch.cat([angle.sin(), angle.cos()], -1))[..., None, None]
-        return self.out(F.silu(self.c(torch.cat([a, self.up(b)], 1))))
-
-
-@program("U-Net")
-def unet_with_dice() -> Made:
-    y = (torch.rand(2, 3, 12, 12) > 0.5).float()
-
-    def loss(out: Tensor) -> Tensor:
-        p = out.float().sigmoid()
-        dice = 1 - (2 * (p * y).sum((2, 3)) + 1) / (p.sum((2, 3)) + y.sum((2, 3)) + 1)
-        return dice.mean() + F.binary_cross_entropy_with_logits(out.float(), y)
-
-    return Made(UNet(), (torch.randn(2, 3, 12, 12),), loss)
-
-
-@program("U-Net")
-def unet_interpolated() -> Made:
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = F.relu(m.norm(m.a(F.interpolate(x, scale_factor=0.5, mode="bilinear"))))
-        return m.b(F.interpolate(h, size=x.shape[-2:], mode="nearest")) + x
-
-    return Made(Fn(run, a=conv(3, 8), b=conv(8, 3), norm=nn.InstanceNorm2d(8)), (torch.randn(2, 3, 12, 12),))
-
-
-@program("diffusion")
-def diffusion_loss() -> Made:
-    t, noise = torch.rand(3), torch.randn(3, 3, 12, 12)
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        alpha = torch.cos(t * 1.5)[:, None, None, None]
-        seen = alpha * x + (1 - alpha.square()).sqrt() * noise
-        weight = (alpha.square() / (1 - alpha.square())).clamp(max=5)
-        return (weight * (m.net(seen, t * 100).float() - noise).square()).mean()
-
-    return Made(Fn(run, net=UNet()), (torch.randn(3, 3, 12, 12),))
-
-
-@program("diffusion", trains=False)
-def diffusion_sampled() -> Made:
-    def run(m: Any, x: Tensor) -> Tensor:
-        for t in (0.8, 0.5, 0.2):
-            x = x - 0.1 * m.net(x, torch.full((2,), t * 100))
-        return x
-
-    return Made(Fn(run, net=UNet()), (torch.randn(2, 3, 12, 12),))
 
 
 @program("flow matching")
@@ -182,76 +71,6 @@ def graph_normalized_adjacency() -> Made:
     return Made(Fn(run, one=nn.Linear(16, 16), two=nn.Linear(16, 4)), (torch.randn(10, 16),))
 
 
-@program("detection")
-def boxes() -> Made:
-    """Focal loss and generalised IoU, on log sizes."""
-    y, wanted = (torch.rand(12, 4) > 0.8).float(), torch.rand(12, 4).sort(-1).values
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        logits, box = m.kind(x), m.box(x).float()
-        p = logits.sigmoid()
-        cross = F.binary_cross_entropy_with_logits(logits.float(), y, reduction="none")
-        focal = (cross * (y * (1 - p) + (1 - y) * p).square()).sum() / 12
-        size = box[:, 2:].clamp(max=4).exp()
-        low, high = box[:, :2] - size / 2, box[:, :2] + size / 2
-        met = (torch.minimum(high, wanted[:, 2:]) - torch.maximum(low, wanted[:, :2])).clamp(min=0).prod(-1)
-        all_of = size.prod(-1) + (wanted[:, 2:] - wanted[:, :2]).prod(-1) - met
-        return focal + (1 - met / (all_of + 1e-7)).mean()
-
-    return Made(Fn(run, kind=nn.Linear(16, 4), box=nn.Linear(16, 4)), (torch.randn(12, 16),))
-
-
-@program("detection")
-def queries() -> Made:
-    """DETR's expanded queries, sines of places, inverse sigmoid."""
-
-    def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        memory = m.patches(x).flatten(2).transpose(1, 2)
-        q = m.queries[None].expand(x.shape[0], -1, -1)
-        q = m.norm(q + m.cross(q, memory, memory)[0])
-        start = m.start.sigmoid().clamp(1e-5, 1 - 1e-5)
-        return m.kind(q), (m.box(q) + torch.log(start / (1 - start))).sigmoid()
-
-    model = Fn(run, patches=nn.Conv2d(3, 32, 4, 4), queries=nn.Parameter(torch.randn(6, 32)), norm=nn.LayerNorm(32),
-               start=nn.Parameter(torch.randn(6, 4)), cross=nn.MultiheadAttention(32, 4, batch_first=True),
-               kind=nn.Linear(32, 5), box=nn.Linear(32, 4))  # fmt: skip
-    return Made(model, (torch.randn(2, 3, 12, 12),), lambda o: o[0].float().square().mean() + o[1].float().mean())
-
-
-@program("audio codec")
-def codec() -> Made:
-    """Down, a residual quantiser with a straight-through gradient, up; snake."""
-
-    def snake(x: Tensor) -> Tensor:
-        return x + x.sin().square() / (1 + 1e-9)
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = m.deep(snake(m.down(x)))
-        rest, given = h, torch.zeros_like(h)
-        for book in m.books:
-            near = torch.cdist(rest.transpose(1, 2).float(), book.weight[None].expand(2, -1, -1)).argmin(-1)
-            code = book(near).transpose(1, 2).type_as(h)
-            given, rest = given + code, rest - code
-        h = h + (given - h).detach()
-        return torch.tanh(m.up(snake(h)))
-
-    books = nn.ModuleList(nn.Embedding(16, 16) for _ in range(2))
-    model = Fn(run, down=nn.Conv1d(1, 16, 8, 4, 2), deep=nn.Conv1d(16, 16, 3, padding=1), books=books,
-               up=nn.ConvTranspose1d(16, 1, 8, 4, 2))  # fmt: skip
-    return Made(model, (torch.randn(2, 1, 128),))
-
-
-@program("audio codec")
-def spectrogram_loss() -> Made:
-    def log_spectrum(x: Tensor) -> Tensor:
-        return torch.log(torch.stft(x.float(), 32, 8, window=torch.hann_window(32), return_complex=True).abs() + 1e-3)
-
-    x = torch.randn(2, 256)
-    model = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 8, 9, padding=4), nn.ELU(),
-                          nn.Conv1d(8, 1, 9, padding=4), nn.Flatten())  # fmt: skip
-    return Made(model, (x,), lambda out: (log_spectrum(out) - log_spectrum(x)).abs().mean())
-
-
 @program("physics with forces")
 def energies_and_forces() -> Made:
     """Pairs of atoms within a cutoff; forces by autograd.grad in the forward."""
@@ -300,30 +119,6 @@ def differential_equation() -> Made:
             return (second + u).square().mean() + (u[0] - 1).square().sum()
 
     return Made(Fn(run, net=mlp(1, 1, act=nn.Tanh)), (torch.linspace(0, 1, 16)[:, None],))
-
-
-@program("GAN")
-def gan_generator() -> Made:
-    def run(m: Any, z: Tensor) -> Tensor:
-        return F.softplus(-m.judge(m.maker(z))).mean()
-
-    maker = nn.Sequential(nn.Linear(8, 64), nn.Unflatten(1, (4, 4, 4)), nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.Tanh())
-    judge = nn.Sequential(conv(3, 8, stride=2), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1)).requires_grad_(
-        False
-    )
-    return Made(Fn(run, maker=maker, judge=judge), (torch.randn(4, 8),))
-
-
-@program("GAN")
-def gan_judge_twice() -> Made:
-    judge = nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 32)), nn.LeakyReLU(0.2), nn.Linear(32, 1)
-    )
-
-    def run(m: Any, real: Tensor, made: Tensor) -> Tensor:
-        return F.relu(1 - m.judge(real)).mean() + F.relu(1 + m.judge(made)).mean()
-
-    return Made(Fn(run, judge=judge.eval()), (torch.randn(8, 16), torch.randn(8, 16)))
 
 
 @program("metric learning")
@@ -479,3 +274,97 @@ def sinkhorn() -> Made:
         return (p.exp() * cost).sum()
 
     return Made(Fn(run, net=mlp(8, 8)), (torch.randn(6, 8), torch.randn(6, 8)))
+
+
+@program("metric learning")
+def margins_of_torch() -> Made:
+    def run(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        a, b = F.normalize(m.body(x), dim=-1), F.normalize(m.body(y), dim=-1)
+        return F.triplet_margin_loss(a, b, b.roll(1, 0), 0.5)
+
+    return Made(Fn(run, body=mlp(32, 16, 64, nn.GELU)), (torch.randn(16, 32), torch.randn(16, 32)))
+
+
+@program("normalizing flow")
+def coupling() -> Made:
+    """With the logarithm of its determinant."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        scale, shift = m.body(a).float().chunk(2, -1)
+        scale = torch.tanh(scale)
+        z = torch.cat([a, b * scale.exp() + shift], -1)
+        return (0.5 * z.square().sum(-1) - scale.sum(-1)).mean()
+
+    return Made(Fn(run, body=mlp(8, 16, act=nn.ReLU)), (torch.randn(16, 16),))
+
+
+@program("recommender")
+def bags_of_clicks() -> Made:
+    at = torch.randint(0, 50, (8, 5))
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        rows = torch.stack([m.bag(at), m.dense(x)], 1)
+        return m.head((rows @ rows.transpose(1, 2))[:, 0])
+
+    parts = {"bag": nn.EmbeddingBag(50, 16, mode="mean"), "dense": nn.Linear(8, 16), "head": nn.Linear(2, 1)}
+    return Made(Fn(run, **parts), (torch.randn(8, 8),))
+
+
+RING = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 4], [1, 2, 3, 4, 5, 6, 7, 0, 4, 6, 1]])
+
+
+@program("graph network")
+def messages_on_a_ring() -> Made:
+    source, target = RING
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        sent = F.relu(m.message(torch.cat([x[source], x[target]], -1)))
+        total = torch.zeros(len(x), 16, dtype=sent.dtype).scatter_add_(0, target[:, None].expand(-1, 16), sent)
+        y = m.update(torch.cat([x.to(total.dtype), total], -1))
+        return (y - y.mean(0)) / (y.var(0, unbiased=False) + 1e-5).sqrt()
+
+    return Made(Fn(run, message=nn.Linear(32, 16), update=nn.Linear(32, 16)), (torch.randn(8, 16),))
+
+
+@program("graph network")
+def edge_softmax() -> Made:
+    source, target = RING
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.project(x)
+        scores = F.leaky_relu(m.score(torch.cat([y[source], y[target]], -1)))[:, 0].float()
+        highest = torch.full((len(x),), float("-inf")).scatter_reduce(0, target, scores.detach(), "amax")
+        weights = torch.exp(scores - highest[target])
+        weights = weights / torch.zeros(len(x)).index_add(0, target, weights)[target].clamp(min=1e-9)
+        return torch.zeros(len(x), 16).index_add(0, target, weights[:, None] * y[source].float())
+
+    return Made(Fn(run, project=nn.Linear(16, 16), score=nn.Linear(32, 1)), (torch.randn(8, 16),))
+
+
+@program("physics with forces")
+def energy_of_shells() -> Made:
+    far_from_itself = 1 - torch.eye(6)
+
+    def run(m: Any, place: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            place = place.detach().requires_grad_()
+            far = ((place[:, None] - place[None]).square().sum(-1) + torch.eye(6)).sqrt()
+            shells = torch.exp(-(far[..., None] - torch.linspace(0.5, 4, 8)).square())
+            energy = (m.body(shells)[..., 0] * far_from_itself).sum()
+            return energy, -torch.autograd.grad(energy.float(), place, create_graph=True)[0]
+
+    return Made(Fn(run, body=mlp(8, 1)), (torch.randn(6, 3) * 2,))
+
+
+@program("log-determinants")
+def pairs_and_a_determinant() -> Made:
+    """An instance norm, a loss of pairs, a sum of logarithms that cancels."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        flat = F.normalize(m.linear(F.instance_norm(x).flatten(1)), dim=-1)
+        scores = flat @ flat.T / 0.1
+        loss = F.cross_entropy(scores, torch.arange(len(x)))
+        return loss + torch.linalg.slogdet(scores.float() + 20 * torch.eye(len(x)))[1]
+
+    return Made(Fn(run, linear=nn.Linear(768, 8)), (torch.randn(2, 3, 16, 16),))

@@ -1,15 +1,25 @@
-"""What a program of the corpus is, and what it does in a region, forward, backward and in a step of training."""
+"""What a program of the corpus is, the table of them, and what a trial says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 PROGRAMS: dict[str, Program] = {}
+RIGHT, FALSE_ALARM, MISSED, PLACE, ADVICE = "right", "false alarm", "missed", "wrong place", "wrong advice"
+HARMED, NOT_JUDGED = "harmed", "not judged"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Said(NamedTuple):
+    """The word of a trial, and why."""
+
+    word: str
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +36,11 @@ class Made:
     decode: Callable[..., Any] | None = None
 
     def loss_of(self, out: Any) -> torch.Tensor:
-        """Its own, or a mean of squares."""
+        """Its own; or what the model gives, if that is one number; or means of squares."""
         if self.loss is not None:
             return self.loss(out)
-        loss = getattr(out, "loss", None)
-        if loss is not None:
-            return torch.as_tensor(loss)
-        tensors = [t for t in tensors_of(out) if t.is_floating_point() and t.requires_grad]
-        return tensors[0] if tensors[0].ndim == 0 else tensors[0].float().square().mean()
+        parts = [t for t in tensors_of(out) if t.requires_grad]
+        return parts[0] if len(parts) == 1 and not parts[0].ndim else sum(t.float().square().mean() for t in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,17 @@ class Program:
 def program(family: str, trains: bool = True) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
     """Puts a function that makes a program into the table, under its own name."""
 
-    def enter(make: Callable[[], Made]) -> Callable[[], Made]:
-        PROGRAMS[make.__name__] = Program(make.__name__, family, make, trains)
+    def entered(make: Callable[[], Made]) -> Callable[[], Made]:
+        enter(make.__name__, family, make, trains)
         return make
 
-    return enter
+    return entered
+
+
+def enter(name: str, family: str, make: Callable[[], Made], trains: bool = True) -> None:
+    """Under a name that no other has."""
+    assert name not in PROGRAMS, name
+    PROGRAMS[name] = Program(name, family, make, trains)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -72,7 +85,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Fn(nn.Module):
-    """A function with the modules that it uses."""
+    """A function with the modules and parameters that it uses."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()

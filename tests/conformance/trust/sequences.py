@@ -1,288 +1,14 @@
-"""Sound programs that read sequences: decoders, encoders, experts, recurrent and state space models, speech."""
+"""Sound programs on sequences: experts, recurrent and state space models, speech, and losses of many kinds."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from program import Fn, Made, program
+from language import RMS, D, Language, T, V, ids, joined, split
+from program import Fn, Made, enter, program
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-D, H, V, T = 32, 4, 50, 12
-
-
-def ids(*shape: int) -> Tensor:
-    return torch.randint(0, V, shape)
-
-
-def split(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (H, -1)).transpose(1, 2)
-
-
-def joined(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
-class RMS(nn.Module):
-    def __init__(self, width: int = D) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).type_as(x) * self.weight
-
-
-class Attention(nn.Module):
-    """way: sdpa, lowest (masks with the lowest value), infinite (adds -inf), fill (masked_fill with -inf)."""
-
-    def __init__(self, way: str = "sdpa", causal: bool = True) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
-        self.way, self.causal = way, causal
-
-    def forward(self, x: Tensor, memory: Tensor | None = None, keep: Tensor | None = None, bias: Any = None,
-                cache: dict[Any, Any] | None = None) -> Tensor:  # fmt: skip
-        source = x if memory is None else memory
-        q, k, v = split(self.q(x)), split(self.k(source)), split(self.v(source))
-        if cache is not None:
-            if self in cache:
-                k, v = torch.cat([cache[self][0], k], 2), torch.cat([cache[self][1], v], 2)
-            cache[self] = k, v
-        sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        sees = sees if self.causal else torch.ones_like(sees)
-        if keep is not None:
-            sees = sees & keep[:, None, None, :]
-        if self.way == "sdpa" and bias is None:
-            return self.out(joined(F.scaled_dot_product_attention(q, k, v, attn_mask=sees)))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        if bias is not None:
-            scores = scores + bias
-        if self.way == "infinite":
-            scores = scores + torch.log(sees.float())
-        else:
-            lowest = float("-inf") if self.way == "fill" else torch.finfo(scores.dtype).min
-            scores = scores.masked_fill(~sees, lowest)
-        return self.out(joined(scores.softmax(-1).type_as(v) @ v))
-
-
-class Block(nn.Module):
-    def __init__(self, norm: Any = nn.LayerNorm, way: str = "sdpa", causal: bool = True, post: bool = False) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.attention = norm(D), norm(D), Attention(way, causal)
-        self.up, self.down, self.post = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), post
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-    def forward(self, x: Tensor, **more: Any) -> Tensor:
-        if self.post:
-            x = self.norm1(x + self.attention(x, **more))
-            return self.norm2(x + self.mlp(x))
-        x = x + self.attention(self.norm1(x), **more)
-        return x + self.mlp(self.norm2(x))
-
-
-class Language(nn.Module):
-    """A language model of two blocks."""
-
-    def __init__(self, checkpointed: bool = False, tied: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(64, D)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
-        self.norm, self.head, self.checkpointed = nn.LayerNorm(D), nn.Linear(D, V, bias=False), checkpointed
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor, start: int = 0, **more: Any) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(start, start + ids.shape[1]))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x, **more)
-        return self.head(self.norm(x))
-
-
-def language_loss(x: Tensor) -> Any:
-    return lambda out: F.cross_entropy(out[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten())
-
-
-def cached(model: nn.Module, x: Tensor) -> Tensor:
-    """A prompt of half the sequence, then a token at a time."""
-    cache: dict[Any, Any] = {}
-    half = x.shape[1] // 2
-    out = [model(x[:, :half], cache=cache)]
-    out += [model(x[:, n : n + 1], start=n, cache=cache) for n in range(half, x.shape[1])]
-    return torch.cat(out, 1)
-
-
-def language(**options: Any) -> Made:
-    x = ids(2, T)
-    model = Language(**options)
-    twin = Language(**{**options, "way": "fill" if options.get("way", "sdpa") == "sdpa" else "sdpa"})
-    twin.load_state_dict(model.state_dict())
-    decode = None if options.get("checkpointed") else lambda x: cached(model, x)
-    return Made(model, (x,), language_loss(x), twin, decode)
-
-
-@program("decoder")
-def decoder() -> Made:
-    return language()
-
-
-@program("decoder")
-def decoder_rms() -> Made:
-    return language(norm=RMS)
-
-
-@program("decoder")
-def decoder_tied_post_norm() -> Made:
-    return language(post=True, tied=True)
-
-
-@program("decoder")
-def decoder_lowest() -> Made:
-    return language(way="lowest")
-
-
-@program("decoder")
-def decoder_log_of_mask() -> Made:
-    return language(way="infinite")
-
-
-@program("checkpointing")
-def decoder_checkpointed() -> Made:
-    return language(checkpointed=True, way="fill")
-
-
-@program("decoder with rotary places")
-def decoder_rotary() -> Made:
-    def turned(x: Tensor) -> Tensor:
-        angle = torch.arange(x.shape[2])[:, None] * 100.0 ** (-torch.arange(0, 4) / 4)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = m.tokens(x)
-        q, k, v = (split(t) for t in m.qkv(m.norm(h)).chunk(3, -1))
-        q, k = turned(q).type_as(v), turned(k).type_as(v)
-        h = h + m.out(joined(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
-        return m.head(h + m.down(F.silu(m.gate(h)) * m.up(h)))
-
-    x = ids(2, T)
-    parts = {name: nn.Linear(D, D) for name in ("out", "down", "gate", "up")}
-    model = Fn(run, tokens=nn.Embedding(V, D), qkv=nn.Linear(D, 3 * D), norm=RMS(), head=nn.Linear(D, V), **parts)
-    return Made(model, (x,), language_loss(x))
-
-
-@program("decoder with softcap")
-def decoder_softcap() -> Made:
-    model = Language()
-    x = ids(2, T)
-    return Made(Fn(lambda m, x: 30 * torch.tanh(m.model(x) / 30), model=model), (x,), language_loss(x))
-
-
-def encoder(**options: Any) -> Made:
-    keep = torch.arange(T) < torch.tensor([[T], [5]])
-    blocks = nn.ModuleList(Block(causal=False, **options) for _ in range(2))
-
-    def run(m: Any, x: Tensor, keep: Tensor) -> Tensor:
-        for block in m.blocks:
-            x = block(x, keep=keep)
-        return m.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True))
-
-    way = options.pop("way", "sdpa")
-    twin_blocks = nn.ModuleList(Block(causal=False, way="fill" if way == "sdpa" else "sdpa", **options)
-                                for _ in range(2))  # fmt: skip
-    model = Fn(run, blocks=blocks, head=nn.Linear(D, 5))
-    twin = Fn(run, blocks=twin_blocks, head=nn.Linear(D, 5))
-    twin.load_state_dict(model.state_dict())
-    y = torch.tensor([1, 3])
-    return Made(model, (torch.randn(2, T, D), keep), lambda out: F.cross_entropy(out.float(), y), twin)
-
-
-@program("encoder, pre-norm")
-def encoder_pre_norm() -> Made:
-    return encoder()
-
-
-@program("encoder, post-norm")
-def encoder_post_norm() -> Made:
-    return encoder(post=True)
-
-
-@program("masked attention with padded rows")
-def encoder_padded_lowest() -> Made:
-    return encoder(post=True, way="lowest")
-
-
-@program("encoder, torch's layers")
-def encoder_of_torch() -> Made:
-    layer = nn.TransformerEncoderLayer(D, H, 2 * D, dropout=0.0, batch_first=True, activation="gelu")
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    keep = torch.arange(T) < torch.tensor([[T], [7]])
-    return Made(Fn(lambda m, x, pad: m.e(x, src_key_padding_mask=pad), e=model), (torch.randn(2, T, D), ~keep))
-
-
-@program("relative positions")
-def relative_buckets() -> Made:
-    """T5's, whose logarithm of zero `where` never takes."""
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        n = torch.arange(x.shape[1])
-        far = (n[None] - n[:, None]).neg().clamp(min=0)
-        large = 4 + (torch.log(far.float() / 4) / math.log(8) * 4).to(torch.long)
-        bucket = torch.where(far < 4, far, large.clamp(max=7))
-        return m.head(m.block(x, bias=m.table(bucket).permute(2, 0, 1)))
-
-    model = Fn(run, table=nn.Embedding(8, H), block=Block(way="lowest"), head=nn.Linear(D, 7))
-    return Made(model, (torch.randn(2, T, D),))
-
-
-@program("relative positions")
-def alibi() -> Made:
-    slope = 2.0 ** -torch.arange(1, H + 1)[:, None, None]
-    bias = -slope * (torch.arange(T)[:, None] - torch.arange(T)).abs()
-    model = Fn(lambda m, x: m.block(x, bias=bias), block=Block(way="fill", norm=RMS))
-    return Made(model, (torch.randn(2, T, D),))
-
-
-@program("relative positions")
-def disentangled() -> Made:
-    """DeBERTa's: content to content, content to place."""
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        q, k, v = split(m.q(x)), split(m.k(x)), split(m.v(x))
-        place = split(m.p(m.table.weight)[None])
-        at = (torch.arange(T)[:, None] - torch.arange(T)).clamp(-4, 4) + 4
-        near = (q @ place.transpose(-1, -2)).gather(-1, at.expand(2, H, T, T))
-        scores = (q @ k.transpose(-1, -2) + near) / math.sqrt(8 * 2)
-        return m.norm(x + m.out(joined(scores.softmax(-1).type_as(v) @ v)))
-
-    model = Fn(run, table=nn.Embedding(9, D), norm=nn.LayerNorm(D), **{n: nn.Linear(D, D) for n in "qkvp"},
-               out=nn.Linear(D, D))  # fmt: skip
-    return Made(model, (torch.randn(2, T, D),))
-
-
-@program("seq2seq")
-def seq2seq() -> Made:
-    def run(m: Any, source: Tensor, target: Tensor) -> Tensor:
-        memory = m.encoder(m.tokens(source))
-        x = m.own(m.tokens(target))
-        return m.head(m.norm(x + m.cross(x, memory=memory)))
-
-    source, target = ids(2, 9), ids(2, T)
-    model = Fn(run, tokens=nn.Embedding(V, D), encoder=Block(causal=False), own=Block(), norm=nn.LayerNorm(D),
-               cross=Attention(causal=False), head=nn.Linear(D, V))  # fmt: skip
-    return Made(model, (source, target), language_loss(target))
-
-
-@program("seq2seq")
-def seq2seq_of_torch() -> Made:
-    model = nn.Transformer(D, H, 1, 1, 2 * D, dropout=0.0, batch_first=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(T)
-    return Made(Fn(lambda m, s, t: m.t(s, t, tgt_mask=mask), t=model), (torch.randn(2, 9, D), torch.randn(2, T, D)))
 
 
 def experts(m: Any, x: Tensor) -> Tensor:
@@ -297,11 +23,21 @@ def experts(m: Any, x: Tensor) -> Tensor:
     return m.norm(x + out.view_as(x))
 
 
-@program("mixture of experts")
-def mixture() -> Made:
+def mixture(balanced: bool = False) -> Made:
+    """With the loss that balances the experts, or without."""
     parts = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D)) for _ in range(4))
-    model = Fn(experts, router=nn.Linear(D, 4, bias=False), experts=parts, norm=RMS())
+
+    def run(m: Any, x: Tensor) -> Any:
+        shares = m.router(x).float().softmax(-1)
+        often = F.one_hot(shares.topk(2).indices, 4).float().mean((0, 1, 2))
+        return experts(m, x), 4 * (often * shares.mean((0, 1))).sum()
+
+    model = Fn(run if balanced else experts, router=nn.Linear(D, 4, bias=False), experts=parts, norm=RMS())
     return Made(model, (torch.randn(2, T, D),))
+
+
+enter("mixture", "mixture of experts", mixture)
+enter("balanced_mixture", "mixture of experts", lambda: mixture(balanced=True))
 
 
 @program("mixture of experts")
@@ -356,10 +92,45 @@ def linear_attention() -> Made:
     return Made(Fn(run, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)), (torch.randn(2, T, D),))
 
 
+@program("linear attention")
+def linear_attention_both_ways() -> Made:
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).chunk(3, -1)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        return (q @ (k.transpose(-1, -2) @ v)) / (q * k.sum(1, keepdim=True)).sum(-1, keepdim=True)
+
+    return Made(Fn(run, qkv=nn.Linear(D, 3 * D)), (torch.randn(2, T, D),))
+
+
 @program("recurrent")
 def lstm() -> Made:
     model = Fn(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(D, D, batch_first=True), head=nn.Linear(D, 5))
     return Made(model, (torch.randn(2, T, D),))
+
+
+def recurrent(kind: Any) -> Made:
+    """On tokens."""
+    rnn = kind(16, 24, batch_first=True)
+    model = Fn(lambda m, x: m.head(m.rnn(m.table(x))[0]), table=nn.Embedding(V, 16), rnn=rnn, head=nn.Linear(24, V))
+    return Made(model, (ids(2, T),))
+
+
+def cells(kind: Any) -> Made:
+    """A cell of torch's in a loop, and its last state."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        state = None
+        for one in m.table(x).unbind(1):
+            state = m.cell(one, state)
+        return m.head(state[0] if isinstance(state, tuple) else state)
+
+    return Made(Fn(run, table=nn.Embedding(V, 16), cell=kind(16, 24), head=nn.Linear(24, 4)), (ids(2, T),))
+
+
+enter("lstm_of_tokens", "recurrent", lambda: recurrent(nn.LSTM))
+enter("gru_of_tokens", "recurrent", lambda: recurrent(nn.GRU))
+enter("gru_cells", "recurrent", lambda: cells(nn.GRUCell))
+enter("lstm_cells", "recurrent", lambda: cells(nn.LSTMCell))
 
 
 @program("recurrent")
@@ -404,6 +175,28 @@ def ctc_with_a_target_too_long() -> Made:
 
 
 @program("RNN-T")
+def transducer_by_rows() -> Made:
+    """The lattice row by row, in fp32."""
+    y = torch.randint(1, 12, (2, 5))
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        both = torch.tanh(m.x(x)[:, :, None] + m.table(F.pad(y, (1, 0)))[:, None])
+        p = m.head(both).float().log_softmax(-1)
+        blank, label = p[..., 0], p[:, :, :-1].gather(-1, y[:, None, :, None].expand(-1, x.shape[1], -1, 1))[..., 0]
+        row = F.pad(label[:, 0].cumsum(-1), (1, 0))
+        for t in range(1, x.shape[1]):
+            stay = row + blank[:, t - 1]
+            ways = [stay[:, 0]]
+            for u in range(1, 6):
+                ways.append(torch.logaddexp(stay[:, u], ways[-1] + label[:, t, u - 1]))
+            row = torch.stack(ways, 1)
+        return -(row[:, -1] + blank[:, -1, -1]).mean()
+
+    model = Fn(run, x=nn.Linear(8, 24), table=nn.Embedding(12, 24), head=nn.Linear(24, 12))
+    return Made(model, (torch.randn(2, 10, 8),))
+
+
+@program("RNN-T")
 def transducer() -> Made:
     """The loss as a recursion over the lattice, with -inf at its edge."""
     y = torch.randint(1, 8, (2, 3))
@@ -437,6 +230,14 @@ def lora() -> Made:
     run = lambda m, x: m.base(x) + (x @ m.a.T) @ m.b.T * 2.0
     return Made(Fn(run, base=base, a=nn.Parameter(torch.randn(4, D) / 6), b=nn.Parameter(torch.zeros(D, 4))),
                 (torch.randn(8, D),))  # fmt: skip
+
+
+@program("LoRA")
+def lora_of_layers() -> Made:
+    up = nn.Linear(4, D, bias=False)
+    nn.init.zeros_(up.weight)
+    base, down = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, 4, bias=False)
+    return Made(Fn(lambda m, x: m.base(x) + 2 * m.up(m.down(x)), base=base, down=down, up=up), (torch.randn(8, D),))
 
 
 @program("chunked losses")
@@ -503,3 +304,32 @@ def preferences() -> Made:
         return -F.logsigmoid(0.1 * (logp(m.model, good) - logp(m.model, bad) - reference)).mean()
 
     return Made(Fn(run, model=model, frozen=frozen), (good, bad))
+
+
+@program("RL")
+def clipped_objective() -> Made:
+    """By torch's distributions, in fp32 from the logits on."""
+    action, old, gain = torch.randint(0, 4, (16,)), torch.full((16,), -1.4), torch.randn(16)
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.body(x))
+        chances = torch.distributions.Categorical(logits=m.act(h).float())
+        ratio = torch.exp(chances.log_prob(action) - old)
+        best = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+        return -best + 0.5 * F.mse_loss(m.value(h)[:, 0].float(), gain) - 0.01 * chances.entropy().mean()
+
+    model = Fn(run, body=nn.Linear(8, D), act=nn.Linear(D, 4), value=nn.Linear(D, 1))
+    return Made(model, (torch.randn(16, 8),))
+
+
+@program("RL")
+def q_learning() -> Made:
+    body, target = (nn.Sequential(nn.Linear(8, D), nn.ReLU(), nn.Linear(D, 4)) for _ in range(2))
+    action, reward = torch.randint(0, 4, (16, 1)), torch.randn(16)
+
+    def run(m: Any, x: Tensor, then: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = reward + 0.99 * m.target(then).max(-1).values
+        return F.smooth_l1_loss(m.body(x).gather(1, action)[:, 0].float(), wanted.float())
+
+    return Made(Fn(run, body=body, target=target), (torch.randn(16, 8), torch.randn(16, 8)))

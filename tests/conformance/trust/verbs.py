@@ -1,17 +1,19 @@
 """What is asked about a sound program, and what must be answered: one function per verb.
 
 Each makes its program anew, from one seed, and gives an empty text where the answer is right, or what was said instead.
-`NotSound` says that the program itself raises, or is not finite, without anybody looking.
+`NotSound` says that the program itself raises, or is not finite, without anybody looking; `Harmed`, that it is not as
+it was: outputs, weights, gradients, inputs, random numbers, hooks, modes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
 import torch
+from loops import Loop, Step, moved_by
 from program import Made, Program, tensors_of
 
 import narrowcast as nc
@@ -19,7 +21,8 @@ from narrowcast.report.verdicts import EXACT, ROUND_OFF
 
 SOUND = (EXACT, ROUND_OFF)
 ALIKE = ("alike", "round-off", "formats differ")
-SEED = 0
+SEED = [0]
+STEPS = 4
 
 
 class NotSound(Exception):
@@ -27,7 +30,13 @@ class NotSound(Exception):
 
 
 class Harmed(Exception):
-    """Bits, gradients or random state are others than without us."""
+    """Something is other than without us."""
+
+
+def seeded() -> None:
+    torch.manual_seed(SEED[0])
+    random.seed(SEED[0])
+    numpy.random.seed(SEED[0])
 
 
 def made_anew(program: Program) -> Made:
@@ -38,35 +47,53 @@ def made_anew(program: Program) -> Made:
     return made
 
 
-def seeded() -> None:
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    numpy.random.seed(SEED)
+# -- what must stay as it is ------------------------------------------------------------------------------------------
 
 
 def random_state() -> tuple[Any, ...]:
     return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
 
 
-def state(made: Made) -> list[torch.Tensor]:
-    """Weights, buffers and gradients."""
-    held = [*made.model.parameters(), *made.model.buffers()]
-    return [t.detach().clone() for t in (*held, *(p.grad for p in made.model.parameters() if p.grad is not None))]
+def bits(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    return [(t.dtype, t.shape, t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()) for t in tensors]
 
 
-def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
-    return len(these) == len(those) and all(
-        a.dtype == b.dtype and a.shape == b.shape and (torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan())
-        and torch.equal(a.nan_to_num(), b.nan_to_num()))) for a, b in zip(these, those, strict=True)
-    )  # fmt: skip
+def state(made: Made) -> dict[str, Any]:
+    """What a verb leaves alone, by name."""
+    modules, parameters = list(made.model.modules()), list(made.model.parameters())
+    return {
+        "weights": bits([*parameters, *made.model.buffers()]),
+        "gradients": bits(p.grad for p in parameters if p.grad is not None),
+        "inputs": bits(tensors_of(made.args)),
+        "versions": [p._version for p in parameters],
+        "modes": [module.training for module in modules] + [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules],
+        "attributes": [sorted(vars(module).keys() - {"_is_torch_compile"}) for module in modules],  # torch marks it
+        "random numbers": random_state(),
+    }
+
+
+def unchanged(before: dict[str, Any], after: dict[str, Any], again: Callable[[], dict[str, Any]] | None = None) -> None:
+    """again: the same unobserved, which shows whether the program itself gives the same each time."""
+    changed = [name for name in before if before[name] != after[name]]
+    for _ in range(3 if changed and again is not None else 0):
+        once_more = again()
+        if any(once_more[name] != before[name] for name in changed):
+            raise NotSound(f"other {', '.join(changed)} each time")
+    if changed:
+        raise Harmed(f"other {', '.join(changed)}")
+
+
+def finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
 def forward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
-    with nc.autocast("cpu", dtype):
-        return [t.detach() for t in tensors_of(made.model(*made.args))]
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        return list(tensors_of(made.model(*made.args)))
 
 
 def backward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -77,8 +104,31 @@ def backward(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
     return [loss.detach()]
 
 
-def step_of(made: Made, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """A step of a right loop, with the scaler as it comes; it gives the loss."""
+Run = Callable[[Made, torch.dtype], list[torch.Tensor]]
+Subject = Program | Loop
+
+
+def alone(program: Program, dtype: torch.dtype, run: Run) -> dict[str, Any]:
+    """What it gives when nobody looks."""
+    made = made_anew(program)
+    try:
+        gave = run(made, dtype)
+    except Exception as error:
+        raise NotSound(f"{type(error).__name__}: {error}") from error
+    gradients = [p.grad for p in made.model.parameters() if p.grad is not None]
+    if not finite([*gave, *made.model.buffers(), *gradients]):
+        raise NotSound("not finite")
+    return {"outputs": bits(gave), **state(made)}
+
+
+def stepping(subject: Subject, dtype: torch.dtype) -> tuple[Step, Callable[[], dict[str, Any]]]:
+    """A step of a right loop, with the scaler as it comes; and what it has moved so far."""
+    if isinstance(subject, Loop):
+        seeded()
+        step = subject.make(dtype)
+        seeded()
+        return step, lambda: {"weights": bits(moved_by(step)), "random numbers": random_state()}
+    made = made_anew(subject)
     optimizer = torch.optim.AdamW([p for p in made.model.parameters() if p.requires_grad], lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
 
@@ -91,91 +141,90 @@ def step_of(made: Made, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         scaler.update()
         return loss.detach()
 
-    return step
+    return step, lambda: {name: of for name, of in state(made).items() if name not in ("gradients", "versions")}
 
 
-def steps(made: Made, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Four."""
-    step = step_of(made, dtype)
-    return [step() for _ in range(4)]
-
-
-Run = Callable[[Made, torch.dtype], list[torch.Tensor]]
-
-
-def alone(program: Program, dtype: torch.dtype, run: Run) -> tuple[Any, ...]:
-    """What it gives when nobody looks."""
-    made = made_anew(program)
+def course(subject: Subject, dtype: torch.dtype, number: int) -> dict[str, Any]:
+    """Where so many steps lead when nobody looks."""
+    step, moved = stepping(subject, dtype)
     try:
-        gave = run(made, dtype)
+        losses = [step() for _ in range(number)]
     except Exception as error:
         raise NotSound(f"{type(error).__name__}: {error}") from error
-    if run is not steps and not all(t.isfinite().all() for t in (*gave, *state(made)) if t.is_floating_point()):
+    if not finite(tensors_of(losses)):
         raise NotSound("not finite")
-    return gave, state(made), random_state()
-
-
-def unchanged(before: tuple[Any, ...], gave: list[torch.Tensor], made: Made) -> None:
-    names = ("outputs", "weights or gradients", "random state")
-    equal = same(before[0], gave), same(before[1], state(made)), before[2] == random_state()
-    changed = [name for name, holds in zip(names, equal, strict=True) if not holds]
-    if changed:
-        raise Harmed(f"changed: {', '.join(changed)}")
+    return {"losses": bits(tensors_of(losses)), **moved()}
 
 
 # -- verbs ------------------------------------------------------------------------------------------------------------
 
 
 def watched(run: Run) -> Callable[[Program, torch.dtype], str]:
-    """A scaler's first, planned overflow may be told, as such."""
-
     def verb(program: Program, dtype: torch.dtype) -> str:
         before = alone(program, dtype, run)
         made = made_anew(program)
         with nc.watch() as found:
             gave = run(made, dtype)
-        unchanged(before, gave, made)
-        if found.not_inspected:
-            return f"not inspected {found.not_inspected} times: {found.notes}"
-        told = [f for f in found.findings if not (run is steps and "scale" in f.sentence + f.advice)]
-        return "\n".join(map(str, told[:2]))
+        unchanged(before, {"outputs": bits(gave), **state(made)}, lambda: alone(program, dtype, run))
+        return watching(found)
 
     return verb
 
 
-def at_rest(verb: Callable[[Made, torch.dtype], str], run: Run) -> Callable[[Program, torch.dtype], str]:
+def watched_steps(subject: Subject, dtype: torch.dtype) -> str:
+    """The first, planned overflow of a scaler is not told."""
+    before = course(subject, dtype, STEPS)
+    step, moved = stepping(subject, dtype)
+    with nc.watch() as found:
+        losses = [step() for _ in range(STEPS)]
+    unchanged(before, {"losses": bits(tensors_of(losses)), **moved()}, lambda: course(subject, dtype, STEPS))
+    return watching(found)
+
+
+def watching(found: Any) -> str:
+    if found.not_inspected:
+        raise Harmed(f"not inspected {found.not_inspected} times: {found.notes}")
+    return "\n".join(map(str, found.findings[:2]))
+
+
+def at_rest(verb: Callable[..., str], run: Run) -> Callable[[Program, torch.dtype], str]:
     """A verb that runs the model itself leaves it alone."""
 
     def around(program: Program, dtype: torch.dtype) -> str:
-        alone(program, dtype, run)
+        alone(program, dtype, run if program.trains else forward)
         made = made_anew(program)
-        before = [], state(made), random_state()
-        said = verb(made, dtype)
-        unchanged(before, [], made)
+        before = state(made)
+        said = verb(made, dtype, program.trains)
+        unchanged(before, state(made))
         return said
 
     return around
 
 
 def told(found: Any) -> str:
+    """What a comparison says of a sound program: nothing, if it is round-off."""
+    if inside := [note for note in found.notes if "not inspected" in note]:
+        raise Harmed(inside[0])
     bad = [f"gradient of {g.parameter}: {g.verdict}" for g in found.gradients if g.verdict not in SOUND]
     return "" if found.verdict in SOUND and not bad and not found.faults else "\n".join([str(found), *bad])
 
 
-def compare(made: Made, dtype: torch.dtype) -> str:
-    return told(nc.compare(made.model, made.args, dtype=dtype, isolate=0))
+def compare(made: Made, dtype: torch.dtype, trains: bool) -> str:
+    return told(nc.compare(made.model, made.args, dtype=dtype, isolate=4))
 
 
-def compare_backward(made: Made, dtype: torch.dtype) -> str:
-    return told(nc.compare(made.model, made.args, dtype=dtype, isolate=0, backward=made.loss_of))
+def compare_backward(made: Made, dtype: torch.dtype, trains: bool) -> str:
+    return told(nc.compare(made.model, made.args, dtype=dtype, isolate=4, backward=made.loss_of))
 
 
-def explain(made: Made, dtype: torch.dtype) -> str:
-    comparison = nc.explain(made.model, *made.args, dtype=dtype, run=True).comparison
-    return "no comparison" if comparison is None else told(comparison.differences)
+def explain(made: Made, dtype: torch.dtype, trains: bool) -> str:
+    found = nc.explain(made.model, *made.args, dtype=dtype, run=True)
+    if found.failure is not None or found.comparison is None:
+        return f"no comparison: {found.failure}"
+    return told(found.comparison.differences)
 
 
-def repair(made: Made, dtype: torch.dtype) -> str:
+def repair(made: Made, dtype: torch.dtype, trains: bool) -> str:
     nc.fit(nc.capture(made.model, made.args))
     found = nc.repair(made.model, made.args, dtype=dtype)
     return "" if found.verdict == "nothing to repair" else str(found)
@@ -186,21 +235,23 @@ def alike(a: Any, b: Any) -> str:
     return "" if found.verdict in ALIKE and not found.producers else str(found)
 
 
-def against_fp32(made: Made, dtype: torch.dtype) -> str:
-    return alike(nc.capture(made.model, made.args), nc.capture(made.model, made.args, dtype=dtype))
+def against_fp32(made: Made, dtype: torch.dtype, trains: bool) -> str:
+    """Forward and backward."""
+    runs, options = [], {"backward": made.loss_of} if trains else {}
+    for more in ({}, {"dtype": dtype}):
+        seeded()
+        runs.append(nc.capture(made.model, made.args, **options, **more))
+    seeded()
+    return alike(*runs)
 
 
-def against_twin(made: Made, dtype: torch.dtype) -> str:
-    if made.twin is None:
-        raise NotSound("has no twin")
+def against_twin(made: Made, dtype: torch.dtype, trains: bool) -> str:
     return alike(nc.capture(made.model, made.args, dtype=dtype), nc.capture(made.twin, made.args, dtype=dtype))
 
 
-def decoding(made: Made, dtype: torch.dtype) -> str:
+def decoding(made: Made, dtype: torch.dtype, trains: bool) -> str:
     """The whole sequence at once against a prompt and one token at a time."""
-    if made.decode is None:
-        raise NotSound("has no cache")
-    with torch.no_grad(), nc.autocast("cpu", dtype):
+    with torch.no_grad(), nc.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         with nc.capture() as whole:
             made.model(*made.args)
         with nc.capture() as by_token:
@@ -208,30 +259,42 @@ def decoding(made: Made, dtype: torch.dtype) -> str:
     return alike(whole, by_token)
 
 
-def check_training(program: Program, dtype: torch.dtype) -> str:
-    """Of a right loop."""
-    made = made_anew(program)
-    step = step_of(made, dtype)
-    alone(program, dtype, backward)
-    seeded()
-    before = [], state(made), random_state()
+def compiled(made: Made, dtype: torch.dtype, trains: bool) -> str:
+    """The model, and what Inductor makes of it."""
+    with torch.no_grad():
+        one_by_one = nc.capture(made.model, made.args, dtype=dtype)
+        return alike(one_by_one, nc.capture(nc.compile(made.model, dtype=dtype), made.args))
+
+
+def check_training(subject: Subject, dtype: torch.dtype) -> str:
+    """Of a right loop: two steps after it lead where two steps without it lead, for it puts back what it moved."""
+    expected = course(subject, dtype, 2)
+    if isinstance(subject, Program):
+        alone(subject, dtype, backward)
+    step, moved = stepping(subject, dtype)
+    before = moved()
     found = nc.check_training(step)
-    unchanged(before, [], made)
+    unchanged(before, moved())
+    losses = [step(), step()]
+    unchanged(expected, {"losses": bits(tensors_of(losses)), **moved()}, lambda: course(subject, dtype, 2))
+    if inside := [note for note in found.notes if "not inspected" in note]:
+        raise Harmed(inside[0])
     return "" if found else str(found)
 
 
-FORWARD: dict[str, Callable[[Program, torch.dtype], str]] = {
+Verb = Callable[[Any, torch.dtype], str]
+FORWARD: dict[str, Verb] = {
     "compare forward": at_rest(compare, forward),
-    "compare_runs, fp32": at_rest(against_fp32, forward),
-    "compare_runs, written otherwise": at_rest(against_twin, forward),
-    "compare_runs, decoding": at_rest(decoding, forward),
+    "compare_runs, fp32": at_rest(against_fp32, backward),
     "watch forward": watched(forward),
     "explain --run": at_rest(explain, forward),
     "repair, fit": at_rest(repair, forward),
 }
-TRAINING: dict[str, Callable[[Program, torch.dtype], str]] = {
-    "compare backward": at_rest(compare_backward, backward),
-    "watch backward": watched(backward),
-    "watch step": watched(steps),
-    "check_training": check_training,
-}
+WITH_TWIN: dict[str, Verb] = {"compare_runs, written otherwise": at_rest(against_twin, forward)}
+WITH_CACHE: dict[str, Verb] = {"compare_runs, decoding": at_rest(decoding, forward)}
+COMPILED: dict[str, Verb] = {"compare_runs, compiled": at_rest(compiled, forward)}
+TO_COMPILE = ("unet_interpolated", "decoder", "encoder_post_norm")
+OF_LOOPS: dict[str, Verb] = {"watch step": watched_steps, "check_training": check_training}
+TRAINING: dict[str, Verb] = {
+    "compare backward": at_rest(compare_backward, backward), "watch backward": watched(backward), **OF_LOOPS,
+}  # fmt: skip

@@ -1,38 +1,49 @@
-"""Loops of training in which one line is wrong; `nc.check_training` must name it, and no right loop."""
+"""Loops of training in which one line is wrong; `nc.check_training` must name what it is and that line."""
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from planting import Fault, lines_of, placed
+from program import PLACE, RIGHT, Said
 from torch import Tensor, nn
 
 import narrowcast as nc
 
 BF16, FP16 = torch.bfloat16, torch.float16
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "": lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)),
+    ", a norm": lambda: nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 4)),
+}
 
 
 class Loop:
-    """What a script has. low: the format of its weights."""
+    """What a script has. low: the format of its weights. The second net is trained by SGD, in torch's own region."""
 
-    def __init__(self, low: torch.dtype = torch.float32, rate: float = 1e-3) -> None:
+    def __init__(self, net: str, low: torch.dtype = torch.float32, rate: float = 1e-3) -> None:
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).to(low)
+        self.net, self.is_torchs = NETS[net]().to(low), bool(net)
         self.weights = list(self.net.parameters())
-        self.optimizer = torch.optim.AdamW(self.weights, lr=rate)
+        kind = torch.optim.SGD if self.is_torchs and low is torch.float32 else torch.optim.AdamW
+        self.optimizer = kind(self.weights, lr=rate)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         self.x, self.y = torch.randn(8, 16, dtype=low), torch.arange(8) % 4
         self.average = [p.detach().to(BF16) for p in self.weights]
+        self.kept = [torch.zeros_like(p, dtype=BF16) for p in self.weights]
         self.total = torch.zeros((), dtype=BF16) + 300.0
-        self.count = 0
+        self.head = nn.Linear(4, 1)
 
-    def loss(self, dtype: torch.dtype = BF16) -> Tensor:
-        with nc.autocast("cpu", dtype):
-            return F.cross_entropy(self.net(self.x), self.y)
+    def region(self, dtype: torch.dtype = BF16) -> Any:
+        return torch.autocast("cpu", dtype) if self.is_torchs else nc.autocast("cpu", dtype)
+
+    def loss(self, dtype: torch.dtype = BF16, x: Any = None, y: Any = None) -> Tensor:
+        with self.region(dtype):
+            return F.cross_entropy(self.net(self.x if x is None else x), self.y if y is None else y)
 
     def end(self) -> None:
         self.scaler.step(self.optimizer)
@@ -40,71 +51,122 @@ class Loop:
 
 
 def no_region(loop: Loop) -> None:
-    F.cross_entropy(loop.net(loop.x), loop.y).backward()
+    loss = F.cross_entropy(loop.net(loop.x), loop.y)  # HERE
+    loss.backward()
 
 
 def backward_inside(loop: Loop) -> None:
-    with nc.autocast("cpu", BF16):
-        F.cross_entropy(loop.net(loop.x), loop.y).backward()
+    with loop.region():
+        loss = F.cross_entropy(loop.net(loop.x), loop.y)
+        loss.backward()  # HERE
 
 
 def loss_outside(loop: Loop) -> None:
-    with nc.autocast("cpu", BF16):
+    with loop.region():
         out = loop.net(loop.x)
-    F.cross_entropy(out, loop.y).backward()
+    F.cross_entropy(out, loop.y).backward()  # HERE
+
+
+def loss_by_hand(loop: Loop) -> None:
+    with loop.region():
+        out = loop.net(loop.x)
+    loss = -out.log_softmax(-1)[torch.arange(8), loop.y].mean()  # HERE
+    loss.backward()
 
 
 def without_scaler(loop: Loop) -> None:
-    loop.loss(FP16).backward()
+    with loop.region(FP16):
+        loss = F.cross_entropy(loop.net(loop.x), loop.y)  # HERE
+    loss.backward()  # HERE
+
+
+def past_the_scaler(loop: Loop) -> None:
+    loop.scaler.scale(loop.loss(FP16)).backward()
+    loop.optimizer.step()  # HERE
 
 
 def scaler_without_need(loop: Loop) -> None:
-    loop.scaler.scale(loop.loss()).backward()
-    loop.end()
+    loop.scaler.scale(loop.loss()).backward()  # HERE
+    loop.scaler.step(loop.optimizer)  # HERE
+    loop.scaler.update()
 
 
 def clipped_too_early(loop: Loop) -> None:
     loop.scaler.scale(loop.loss(FP16)).backward()
-    nn.utils.clip_grad_norm_(loop.weights, 0.1)
+    nn.utils.clip_grad_norm_(loop.weights, 0.1)  # HERE
     loop.end()
 
 
 def values_clipped_too_early(loop: Loop) -> None:
     loop.scaler.scale(loop.loss(FP16)).backward()
-    nn.utils.clip_grad_value_(loop.weights, 0.1)
+    nn.utils.clip_grad_value_(loop.weights, 0.1)  # HERE
+    loop.end()
+
+
+def clipped_by_hand(loop: Loop) -> None:
+    loop.scaler.scale(loop.loss(FP16)).backward()
+    for p in loop.weights:
+        p.grad.clamp_(-0.1, 0.1)  # HERE
+    loop.end()
+
+
+def unscaled_twice(loop: Loop) -> None:
+    loop.scaler.scale(loop.loss(FP16)).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    for p in loop.weights:
+        p.grad.div_(loop.scaler.get_scale())  # HERE
     loop.end()
 
 
 def one_loss_unscaled(loop: Loop) -> None:
-    (loop.scaler.scale(loop.loss(FP16)) + loop.loss(FP16)).backward()
+    loss, other = loop.loss(FP16), loop.loss(FP16)
+    (loop.scaler.scale(loss) + other).backward()  # HERE
     loop.end()
 
 
 def second_backward_unscaled(loop: Loop) -> None:
     loop.scaler.scale(loop.loss(FP16)).backward()
-    loop.loss(FP16).backward()
+    loop.loss(FP16).backward()  # HERE
+    loop.end()
+
+
+def loss_of_a_head_unscaled(loop: Loop) -> None:
+    with loop.region(FP16):
+        y = loop.net(loop.x)
+        first, second = F.cross_entropy(y, loop.y), loop.head(y).float().square().mean()
+    loop.scaler.scale(first).backward(retain_graph=True)
+    second.backward()  # HERE
     loop.end()
 
 
 def always_skipped(loop: Loop) -> None:
     loop.scaler.scale(loop.loss(FP16) * float("inf")).backward()
-    loop.end()
+    loop.scaler.step(loop.optimizer)  # HERE
+    loop.scaler.update()  # HERE
 
 
 def unscaled_in_the_first_part(loop: Loop) -> None:
     loop.scaler.scale(loop.loss(FP16)).backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.scale(loop.loss(FP16)).backward()
+    loop.scaler.unscale_(loop.optimizer)  # HERE
+    loop.scaler.scale(loop.loss(FP16)).backward()  # HERE
     loop.end()
 
 
 def underflowing(loop: Loop) -> None:
-    loop.scaler.scale(loop.loss(FP16) * 1e-9).backward()
+    with loop.region(FP16):
+        loss = F.cross_entropy(loop.net(loop.x), loop.y)  # HERE
+    loop.scaler.scale(loss * 1e-9).backward()  # HERE
     loop.end()
 
 
 def updates_lost(loop: Loop) -> None:
     F.cross_entropy(loop.net(loop.x).float(), loop.y).backward()
+    loop.optimizer.step()  # HERE
+
+
+def updates_lost_in_fp16(loop: Loop) -> None:
+    F.cross_entropy(loop.net(loop.x).float(), loop.y).backward()
+    loop.optimizer.step()  # HERE
 
 
 def average_in_bf16(loop: Loop) -> None:
@@ -112,25 +174,52 @@ def average_in_bf16(loop: Loop) -> None:
     loop.optimizer.step()
     with torch.no_grad():
         for mean, weight in zip(loop.average, loop.weights, strict=True):
-            mean.mul_(0.9999).add_(weight.to(BF16), alpha=1e-4)
+            mean.mul_(0.9999).add_(weight.to(BF16), alpha=1e-4)  # HERE
+
+
+def average_by_lerp(loop: Loop) -> None:
+    loop.loss().backward()
+    loop.optimizer.step()
+    with torch.no_grad():
+        for mean, weight in zip(loop.average, loop.weights, strict=True):
+            mean.lerp_(weight.to(BF16), 1e-3)  # HERE
 
 
 def losses_summed_in_bf16(loop: Loop) -> None:
     loss = loop.loss()
     loss.backward()
-    loop.total += loss.detach().to(BF16)
+    loop.total += loss.detach().to(BF16)  # HERE
+
+
+def gradients_summed_in_bf16(loop: Loop) -> None:
+    for part in range(8):
+        loop.optimizer.zero_grad()
+        loop.loss(BF16, loop.x[part : part + 1], loop.y[part : part + 1]).backward()
+        for total, p in zip(loop.kept, loop.weights, strict=True):
+            total.add_(p.grad)  # HERE
+    for total, p in zip(loop.kept, loop.weights, strict=True):
+        p.grad = total.float() / 8
+        total.zero_()
 
 
 def optimizer_inside(loop: Loop) -> None:
     loop.loss().backward()
-    with nc.autocast("cpu", BF16):
-        loop.optimizer.step()
+    with loop.region():
+        loop.optimizer.step()  # HERE
 
 
 def weights_by_data(loop: Loop) -> None:
-    with nc.autocast("cpu", BF16):
+    with loop.region():
         loss = F.cross_entropy(loop.net(loop.x), loop.y)
-        loop.weights[0].data = loop.weights[0].data * 0.99
+        loop.weights[0].data = loop.weights[0].data * 0.99  # HERE
+        loss = loss + F.cross_entropy(loop.net(loop.x), loop.y)  # HERE
+    loss.backward()
+
+
+def weights_by_data_in_place(loop: Loop) -> None:
+    with loop.region():
+        loss = F.cross_entropy(loop.net(loop.x), loop.y)
+        loop.weights[0].data.mul_(0.5)  # HERE
         loss = loss + F.cross_entropy(loop.net(loop.x), loop.y)
     loss.backward()
 
@@ -140,58 +229,63 @@ def evaluation_outside(loop: Loop) -> None:
     loop.optimizer.step()
     loop.net.eval()
     with torch.no_grad():
-        loop.net(loop.x)
+        loop.net(loop.x)  # HERE
     loop.net.train()
 
 
 def never_cleared(loop: Loop) -> None:
-    loop.loss().backward()
-    loop.optimizer.step()
+    loop.loss().backward()  # HERE
+    loop.optimizer.step()  # HERE
 
 
 def two_formats(loop: Loop) -> None:
     policy = nc.Policy("mine").with_rules(nc.Rule("aten.linear", "full"))
-    with nc.autocast("cpu", BF16, policy=policy), torch.autocast("cpu", BF16):
-        loss = F.cross_entropy(loop.net(loop.x), loop.y)
+    with nc.autocast("cpu", BF16, policy=policy), torch.autocast("cpu", BF16):  # HERE
+        loss = F.cross_entropy(loop.net(loop.x), loop.y)  # HERE
     loss.backward()
 
 
-# a step, and a part of the kind that is to be found
+# a step, and a part of the kind that is to be found first; of others that are true, too
 LOOPS: dict[Callable[[Loop], None], str] = {
     no_region: "no region", backward_inside: "backward in a region", loss_outside: "left the region",
-    without_scaler: "without a scaler", scaler_without_need: "without need", clipped_too_early: "clip before",
-    values_clipped_too_early: "clip before", one_loss_unscaled: "scaled", second_backward_unscaled: "scaled",
-    always_skipped: "skipped", unscaled_in_the_first_part: "unscale", underflowing: "underflow", updates_lost: "update",
-    average_in_bf16: "average", losses_summed_in_bf16: "sum", optimizer_inside: "optimizer step",
-    weights_by_data: "region", evaluation_outside: "evaluation", never_cleared: "clear", two_formats: "hidden",
+    loss_by_hand: "left the region", without_scaler: "without a scaler", past_the_scaler: "scaler",
+    scaler_without_need: "without need", clipped_too_early: "clip before", values_clipped_too_early: "clip before",
+    clipped_by_hand: "clip before", unscaled_twice: "scale", one_loss_unscaled: "scaled",
+    second_backward_unscaled: "scaled", loss_of_a_head_unscaled: "scaled", always_skipped: "skipped",
+    unscaled_in_the_first_part: "unscale", underflowing: "underflow", updates_lost: "update",
+    updates_lost_in_fp16: "update|without a scaler", average_in_bf16: "average", average_by_lerp: "average",
+    losses_summed_in_bf16: "sum", gradients_summed_in_bf16: "gradients", optimizer_inside: "optimizer step",
+    weights_by_data: "region", weights_by_data_in_place: "region", evaluation_outside: "evaluation",
+    never_cleared: "clear", two_formats: "hidden",
 }  # fmt: skip
-STEPPING = (average_in_bf16, optimizer_inside, evaluation_outside, never_cleared)
+LOW = {updates_lost: BF16, updates_lost_in_fp16: FP16}
 
 
-def judged(wrong: Callable[[Loop], None], kind: str) -> str:
-    loop = Loop(BF16 if wrong is updates_lost else torch.float32, 1e-5 if wrong is updates_lost else 1e-3)
+def judged(wrong: Callable[[Loop], None], kind: str, net: str) -> Said:
+    """It alone, at its line."""
+    loop = Loop(net, LOW.get(wrong, torch.float32), 1e-6 if wrong in LOW else 1e-3)
+    steps = {"end", "step"} & {*wrong.__code__.co_names}
 
     def step() -> None:
         if wrong is not never_cleared:
             loop.optimizer.zero_grad()
         wrong(loop)
-        if wrong not in STEPPING and "end" not in wrong.__code__.co_names:
+        if not steps:
             loop.optimizer.step()
 
     found = nc.check_training(step)
     wrong_ones = [finding for finding in found.findings if finding.kind != "weights cast again"]
-    is_right = len({finding.kind for finding in wrong_ones}) == 1 and kind in wrong_ones[0].kind
-    if not is_right or not any(is_in(finding, function) for finding in wrong_ones for function in (wrong, Loop, step)):
-        return f"wanted {kind} in {wrong.__name__}:\n{found}"
-    return ""
+    said = placed([(f.file, f.line) for f in wrong_ones], lines_of(wrong), str(found))
+    kinds = [f.kind for f in wrong_ones]
+    is_true = said.word != RIGHT or (kind.split("|")[0] in kinds[0] and all(re.search(kind, one) for one in kinds))
+    if not is_true:
+        return Said(PLACE, f"wanted {kind} alone in {wrong.__name__}:\n{found}")
+    return said
 
 
-def is_in(finding: Any, function: Any) -> bool:
-    """Whether it is at a line of that function, or of what the function calls here."""
-    lines, first = inspect.getsourcelines(function)
-    return finding.file == __file__ and first <= finding.line < first + len(lines)
-
-
-def faults() -> Iterator[tuple[str, str, str, Callable[[], str], Callable[[], bool]]]:
+def faults() -> Iterator[Fault]:
     for wrong, kind in LOOPS.items():
-        yield wrong.__name__, wrong.__name__, "check_training", partial(judged, wrong, kind), lambda: True
+        for net in NETS:
+            if wrong is not two_formats or not net:  # which needs regions of both
+                name = f"{wrong.__name__}{net}"
+                yield Fault(name, wrong.__name__, "check_training", partial(judged, wrong, kind, net), lambda: True)
