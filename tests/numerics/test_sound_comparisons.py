@@ -292,3 +292,22 @@ def test_round_off_that_makes_a_nan_is_no_band():
 
     found = nc.compare(Arc(), (X,), dtype="bf16", isolate=0)
     assert found.verdict in (ROUND_OFF, "not judged") and not found.faults, found
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_limit_that_rounding_leads_to_is_named_where_something_comes_of_it(is_masked):
+    """What fp16 makes zero has a logarithm of minus infinity, which is a fault where nobody takes it out again."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            small = self.layer(x).abs() * 1e-7
+            return torch.where(small > 1e-6, small.log(), 0.0) if is_masked else small.log()
+
+    found = nc.compare(Model(), (torch.randn(8, 16),), dtype="fp16")
+    rows = [row for row in found.rows if row.id.op == "aten.log.default"]
+    assert found.verdict == ("round-off" if is_masked else "not finite"), str(found)
+    assert [row.verdict for row in rows] == ["passed on" if is_masked else "not finite"], str(found)

@@ -46,6 +46,7 @@ from narrowcast.runs.judging import (
     TINY,
     about_underflow,
     about_unmatched,
+    came_to_something,
     has_same_shapes,
     is_low_in_both,
     judge_call,
@@ -347,10 +348,11 @@ class _Comparing:
     def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
         """The verdict, from three facts; or why there is none."""
         found = self._found
+        is_lost = any(math.isnan(o.sqnr_db) for o in found.outputs)
+        if is_lost or any(g.verdict == NOT_FINITE for g in found.gradients):
+            found.rows = list(map(came_to_something, found.rows))
         verdicts = {row.verdict for row in found.rows}
-        is_not_finite = NOT_FINITE in verdicts | {g.verdict for g in found.gradients} or any(
-            math.isnan(o.sqnr_db) for o in found.outputs
-        )
+        is_not_finite = is_lost or NOT_FINITE in verdicts | {g.verdict for g in found.gradients}
         worst = max((o.relative_error for o in found.outputs), default=0.0)
         found.verdict = verdict_of(
             is_beyond or bool(found.compiled) or FAULT in verdicts,

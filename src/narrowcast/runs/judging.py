@@ -39,7 +39,7 @@ from narrowcast.runs.output_errors import (
     is_masked,
     output_errors,
 )
-from narrowcast.runs.reference import MADE, PASSED, Keep, Kept, sample_like
+from narrowcast.runs.reference import LIMIT, MADE, PASSED, Keep, Kept, sample_like
 from narrowcast.runs.trial import Outcome
 from narrowcast.torch_bridge import FORMATS, is_random, short_type
 
@@ -47,6 +47,10 @@ OUTPUT_FACTOR = 4.0
 """What inherits, and whole outputs, are beyond round-off from so many times the band on."""
 TINY = 8 * FORMATS[torch.float32].epsilon
 """What two orders of summation in fp32 make."""
+
+
+_NOT_FINITE = "NaN or infinity where the reference has none"
+_AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and nothing came of it"
 
 
 def judge_call(
@@ -79,6 +83,11 @@ def judge_call(
     return replace(row, verdict=verdict, why=why)
 
 
+def came_to_something(row: CallError) -> CallError:
+    """The row, where outputs or gradients are not finite: a limit of an op is then what made them so."""
+    return replace(row, verdict=NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
+
+
 def _verdict(
     row: CallError, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool, is_lost: bool
 ) -> tuple[str, str]:
@@ -94,7 +103,9 @@ def _verdict(
         (name, was), (_, now) = other[0]
         return FAULT, f"its argument {name} is {now}, {was} in the reference"
     if is_lost and kept.nonfinite == MADE:
-        return NOT_FINITE, "NaN or infinity where the reference has none"
+        return NOT_FINITE, _NOT_FINITE
+    if is_lost and kept.nonfinite == LIMIT:
+        return PASSED_ON, _AT_LIMIT
     if is_lost and kept.nonfinite == PASSED:
         return PASSED_ON, "NaN or infinity came with its inputs"
     if not row.total and not row.own:

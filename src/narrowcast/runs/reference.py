@@ -13,13 +13,13 @@ from narrowcast.runs.arguments import others_as_text, tensors_by_name
 from narrowcast.runs.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
 from narrowcast.runs.kernel_bounds import Judged, is_low, judge_kernel
 from narrowcast.runs.observer import Observer
-from narrowcast.runs.rerun import copies_of_written, planned_arguments
+from narrowcast.runs.rerun import can_run_again, copies_of_written, mends, planned_arguments, run_wide
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.runs.statistics import checksum, sample_of
 from narrowcast.torch_bridge import OpFacts, tensors_in
 from narrowcast.torch_surface.dispatch import tree_map
 
-MADE, PASSED, MEANT = "made", "passed", "meant"
+MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
 WHOLE, SMALL = 1 << 16, 1 << 12
 """So many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
 
@@ -29,7 +29,7 @@ class Kept:
     """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64.
 
     judged: its kernel, where that was asked for and something bounds it. nonfinite: where its results are not finite,
-    whether it MADE that, PASSED it on, or whether it is MEANT.
+    whether it MADE that, PASSED it on, whether it is MEANT, or a LIMIT of the op, which fp64 has, too.
     """
 
     call: SeenCall
@@ -95,7 +95,11 @@ def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None
     if judged is not None and judged.overflows:
         return MADE
     came = call.notes.get("read", (call.args, call.kwargs))
-    return MADE if all(is_finite(t) for t in tensors_in(came) if is_floating(t)) else PASSED
+    if not all(is_finite(t) for t in tensors_in(came) if is_floating(t)):
+        return PASSED
+    args, kwargs = call.notes.get("read") or planned_arguments(call)
+    exact = run_wide(call.facts, args, kwargs, torch.float64) if can_run_again(call) else None
+    return MADE if exact is None or mends(exact, call.results) else LIMIT
 
 
 def kept_of(
