@@ -248,7 +248,8 @@ def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, lar
     row = GradientError(name, format, error, cosine, under, ROUND_OFF if error else EXACT, band, share)
     if _lost([got], [ref]) or math.isnan(error):
         return replace(row, verdict=NOT_FINITE)
-    is_far = band and error > OUTPUT_FACTOR * band and error > TINY
+    is_there = float(ref.abs().max()) > fp32.smallest_normal / fp32.epsilon if ref.numel() else False
+    is_far = band and error > OUTPUT_FACTOR * band and error > TINY and is_there
     return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row
 
 

@@ -58,6 +58,8 @@ def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samp
     if found is None or not found:
         return found
     low = unit(FORMATS[results[0].dtype])
+    terms = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
+    found = [f + terms * fp32.smallest_normal for f in found]  # below it units for products have no numbers
     if _splits_sums(results[0]):
         size = inputs.on_absolute_values() or []
         found = [f + s * gamma(_SPLITS, low) for f, s in zip(found, size, strict=False)]
@@ -132,14 +134,18 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 
 def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in."""
+    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in. And
+    that of its input, where gradients are next to nothing.
+    """
     names = ("grad_out", "input", "mean", "rstd")
     grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)
     leading = tuple(range(x.dim() - len(inputs.args[2])))
     size = (grad.abs() * (1 + ((x - mean) * rstd).abs())).sum(leading)
     came, rows = FORMATS[inputs.given("grad_out").dtype], mean.numel()
     for n, result in enumerate(results):
-        if leading and result.shape == size.shape:
+        if result.shape == x.shape:  # what is below the smallest numbers on the way
+            slack[n] = slack[n] + came.smallest * (1 + rstd)
+        elif leading and result.shape == size.shape:
             slack[n] = slack[n] + gamma(rows, max(unit(FORMATS[result.dtype]), unit(came))) * size
 
 

@@ -12,8 +12,10 @@ from narrowcast.report.findings import TREND, Finding
 from narrowcast.runs.by_storage import has_storage
 from narrowcast.runs.output_errors import as_real
 from narrowcast.runs.turns import names_of_parameters
-from narrowcast.torch_bridge import values_of
+from narrowcast.torch_bridge import FORMATS, values_of
 
+_SMALL = 256
+"""Gradients underflow whose root mean square is below so many of the smallest numbers: of larger ones few do."""
 _LOOKS = 3
 """So many looks in a row a parameter must show a trend."""
 
@@ -21,22 +23,24 @@ _LOOKS = 3
 class Trends:
     """Looks at gradients each so many steps: their rms, largest magnitude and share of zeros, by parameter.
 
-    underflow: a share of zeros above it, for a parameter whose gradients had fewer in the first look. growth: so many
-    times the largest magnitude of the first look. Of a sharded gradient this rank's part is looked at.
+    underflow: a share of zeros above it, for a parameter whose gradients had fewer in the first look, and are so small
+    that the formats of the backward may lose some. growth: so many times the largest magnitude of the first look. Of a
+    sharded gradient this rank's part is looked at.
     """
 
     def __init__(self, every: int, underflow: float, growth: float) -> None:
         self._every, self._underflow, self._growth = every, underflow, growth
-        self._first: dict[str, tuple[float, float]] = {}
+        self._first: dict[str, tuple[float, float, float]] = {}
         self._often: dict[tuple[str, str], int] = {}
 
     def look(
-        self, optimizer: Any, step: int, roots: Iterable[torch.nn.Module]
+        self, optimizer: Any, step: int, roots: Iterable[torch.nn.Module], dtypes: Iterable[torch.dtype]
     ) -> tuple[dict[str, Any] | None, list[Finding]]:
-        """The figures of this step, if it is one to look at, and what they show."""
+        """The figures of this step, if it is one to look at, and what they show. dtypes: those of the backward."""
         if (step - 1) % self._every:
             return None, []
         names = names_of_parameters(roots)
+        small = _SMALL * max((FORMATS[dtype].smallest for dtype in dtypes if dtype in FORMATS), default=0.0)
         rows: dict[str, dict[str, float]] = {}
         findings = []
         held = [(p, _values(p)) for group in optimizer.param_groups for p in group["params"]]
@@ -44,8 +48,9 @@ class Trends:
         for number, (parameter, (largest, rms, zeros)) in enumerate(_read(figures)):
             name = names.get(id(parameter), f"parameter {number}")
             rows[name] = {"largest": largest, "rms": rms, "zeros": zeros}
-            first_largest, first_zeros = self._first.setdefault(name, (largest, zeros))
-            if self._shows(name, "underflow", zeros > self._underflow > first_zeros):
+            first_largest, first_rms, first_zeros = self._first.setdefault(name, (largest, rms, zeros))
+            is_small = (rms or first_rms) < small
+            if self._shows(name, "underflow", is_small and zeros > self._underflow > first_zeros):
                 sentence = f"{zeros:.0%} of the gradient of {name} are zero; {first_zeros:.0%} were at the first look"
                 advice = "Scale the loss (GradScaler), or compute the gradients of these layers in bf16 or fp32."
                 findings.append(_trend(name, "underflow", sentence, advice, step))

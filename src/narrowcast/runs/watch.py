@@ -127,7 +127,9 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
                 self._observer.settle(final=False, parameters=held)
             finally:
                 self.found.steps += 1
-            row, findings = self._trends.look(optimizer, self.found.steps, self._observer.roots)
+            row, findings = self._trends.look(
+                optimizer, self.found.steps, self._observer.roots, self._observer.of_backward
+            )
             if row is not None:
                 self.found.history.append(row)
                 self._write(row)

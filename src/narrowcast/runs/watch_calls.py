@@ -59,7 +59,7 @@ KEPT = 8
 
 
 class WatchCalls(Observer):
-    """Looks at what each call gives, and tells of findings."""
+    """Looks at what each call gives, and tells of findings. of_backward: the dtypes that calls of backwards gave."""
 
     def __init__(
         self, found: Watching, at: str, tell: Callable[[Finding, int], None], policies: tuple[Policy, ...] = ()
@@ -74,6 +74,7 @@ class WatchCalls(Observer):
         self._later: list[PutOff] = []
         self._losses: list[int] = []
         self._is_skipped = False
+        self.of_backward: set[torch.dtype] = set()
 
     # -- as calls end --------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,8 @@ class WatchCalls(Observer):
         self._found.calls += 1
         self._is_skipped = self._is_skipped and not is_new_scale(call)
         results = gave(call)
+        if results and call.id.direction == BACKWARD:
+            self.of_backward.add(results[0].dtype)
         if call.facts.writes:
             for tensor in results:
                 self._flags.written(tensor)

@@ -125,8 +125,10 @@ class Values:
             return {"": self._between(pair, _read, _first)}
         return {}
 
-    def given(self, pair: Aligned) -> tuple[tuple[str, str, str], ...]:
-        """Numbers and weights that differ: name, in a, in b."""
+    def given(self, pair: Aligned, before: float) -> tuple[tuple[str, str, str], ...]:
+        """Numbers and weights that differ: name, in a, in b. before: how far apart calls' results were so far; so may
+        be what they keep for the backward.
+        """
         a, b = pair.a[0].call, pair.b[0].call
         is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in TOLD_APART
         numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
@@ -134,12 +136,13 @@ class Values:
                  if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
         if a.id.op != b.id.op:
             return (*found, *self._other_weight(pair.a, pair.b))
+        before = before if a.id.direction == BACKWARD else 0.0
         for name in self._names(pair):
             if self._is_given(pair, name):
                 apart = _worst(self._between(pair, _input(name), join) for join in (stacked, beside))
                 formats = [side.runs[0].tensors[dict(call.inputs)[name]].format
                            for side, call in zip(self.sides, (a, b), strict=True)]  # fmt: skip
-                if apart.is_known and apart.relative > _band(formats):
+                if apart.is_known and apart.relative > max(before, _band(formats)):
                     found.append(_apart(name, formats[0], formats[1], apart.relative))
         return tuple(found)
 

@@ -26,7 +26,7 @@ from narrowcast.report.run_differences import (
 )
 from narrowcast.two_runs.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Compared, Values, is_sum_of_gradients
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
-from narrowcast.two_runs.conditions import jump
+from narrowcast.two_runs.conditions import jump, moves
 from narrowcast.two_runs.kept_tensors import KeptTensors
 from narrowcast.two_runs.makers import Makers, Upstream
 from narrowcast.two_runs.sides import Bundle, Side, read_name
@@ -97,7 +97,7 @@ class _Judging:
 
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
-        given, band = self.values.given(pair), self.values.band(pair)
+        given, band = self.values.given(pair, self._largest), self.values.band(pair)
         inputs = {} if is_sum_of_gradients(pair) else self.values.inputs(pair)
         (format_a, format_b), (place_a, place_b) = (
             [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
@@ -111,6 +111,8 @@ class _Judging:
         came = max(known) if known else math.nan
         reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
         before = self._largest if math.isnan(came) else came
+        if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
+            before = max(before, self._largest)
         if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
             before = max(before, self._largest)
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
@@ -150,8 +152,10 @@ class _Judging:
             return DIFFERS, "it was given something else"
         if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
             return INHERITED, ""
-        if self._largest and any(m.is_chosen(x) for m, x in zip(self._makers, (pair.a[0], pair.b[0]), strict=True)):
-            return INHERITED, "it chooses by values that differ"
+        is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
+        is_chosen = any(m.is_chosen(x) for m, x in zip(self._makers, (pair.a[0], pair.b[0]), strict=True))
+        if is_chosen and (self._largest or is_among_others):
+            return INHERITED, "it chooses by values that differ" if self._largest else "it chooses among other rows"
         return DIFFERS, "its inputs do not explain that"
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------

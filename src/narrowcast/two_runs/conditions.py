@@ -19,6 +19,7 @@ _MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
 _EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
 _PERIODIC = frozenset(["sin", "cos", "tan"])
 _LOGARITHMS = frozenset(["log", "log2", "log10", "log1p"])
+_RECIPROCALS = frozenset(["reciprocal", "rsqrt"])
 _SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
 _JUMPS = frozenset([
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
@@ -32,10 +33,14 @@ _OF_CONVOLUTION = (("grad_output", "weight"), ("grad_output", "input"), ("grad_o
 """What each result of a convolution's backward is a sum of products of."""
 
 
+def moves(op: str) -> bool:
+    """Whether an op only moves values, all or some."""
+    return op_kind(op).family in (MOVEMENT, VIEW, COPY)
+
+
 def passes_on(op: str) -> bool:
     """Whether relative errors come out of an op as they went in: it scales, selects or moves."""
-    kind = op_kind(op)
-    return kind.family in (MOVEMENT, VIEW, COPY) or kind.name in _SCALES
+    return moves(op) or op_kind(op).name in _SCALES
 
 
 def jump(op: str, came: float) -> float:
@@ -83,7 +88,7 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
     if kind.name in _SUMS:
         return largest
     if kind.name in _LOGARITHMS:
-        return 1.0
+        return max(_over_smallest(piece, kind.name == "log1p") for piece in came.values())
     if kind.name in _PERIODIC or "log_softmax" in kind.name:
         return max(piece.largest for piece in came.values())
     return 0.0
@@ -110,8 +115,18 @@ def _terms(op: str, came: Mapping[str, Piece], gave: Piece) -> int:
         return 1
 
 
+def _over_smallest(piece: Piece, more: float = 0.0) -> float:
+    """How large values are beside the smallest of them, to which more is added: a logarithm is off by what that is off
+    in parts of itself, and so is a quotient.
+    """
+    smallest = piece.low + more
+    return max(1.0, min(_STEEPEST, (piece.rms + more) / smallest)) if smallest > 0 else _STEEPEST
+
+
 def _steepness(op: str, came: Mapping[str, Piece]) -> float:
-    """How fast a function grows: of exponentials by the largest exponent; of norms by what a mean leaves."""
+    """How fast a function grows: of exponentials by the largest exponent, of quotients by the smallest divisor, of
+    norms by what a mean leaves.
+    """
     kind = op_kind(op)
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
@@ -119,6 +134,9 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
+    divisor = came.get("other") if kind.name == "div" else read if kind.name in _RECIPROCALS else None
+    if divisor is not None and divisor.low > 0:
+        return _over_smallest(divisor)
     if kind.family == NORM:
         spread = read.rms**2 - read.mean**2
         return read.rms / math.sqrt(spread) if spread > read.rms**2 / _STEEPEST**2 else _STEEPEST
