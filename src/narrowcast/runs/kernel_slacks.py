@@ -134,8 +134,8 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 
 def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in. And
-    that of its input, where gradients are next to nothing.
+    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in; that
+    of its input, where gradients are next to nothing.
     """
     names = ("grad_out", "input", "mean", "rstd")
     grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)

@@ -63,7 +63,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ConvNext": ("Model", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}, "image"),
     "ResNet": ("ForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, "image"),
     "MobileNetV2": ("Model", {"depth_multiplier": 0.25}, "image"),
-    "Segformer": ("Model", STAGES | {"num_attention_heads": [1, 2, 2, 2], "sr_ratios": [1, 1, 1, 1]}, "image"),
+    # strides: torch 2.13 gives memory nobody wrote to as a weight gradient of strided convolutions of one pixel in bf16
+    "Segformer": ("Model", STAGES | {"num_attention_heads": [1, 2, 2, 2], "sr_ratios": [1, 1, 1, 1],
+                                     "strides": [2, 2, 2, 1]}, "image"),
     "Wav2Vec2": ("Model", SIZES | CONVOLVED, "wave"),
     "Encodec": ("Model", CODEC, "sound"),
 }  # fmt: skip
