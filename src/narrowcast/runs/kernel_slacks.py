@@ -134,8 +134,8 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
 
 
 def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in; that
-    of its input, where gradients are next to nothing.
+    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in.
+    Where gradients are next to nothing, each term is off by half the smallest number, of the input's gradient too.
     """
     names = ("grad_out", "input", "mean", "rstd")
     grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)
@@ -143,10 +143,11 @@ def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
     size = (grad.abs() * (1 + ((x - mean) * rstd).abs())).sum(leading)
     came, rows = FORMATS[inputs.given("grad_out").dtype], mean.numel()
     for n, result in enumerate(results):
-        if result.shape == x.shape:  # what is below the smallest numbers on the way
+        if result.shape == x.shape:
             slack[n] = slack[n] + came.smallest * (1 + rstd)
         elif leading and result.shape == size.shape:
-            slack[n] = slack[n] + gamma(rows, max(unit(FORMATS[result.dtype]), unit(came))) * size
+            factor = gamma(rows, max(unit(FORMATS[result.dtype]), unit(came)))
+            slack[n] = slack[n] + factor * size + rows * came.smallest
 
 
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
