@@ -83,7 +83,7 @@ class Backwards:
             by_number = any(isinstance(n, int | float) and float(n) in self._numbers for n in call.args)
             by_number |= any(t.dim() == 0 and t.dtype is torch.float64 and float(t) in self._numbers for t in tensors)
             if by_number or any(storage_key(t) in scales for t in tensors):
-                again = self._scaling & set().union(*(numbers_before(t.grad_fn) for t in tensors))
+                again = any(paths_to_leaves(t.grad_fn, self._scaling)[1] for t in tensors)
                 self._scaling.add(next_sequence_number() - 1)
                 if again and not self.differentiated:  # a gradient that is unscaled, and goes into a loss
                     return (

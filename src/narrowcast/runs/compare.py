@@ -142,12 +142,13 @@ def _nothing_yet(name: str, region: autocast, reference: str, by: str) -> Differ
 
 
 def _check(reference: Any, by: str) -> None:
-    """Refuse what is no choice."""
-    known = ("reference", reference, [*REFERENCES, "another model"]), ("grouping", by, BY)
-    for what, given, choices in known:
-        if isinstance(given, str) and given not in choices:
-            asked, advice = f"compare({given!r})", f"Give one of {', '.join(choices)}."
-            raise RunError(asked, f"no such {what}", advice=advice)
+    if isinstance(reference, str) and reference not in REFERENCES:
+        raise RunError(
+            f"compare(reference={reference!r})", "no such reference",
+            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
+        )  # fmt: skip
+    if by not in BY:
+        raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
 
 
 class _Comparing:

@@ -158,6 +158,7 @@ class Rounded:
         """The makers with which in fp32 the call's result is finite where it was not: one, if one gives about what all
         do. None if no choice does; and whether that was seen of all, as long as what they read is there.
         """
+        self._made = {}
         for number, step in enumerate(self.steps):
             for held in step.gave:
                 self._made.setdefault(held.key, []).append(number)

@@ -44,35 +44,31 @@ def current_autograd_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
-def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[list[torch.Tensor], bool]:
-    """The leaves that a backward from a node reaches by a path without any of some nodes, named by their sequence
-    numbers; and whether it meets one of these.
-    """
-    waiting, leaves, has_met = [root], [], False
-    seen: set[Any] = set()
+def _nodes_before(root: Any, barriers: set[int], most: int) -> list[Any]:
+    """An autograd node, and those that its backward goes on to without passing the barriers, which are among them."""
+    waiting, seen = [root], dict[Any, None]()
     while waiting and len(seen) < most:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        elif sequence_number(node) in barriers:
-            has_met = True
-        else:
+        seen[node] = None
+        if sequence_number(node) not in barriers:
             waiting += [before for before, _ in node.next_functions]
-    return leaves, has_met
+    return list(seen)
+
+
+def paths_to_leaves(root: Any, barriers: set[int], most: int = 20_000) -> tuple[list[torch.Tensor], bool]:
+    """The leaves that a backward from a node reaches by a path without any of some nodes, named by their sequence
+    numbers; and whether it meets one of these.
+    """
+    nodes = _nodes_before(root, barriers, most)
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    return leaves, any(sequence_number(node) in barriers for node in nodes)
 
 
 def numbers_before(root: Any, most: int = 20_000) -> set[int]:
     """The sequence numbers of an autograd node and of those that its backward goes on to."""
-    waiting, seen = [root], set[Any]()
-    while waiting and len(seen) < most:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    return set(map(sequence_number, seen))
+    return set(map(sequence_number, _nodes_before(root, set(), most)))
 
 
 def gives_gradients(node: Any) -> bool:
