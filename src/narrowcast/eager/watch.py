@@ -99,9 +99,10 @@ class Watcher(Protocol):
 
 
 class _Watchers(threading.local):
-    """Per thread, as a recording's dispatch mode is."""
+    """Per thread, as a recording's dispatch mode is. stepping: those that want compiled graphs to run step by step."""
 
     now: tuple[Watcher, ...] = ()
+    stepping: tuple[Watcher, ...] = ()
 
 
 _watchers = _Watchers()
@@ -114,17 +115,21 @@ def watchers() -> tuple[Watcher, ...]:
 
 def stepping() -> tuple[Watcher, ...]:
     """Those that want compiled graphs to run step by step."""
-    return tuple(watcher for watcher in _watchers.now if watcher.steps_graphs)
+    return _watchers.stepping
 
 
 def add_watcher(watcher: Watcher) -> None:
     """Start telling `watcher`."""
-    _watchers.now = (*_watchers.now, watcher)
+    _set_watchers((*_watchers.now, watcher))
 
 
 def remove_watcher(watcher: Watcher) -> None:
     """Stop telling `watcher`."""
-    _watchers.now = tuple(w for w in _watchers.now if w is not watcher)
+    _set_watchers(tuple(w for w in _watchers.now if w is not watcher))
+
+
+def _set_watchers(now: tuple[Watcher, ...]) -> None:
+    _watchers.now, _watchers.stepping = now, tuple(w for w in now if w.steps_graphs)
 
 
 def present_device_types() -> list[str]:

@@ -61,6 +61,8 @@ class Looking(Observer):
     has_seen, has_lowered: there was one, a region lowered one; is_cast_beside: somebody casts besides the region.
     """
 
+    sees_inside = True
+
     def __init__(self, kept: Kept) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}

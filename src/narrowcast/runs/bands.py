@@ -45,6 +45,8 @@ class Moved(Observer):
     this model, and shapes may be read from it. underflows: what is near the end of a format moves as that makes it.
     """
 
+    sees_inside = True
+
     def __init__(
         self, policies: tuple[Any, ...], formats: dict[CallId, Format], cast_formats: dict[CallId, Format],
         kept: dict[CallId, list[torch.Tensor]], seed: int, keeps_exact: bool, underflows: bool,

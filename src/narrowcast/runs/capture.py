@@ -220,7 +220,7 @@ class _Capture(Observer):
 
     def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...], times: bool) -> None:
         super().__init__(policies)
-        self._times = times
+        self._times = self.sees_inside = times
         self._run, self._table = run, table
         self.device_type = ""
 

@@ -8,6 +8,7 @@ from are run again, some of them as a rule with action `full` would have them, f
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -40,10 +41,10 @@ class _Unknown(Exception):
     """What a call read is no longer there, and cannot be made again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
     """A tensor that is not kept alive: where it lies, and how. The reference keeps its storage's number from being used
-    again.
+    again. Never changed; frozen, it would cost more to make than all that it holds.
     """
 
     key: int
@@ -59,10 +60,8 @@ class _Held:
         if not has_storage(tensor):
             return _Held(0, None, tensor.dtype, tensor.device, tensor.shape, (), 0)
         reference = StorageWeakRef(tensor.untyped_storage())
-        offset = int(tensor.storage_offset())
-        return _Held(
-            reference.cdata, reference, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), offset
-        )  # fmt: skip
+        shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return _Held(reference.cdata, reference, tensor.dtype, tensor.device, shape, stride, offset)
 
     def there(self) -> torch.Tensor | None:
         """The tensor, if its memory is in use."""
@@ -81,7 +80,7 @@ class _Held:
         return base.as_strided(self.shape, self.stride, self.offset - as_made.offset + int(base.storage_offset()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Step:
     """A call whose tensors are not kept. passes: whether its result shows how arguments were rounded; sums do not."""
 
@@ -96,7 +95,18 @@ class _Step:
     def tensors(self) -> Iterator[_Held]:
         """Those that it read."""
         for value in (*self.args, *self.kwargs.values()):
-            yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, _Held))
+            for each in value if isinstance(value, list) else [value]:
+                held = _of_argument(each)
+                if held is not None:
+                    yield held
+
+
+def _of_argument(value: Any) -> _Held | None:
+    """An argument that is a tensor; None for any other, and for a parameter that is gone."""
+    if isinstance(value, weakref.ref):
+        tensor = value()
+        return None if tensor is None else _Held.of(tensor)
+    return value if isinstance(value, _Held) else None
 
 
 class Makers:
@@ -104,6 +114,7 @@ class Makers:
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Held]] = {}  # by the tensor's id
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -111,20 +122,42 @@ class Makers:
     def note(self, call: SeenCall, maker: Maker | None, results: list[torch.Tensor], passes: bool) -> None:
         """A call has run. maker: who it is, if what it gave is in a low format by its own doing."""
         originals = _originals(call) if call.facts.writes else {}
-        args, kwargs = _held(call.args, originals), _held(call.kwargs, originals)
+        args, kwargs = self._held(call.args, originals), self._held(call.kwargs, originals)
         self._note(call.facts, args, kwargs, results, call.plan, maker, passes)
 
     def note_copy(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An op has run that is no call: a copy, a constant."""
         results = [t for t in tensors_in(result) if is_floating(t)]
         if results:
-            self._note(facts, _held(args, {}), _held(kwargs, {}), results)
+            self._note(facts, self._held(args, {}), self._held(kwargs, {}), results)
 
     def _note(
         self, facts: OpFacts, args: Any, kwargs: Any, results: list[torch.Tensor],
         plan: Plan | None = None, maker: Maker | None = None, passes: bool = True,
     ) -> None:  # fmt: skip
-        self._steps.append(_Step(facts, args, kwargs, plan, maker, list(map(_Held.of, results)), passes))
+        self._steps.append(_Step(facts, args, kwargs, plan, maker, list(map(self._place, results)), passes))
+
+    def _held(self, values: Any, originals: dict[int, torch.Tensor]) -> Any:
+        """Arguments, their tensors not kept."""
+        if type(values) is torch.nn.Parameter:  # it lives as long as its module
+            return weakref.ref(values)
+        if isinstance(values, torch.Tensor):
+            return self._place(originals.get(id(values), values) if originals else values)
+        if type(values) is dict:
+            return {key: self._held(value, originals) for key, value in values.items()}
+        return type(values)([self._held(v, originals) for v in values]) if type(values) in (tuple, list) else values
+
+    def _place(self, tensor: torch.Tensor) -> _Held:
+        """Where a tensor lies: what one call gave, the next reads, and weights are read by many."""
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1] == tensor.data_ptr():
+            return found[2]
+        held = _Held.of(tensor)
+        if held.reference is not None:
+            if len(self._known) >= _STEPS:
+                self._known.clear()
+            self._known[id(tensor)] = weakref.ref(tensor), tensor.data_ptr(), held
+        return held
 
     def of(self, call: SeenCall, tensors: Iterable[torch.Tensor]) -> Rounded:
         """Who made, in a low format, what these arguments of a call hold."""
@@ -240,7 +273,12 @@ class Rounded:
         step = self.steps[number]
 
         def made(value: Any) -> Any:
-            return self._value(value, number, high, known) if isinstance(value, _Held) else value
+            held = _of_argument(value)
+            if held is not None:
+                return self._value(held, number, high, known)
+            if isinstance(value, weakref.ref):
+                raise _Unknown
+            return value
 
         args, kwargs = tree_map(made, (step.args, step.kwargs))
         call = SeenCall(self.call.who, step.facts, args, kwargs, plan=step.plan)
@@ -270,12 +308,3 @@ def _originals(call: SeenCall) -> dict[int, torch.Tensor]:
     """The tensors of which a call that writes to them has copies."""
     pairs = zip(inputs_of(call), came_in(call), strict=True)
     return {id(copy): original for (_, copy), original in pairs if original is not copy}
-
-
-def _held(values: Any, originals: dict[int, torch.Tensor]) -> Any:
-    """Arguments, their tensors not kept."""
-    if isinstance(values, torch.Tensor):
-        return _Held.of(originals.get(id(values), values))
-    if type(values) is dict:
-        return {key: _held(value, originals) for key, value in values.items()}
-    return type(values)(_held(v, originals) for v in values) if type(values) in (tuple, list) else values

@@ -20,7 +20,7 @@ from narrowcast.eager.call_hook import ask_at_calls
 from narrowcast.eager.door import Door
 from narrowcast.eager.registered import install_visiting, remove_visiting
 from narrowcast.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
-from narrowcast.eager.words import deciding_rule, format_names, planned_names
+from narrowcast.eager.words import deciding_rule
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.regions.recomputation import carry_into_recomputation
@@ -44,6 +44,8 @@ from narrowcast.torch_surface.dispatch import (
     DispatchMode,
     OpOverload,
     below_modes,
+    step_in,
+    step_out,
     without_functions,
     without_modes,
 )
@@ -63,6 +65,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.decided: list[SeenCall | None] = []
         self.starts: list[int] = []
+        self.is_out = False
         self.executing = False
         self.looking = False
 
@@ -81,6 +84,8 @@ class Observer(DispatchMode):
     """Those that are to be put back after the run."""
     saw_scripts = False
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
+    sees_inside = False
+    """Whether `gives` is to be told of the ops inside of calls that are decided: casts, and what the op is made of."""
     door: Door
     """What looking raises goes through it: the program goes on."""
 
@@ -172,43 +177,52 @@ class Observer(DispatchMode):
         if seen is not None:
             self._local.starts.append(next_sequence_number())
         self._local.decided.append(seen)
+        if len(self._local.decided) == 1 and not self.sees_inside and self.weights is None:
+            self._local.is_out = step_out(self)
 
     def _begun(self, call: DecidedCall) -> SeenCall | None:
         """The call, if it is one of its own, and those who look are told."""
         state = self._local
-        tensors = [t for _, t in call.tensors if t is not None]
-        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking or is_fake:
+        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking:
             return None
-        came = format_names([t.dtype for t in tensors])
-        rule = deciding_rule(call.plan)
-        computes = came if rule is None else planned_names(call.plan, call.tensors)
-        seen = self._seen(call.facts, call.noted, call.args, call.kwargs, (came, computes))
-        seen.plan, seen.rule = call.plan, rule
+        if any([isinstance(t, FakeTensor) for _, t in call.tensors]):
+            return None
+        seen = self._seen(call.facts, call.noted, call.args, call.kwargs)
+        seen.plan, seen.rule = call.plan, deciding_rule(call.plan)
         if self.looks_before(call.facts):
             self._tell_of(self.before, seen)
         return seen
 
     def end(self, result: Any) -> None:
         """The call that began last has returned."""
-        state = self._local
-        seen = state.decided.pop()
+        seen = self._over()
         if seen is None:
             return
-        self.door.run(seen, self._note_nodes, seen, state.starts.pop())
+        self.door.run(seen, self._note_nodes, seen, self._local.starts.pop())
         seen.result = result
         self._tell_of(self.after, seen)
         seen.who.end()
 
     def _note_nodes(self, seen: SeenCall, start: int) -> None:
-        """The autograd nodes that were made since are the call's."""
+        """The autograd nodes that were made since are the call's. Without gradients only casts of weights make some."""
+        if not torch.is_grad_enabled():
+            return
         for number in range(start, next_sequence_number()):
             self._nodes[number] = (seen.id, seen.site, seen.policy)
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised."""
-        if self._local.decided.pop() is not None:
+        if self._over() is not None:
             self._local.starts.pop()
+
+    def _over(self) -> SeenCall | None:
+        """The call that began last. What follows it is seen again."""
+        state = self._local
+        seen = state.decided.pop()
+        if state.is_out and not state.decided:
+            state.is_out = False
+            step_in(self)
+        return seen
 
     def wants_whole(self, op: str, device_type: str) -> bool:
         """What eager code tells of on that device: its lists are not another's."""
@@ -240,7 +254,7 @@ class Observer(DispatchMode):
             if decided:
                 return result
             seen.result = result
-            if torch.is_grad_enabled() and seen.id.direction != BACKWARD:
+            if torch.is_grad_enabled() and seen.who.direction != BACKWARD:
                 # an op without a gradient makes no node: the last one is another's
                 self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
         except Exception as error:
@@ -264,7 +278,7 @@ class Observer(DispatchMode):
         is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
         if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
             return None
-        seen = self._seen(facts, None, args, kwargs, None, is_cast)
+        seen = self._seen(facts, None, args, kwargs, is_cast)
         if self.looks_before(facts):
             self._tell_of(self.before, seen)
         return seen
@@ -315,20 +329,19 @@ class Observer(DispatchMode):
     # -- identities ----------------------------------------------------------------------------------------------------
 
     def _seen(
-        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any],
-        formats: tuple[str, str] | None, is_cast: bool = False,
-    ) -> SeenCall:  # fmt: skip
+        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], is_cast: bool = False
+    ) -> SeenCall:
         direction, forward = self._direction()
         if direction == BACKWARD:
             of, site, policy = forward or (None, noted or find_site(with_names=False), None)
             path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
             who = Who(self._turns.of_backward(path, facts.id, turn), site)
-            return SeenCall(who, facts, args, kwargs, formats, forward=of, is_cast=is_cast, policy=policy)
+            return SeenCall(who, facts, args, kwargs, forward=of, is_cast=is_cast, policy=policy)
         region = innermost()
         policy = region.prepared.policy if region is not None else None
         with_names = policy is not None and policy.table.asks_for_names
         who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
-        return SeenCall(who, facts, args, kwargs, formats, is_cast=is_cast, policy=policy)
+        return SeenCall(who, facts, args, kwargs, is_cast=is_cast, policy=policy)
 
     def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
         """Forward, backward or recomputation; and of a backward call the forward call."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from narrowcast.decide import Plan
-from narrowcast.eager.words import format_names
+from narrowcast.eager.kernels import gather, slots_of
+from narrowcast.eager.words import format_names, planned_names
 from narrowcast.ledger.identity import CallId
 from narrowcast.policy import Policy, Rule, Site, find_allowance
 from narrowcast.runs.turns import Who
@@ -64,9 +65,13 @@ class SeenCall:
 
     def _formats(self) -> tuple[str, str]:
         if self.formats is None:
-            names = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
-            self.formats = names, names
+            came = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
+            self.formats = came, came if self.rule is None or self.plan is None else self._planned(self.plan)
         return self.formats
+
+    def _planned(self, plan: Plan) -> str:
+        tensors = gather(self.facts, self.args, self.kwargs)
+        return planned_names(plan, list(zip(slots_of(self.facts, self.args, self.kwargs), tensors, strict=True)))
 
     def without_tensors(self) -> SeenCall:
         """The call for whoever keeps it, and not its tensors."""

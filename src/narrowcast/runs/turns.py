@@ -66,6 +66,11 @@ class Who:
         """The place."""
         return self._site or self._found()[1]
 
+    @property
+    def direction(self) -> str:
+        """Forward, backward or recomputation: known at once."""
+        return FORWARD if self._id is None else self._id.direction
+
     def module(self) -> str | weakref.ref[Any]:
         """The path of its module, or, where that would have to be put together, the module."""
         if self._id is None and self._asked is not None:

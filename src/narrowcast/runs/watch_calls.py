@@ -95,7 +95,7 @@ class WatchCalls(Observer):
         self._found.calls += 1
         self._is_skipped = self._is_skipped and not is_new_scale(call)
         results = gave(call)
-        if results and call.id.direction == BACKWARD:
+        if results and call.who.direction == BACKWARD:
             self.of_backward.add(results[0].dtype)
         if call.facts.writes:
             for tensor in results:
@@ -226,7 +226,7 @@ class WatchCalls(Observer):
 
     def _carry(self, tensors: list[torch.Tensor], causes: Iterable[Cause], by: SeenCall | None = None) -> None:
         """These hold what these causes made. by: the call that gave them."""
-        if by is not None and by.id.direction != BACKWARD:
+        if by is not None and by.who.direction != BACKWARD:
             self._history.met(by.id, causes)
         for tensor in tensors:
             self._history.carries([tensor], causes, bool(tensor.isnan().any()))

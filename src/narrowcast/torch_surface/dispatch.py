@@ -75,6 +75,18 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def step_out(mode: DispatchMode) -> bool:
+    """Take a mode off, if it is the innermost; `step_in` puts it back."""
+    depth = torch._C._len_torch_dispatch_stack()
+    if not depth or torch._C._get_dispatch_stack_at(depth - 1) is not mode:
+        return False
+    torch._C._pop_torch_dispatch_stack(None)
+    return True
+
+
+step_in = torch._C._push_on_torch_dispatch_stack
+
+
 # -- overloads ---------------------------------------------------------------------------------------------------------
 
 
