@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import NotFiniteError, RunError
@@ -438,6 +439,29 @@ class TestWatch:
             ran = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=120)
             assert ran.returncode == 0, ran.stderr
             assert (" 0 infinite" not in ran.stdout) is infinite, ran.stdout
+
+    def test_it_sees_on_after_a_call_that_raised_and_beside_modes_of_the_users(self):
+        """While a call that a policy decides runs, the observer is out of the way, and afterwards in its place."""
+
+        class Mode(TorchDispatchMode):
+            seen = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                self.seen += 1
+                return func(*args, **(kwargs or {}))
+
+        around, inside = Mode(), Mode()
+        depth = torch._C._len_torch_dispatch_stack()
+        with around, nc.watch() as w, nc.autocast("cpu", torch.bfloat16), nc.capture() as run:
+            with pytest.raises(RuntimeError):
+                torch.randn(2, 3) @ torch.randn(2, 3)
+            with inside:
+                torch.ones(2, 2) @ torch.ones(2, 2)
+            torch.zeros(2).reciprocal().sub(torch.inf)
+            torch.ones(2, 2) @ torch.full((2, 2), torch.nan)
+        assert torch._C._len_torch_dispatch_stack() == depth
+        assert [call.id.op for call in run.calls if "matmul" in call.id.op] == ["aten.matmul.default"] * 2
+        assert len(w.findings) == 2 and inside.seen > 2 and around.seen > 10
 
     def test_nothing_stays_behind(self, model, x):
         before = torch.nn.Module.__call__, torch.autocast.__enter__

@@ -185,7 +185,7 @@ class Observer(DispatchMode):
         state = self._local
         if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking:
             return None
-        if any([isinstance(t, FakeTensor) for _, t in call.tensors]):
+        if any(isinstance(t, FakeTensor) for _, t in call.tensors):
             return None
         seen = self._seen(call.facts, call.noted, call.args, call.kwargs)
         seen.plan, seen.rule = call.plan, deciding_rule(call.plan)

@@ -76,9 +76,12 @@ class DispatchMode(TorchDispatchMode):
 
 
 def step_out(mode: DispatchMode) -> bool:
-    """Take a mode off, if it is the innermost; `step_in` puts it back."""
+    """Take a mode off, if it is the innermost; `step_in` puts it back. Transforms of functions keep the state of modes
+    by themselves: there none may go.
+    """
     depth = torch._C._len_torch_dispatch_stack()
-    if not depth or torch._C._get_dispatch_stack_at(depth - 1) is not mode:
+    is_innermost = depth and torch._C._get_dispatch_stack_at(depth - 1) is mode
+    if not is_innermost or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     torch._C._pop_torch_dispatch_stack(None)
     return True
