@@ -57,7 +57,8 @@ class Underflow:
         args, kwargs = planned_arguments(call)
         results = [t for t in call.results if is_floating(t)]
         if not all(t.numel() == 0 or is_finite(t) for t in results):
-            return  # a step that a scaler skips
+            self._largest = math.inf  # a step that a scaler skips
+            return
         exact = None
         if not call.facts.overwrites and can_run_again(call) and all(map(has_storage, tensors_in(args, kwargs))):
             exact = run_wide(call.facts, args, kwargs, torch.float32)
