@@ -64,6 +64,25 @@ def test_gradients_that_cancel_have_a_band_as_wide_as_that_makes_it():
     assert grown["bias"] > 1e3 > grown["weight"] >= 1, grown
 
 
+def test_a_sum_that_cancels_in_one_of_two_turns_has_a_band_of_its_own():
+    """A bias that is added before a deviation has no gradient there, and one where it is added first."""
+    layer, x = nn.Linear(24, 24), torch.randn(40, 24)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: layer(x + layer(x).tanh()).std(0) * 64
+    found = nc.compare_runs(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"dtype": "fp16"})))
+    assert found.verdict == "formats differ", str(found)
+
+
+def test_choices_that_fall_otherwise_in_rows_nobody_looked_at_explain_what_comes_of_them():
+    """The runs keep some rows' sketches; in another row each value lies at the edge of a condition."""
+    layer, x, signs = nn.Linear(24, 24), torch.randn(240, 24), torch.randn(240, 24)
+    edge = layer(x)[2].detach()
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: torch.where(layer(x) > edge, signs, -signs).cumsum(0)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "fp16"})))
+    assert found.verdict == "formats differ" and found.rows[-1].difference > 0.02, str(found)
+
+
 def test_log_probabilities_that_no_call_explains_make_runs_differ():
     """What is done with logits after the block that is captured."""
     a, b = whole(decoder(), tokens=True), whole(decoder(), tokens=True)

@@ -43,11 +43,13 @@ def passes_on(op: str) -> bool:
     return moves(op) or op_kind(op).name in _SCALES
 
 
-def jump(op: str, came: float) -> float:
+def jump(op: str, came: float, chosen_by: float = 0.0) -> float:
     """How far off the result is of an op that chooses by a sign or a place, where what it chooses by is off: that share
-    of elements lies on the other side, each as wrong as it is large.
+    of elements lies on the other side, each as wrong as it is large. chosen_by: how far off the floats are of which its
+    conditions were made.
     """
-    return math.sqrt(came) if op_kind(op).name in _JUMPS and came < 1 else 0.0
+    off = max(chosen_by, came if op_kind(op).name in _JUMPS else 0.0)
+    return math.sqrt(off) if off < 1 else 0.0
 
 
 def growth(
