@@ -22,8 +22,8 @@ _HALF, _FIVE_BITS = 0.5, 2.0**-6
 step is subnormal, so that a larger scale would save all of them.
 """
 _SMALL = 1.0
-"""A step whose largest gradient in fp16 reaches it is not told of: what underflows (below 3e-8) is less than half a unit
-of that in fp32, and a scaler that doubles its scale now and then has few steps left to do so.
+"""A step whose largest gradient in fp16 reaches it is not told of: what underflows (below 3e-8) is less than half a
+unit of that in fp32, and a scaler that doubles its scale now and then has few steps left to do so.
 """
 _SURE = 4.0
 """How many times the size of its round-off a gradient has to be, so that it is more than that."""
