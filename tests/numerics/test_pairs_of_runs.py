@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
@@ -71,6 +72,16 @@ def test_a_sum_that_cancels_in_one_of_two_turns_has_a_band_of_its_own():
     model.forward = lambda x: layer(x + layer(x).tanh()).std(0) * 64
     found = nc.compare_runs(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"dtype": "fp16"})))
     assert found.verdict == "formats differ", str(found)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_a_loss_near_its_target_is_as_wrong_as_rounding_beside_what_is_left(loss):
+    layer, x, off = nn.Linear(24, 12), torch.randn(40, 24), 1e-3 * torch.randn(40, 12)
+    goal = layer(x).detach() + off
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: loss(layer(x).float(), goal)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ" and found.rows[-1].difference > 0.2, str(found)
 
 
 def test_choices_that_fall_otherwise_in_rows_nobody_looked_at_explain_what_comes_of_them():

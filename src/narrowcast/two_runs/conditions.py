@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from narrowcast.ops import op_kind
 from narrowcast.ops.bounds import PRODUCT, SCATTER, bound_kind, terms_of
 from narrowcast.ops.facts import ATTENTION, CONV, COPY, GEMM, MOVEMENT, NORM, REDUCTION, SOFTMAX, VIEW
-from narrowcast.two_runs.pieces import Piece
+from narrowcast.two_runs.pieces import Piece, distance
 
 _SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp", "cumsum"])
 _MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
@@ -25,6 +25,7 @@ _JUMPS = frozenset([
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
     "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
 ])  # fmt: skip
+_OF_DIFFERENCES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 _STEEPEST = 100.0
 """No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
 _OF_BACKWARD = 8.0
@@ -93,6 +94,8 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
         return max(_over_smallest(piece, kind.name == "log1p") for piece in came.values())
     if kind.name in _PERIODIC or "log_softmax" in kind.name:
         return max(piece.largest for piece in came.values())
+    if kind.name == "kl_div":  # near the target, what is left of its logarithms
+        return max(piece.largest * math.sqrt(piece.count) for piece in came.values())
     return 0.0
 
 
@@ -127,9 +130,12 @@ def _over_smallest(piece: Piece, more: float = 0.0) -> float:
 
 def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     """How fast a function grows: of exponentials by the largest exponent, of quotients by the smallest divisor, of
-    norms by what a mean leaves.
+    norms by what a mean leaves, of losses by how near to their target they are.
     """
     kind = op_kind(op)
+    if kind.name in _OF_DIFFERENCES:
+        apart = distance(*[*came.values(), None][:2]).relative
+        return 1 / apart if apart > 0 else 1.0
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
         steepness = max(abs(p.high) if p.is_mask else p.largest for p in came.values())
