@@ -84,6 +84,16 @@ def test_a_loss_near_its_target_is_as_wrong_as_rounding_beside_what_is_left(loss
     assert found.verdict == "formats differ" and found.rows[-1].difference > 0.2, str(found)
 
 
+@pytest.mark.parametrize("step", [torch.round, torch.sign, torch.floor, lambda h: h % 0.5])
+def test_steps_of_a_function_are_taken_by_what_lies_near_them(step):
+    """One is as large as the values, however little an argument is off."""
+    layer, x = nn.Linear(24, 24), torch.randn(40, 24)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: step(layer(x) * 8)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ", str(found)
+
+
 def test_choices_that_fall_otherwise_in_rows_nobody_looked_at_explain_what_comes_of_them():
     """The runs keep some rows' sketches; in another row each value lies at the edge of a condition."""
     layer, x, signs = nn.Linear(24, 24), torch.randn(240, 24), torch.randn(240, 24)

@@ -116,17 +116,18 @@ class _Judging:
             before = max(before, self._largest)
         if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
             before = max(before, self._largest)
+        self._read[pair] = before
+        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came, max(self._chosen_by(pair), default=0.0))
+        if pair.a[0].id.direction == FORWARD:  # in whichever rows, of which some alone are looked at
+            self._jumped = max(self._jumped, jumped)
+        before = max(before, jumped)
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
             band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
         band *= gave.growth
         reason = next(filter(None, reads_other), "")
         verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
         self._found[pair] = gave.relative if gave.is_known else math.nan
-        self._read[pair] = before
-        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came, max(self._chosen_by(pair), default=0.0))
-        if pair.a[0].id.direction == FORWARD:  # in whichever rows, of which some alone are looked at
-            self._jumped = max(self._jumped, jumped)
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before, jumped)
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before)
         return RunRow(
             _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
             band, gave.by, gave.is_part, given, why,

@@ -24,6 +24,7 @@ _SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
 _JUMPS = frozenset([
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
     "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
+    "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside",
 ])  # fmt: skip
 _OF_DIFFERENCES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 _STEEPEST = 100.0
@@ -139,6 +140,8 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
         steepness = max(abs(p.high) if p.is_mask else p.largest for p in came.values())
+        if kind.name == "pow" and read.low > 0:  # the exponent may be negative
+            steepness = max(steepness, _over_smallest(read))
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)
