@@ -134,8 +134,9 @@ def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     norms by what a mean leaves, of losses by how near to their target they are.
     """
     kind = op_kind(op)
-    if kind.name in _OF_DIFFERENCES:
-        apart = distance(*[*came.values(), None][:2]).relative
+    if kind.name in _OF_DIFFERENCES and len(came) > 1:
+        given, goal, *_ = came.values()
+        apart = distance(given, goal).relative
         return 1 / apart if apart > 0 else 1.0
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
