@@ -75,6 +75,17 @@ def test_a_kernel_that_rounds_on_its_way_may_round_but_to_nearest():
     assert found.share < 2 and found.sign > 0.3 and found.is_beyond
 
 
+def test_some_fifty_values_show_a_sign_and_a_rounded_number_is_none():
+    """A number in a tensor without a dimension is read in the low format, and moves all results one way."""
+    x = 1 + torch.arange(128).bfloat16() / 128
+    for number in (0.3, 0.7, 3.3):
+        for call in (torch.mul, torch.div, lambda x, n: torch.addcmul(x, x, n), lambda x, n: torch.lerp(x, -x, n)):
+            sound = [found for _, found in looked_at(lambda call=call, n=number: call(x.half(), torch.tensor(n)))]
+            assert not any(found.is_beyond for found in sound if found is not None), sound
+    with kernel("sqrt", lambda x: torch.nextafter(x.double().pow(0.5).bfloat16(), 9 * x)):
+        assert [found.is_beyond for _, found in looked_at(lambda: x.sqrt())] == [True]
+
+
 def test_an_infinity_that_a_kernel_makes_inside_is_made_there():
     """Squares of fp16 added up in fp16 overflow; the same inputs are fine in fp64. What reads it passes it on."""
 

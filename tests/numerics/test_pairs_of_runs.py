@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
@@ -62,6 +63,45 @@ def test_gradients_that_cancel_have_a_band_as_wide_as_that_makes_it():
     values = Values(Side([run]), Side([run]), KeptTensors(run, run))
     grown = {name: values.gradients((f"1.{name}",), (f"1.{name}",))[1] for name in ("weight", "bias")}
     assert grown["bias"] > 1e3 > grown["weight"] >= 1, grown
+
+
+def test_a_sum_that_cancels_in_one_of_two_turns_has_a_band_of_its_own():
+    """A bias that is added before a deviation has no gradient there, and one where it is added first."""
+    layer, x = nn.Linear(24, 24), torch.randn(40, 24)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: layer(x + layer(x).tanh()).std(0) * 64
+    found = nc.compare_runs(*(nc.capture(model, (x,), backward=torch.sum, **low) for low in ({}, {"dtype": "fp16"})))
+    assert found.verdict == "formats differ", str(found)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_a_loss_near_its_target_is_as_wrong_as_rounding_beside_what_is_left(loss):
+    layer, x, off = nn.Linear(24, 12), torch.randn(40, 24), 1e-3 * torch.randn(40, 12)
+    goal = layer(x).detach() + off
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: loss(layer(x).float(), goal)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ" and found.rows[-1].difference > 0.2, str(found)
+
+
+@pytest.mark.parametrize("step", [torch.round, torch.sign, torch.floor, lambda h: h % 0.5])
+def test_steps_of_a_function_are_taken_by_what_lies_near_them(step):
+    """One is as large as the values, however little an argument is off."""
+    layer, x = nn.Linear(24, 24), torch.randn(40, 24)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: step(layer(x) * 8)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ", str(found)
+
+
+def test_choices_that_fall_otherwise_in_rows_nobody_looked_at_explain_what_comes_of_them():
+    """The runs keep some rows' sketches; in another row each value lies at the edge of a condition."""
+    layer, x, signs = nn.Linear(24, 24), torch.randn(240, 24), torch.randn(240, 24)
+    edge = layer(x)[2].detach()
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: torch.where(layer(x) > edge, signs, -signs).cumsum(0)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "fp16"})))
+    assert found.verdict == "formats differ" and found.rows[-1].difference > 0.02, str(found)
 
 
 def test_log_probabilities_that_no_call_explains_make_runs_differ():

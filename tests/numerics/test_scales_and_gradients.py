@@ -355,6 +355,26 @@ def test_gradients_that_are_zero_in_theory_do_not_underflow() -> None:
     assert check.kinds == ("gradients underflow",), str(check)
 
 
+def test_a_small_part_of_the_gradients_underflows_only_where_a_scale_would_save_it() -> None:
+    """A branch that counts a hundred millionth, as LayerScale's do at first: nobody sees it beside gradients near one;
+    below them a scale is missing.
+    """
+    loop = Loop()
+    loop.net = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)])
+    loop.optimizer = torch.optim.AdamW(loop.net.parameters())
+
+    def step(loop: Loop, factor: float = 1.0) -> None:
+        loop.optimizer.zero_grad()
+        with region(FP16):
+            x = loop.net[0](loop.x)
+            loss = cross_entropy(loop.net[2](x + 1e-8 * loop.net[1](x.relu())), loop.y)
+        loop.scaler.scale(loss * factor).backward()
+        loop.end()
+
+    is_right(step, loop)
+    assert nc.check_training(step, (loop, 1e-3)).kinds == ("gradients underflow",)
+
+
 def test_a_penalty_on_a_gradient_in_fp32_is_outside_of_the_region_on_purpose() -> None:
     def step(loop: Loop) -> None:
         x = loop.x.clone().requires_grad_()

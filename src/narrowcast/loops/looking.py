@@ -201,7 +201,7 @@ class Looking(Observer):
         if call.id.direction == BACKWARD:
             self._gradients.backward()
             if self._fp16 is not None:
-                self._say(self._underflow.find(call))
+                self._underflow.look(call)
         if call.id.direction == FORWARD and not self._is_stepping:
             self._adds_up(call)
             self._goes_on_in_fp32(call)

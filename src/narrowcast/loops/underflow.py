@@ -16,17 +16,15 @@ from narrowcast.runs.rerun import can_run_again, changed, planned_arguments, run
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS, tensors_in
 
-_TWO_BITS = 4 * FORMATS[torch.float16].smallest
-"""Below it fp16 has two bits left or fewer. Larger subnormal numbers are no sign of a fault: the gradients of queries
-and keys at the start of training are such, at any usual scale.
-"""
-_FIVE_BITS = 32 * FORMATS[torch.float16].smallest
-"""Below it fp16 has five bits left or fewer. Where even the largest gradient is subnormal, a larger scale would save
-all of them.
-"""
 _SMALLEST_NORMAL = FORMATS[torch.float16].smallest_normal
-_UNDERFLOWS = 0.5
-"""The share of a gradient, by the sum of its absolute values, from which on what is lost of it is told of."""
+_HALF, _FIVE_BITS = 0.5, 2.0**-6
+"""Of a gradient's size, what has to be lost of it so that it is told of; and where even the largest gradient of the
+step is subnormal, so that a larger scale would save all of them.
+"""
+_SMALL = 1.0
+"""A step whose largest gradient in fp16 reaches it is not told of: what underflows (below 3e-8) is less than half a
+unit of that in fp32, and a scaler that doubles its scale now and then has few steps left to do so.
+"""
 _SURE = 4.0
 """How many times the size of its round-off a gradient has to be, so that it is more than that."""
 _HALF_A_UNIT = FORMATS[torch.float16].epsilon / 2
@@ -43,8 +41,8 @@ class Underflow:
     def __init__(self) -> None:
         self._noise = Noise(seed=0)
         self._sizes: ByStorage[float] = ByStorage()
-        self._largest = 0.0  # of a step's gradients in fp16
-        self._few_bits: Found | None = None
+        self._largest = 0.0  # of a step's gradients in fp16; the gradient of a loss is a scale, and none of them
+        self._lost: list[tuple[float, Found]] = []  # in the step
         self._has_told = False
 
     def passed_on(self, args: Any, results: Iterable[torch.Tensor]) -> None:
@@ -54,39 +52,40 @@ class Underflow:
             for tensor in results:
                 self._sizes.put(tensor, size)
 
-    def find(self, call: SeenCall) -> Found | None:
-        """Of a call of a backward: whether what it gives in fp16 lies below what fp16 holds."""
+    def look(self, call: SeenCall) -> None:
+        """At a call of a backward: how much of what it gives in fp16 lies below what fp16 holds."""
         args, kwargs = planned_arguments(call)
         results = [t for t in call.results if is_floating(t)]
         if not all(t.numel() == 0 or is_finite(t) for t in results):
-            return None  # a step that a scaler skips
+            self._largest = math.inf  # a step that a scaler skips
+            return
         exact = None
         if not call.facts.overwrites and can_run_again(call) and all(map(has_storage, tensors_in(args, kwargs))):
             exact = run_wide(call.facts, args, kwargs, torch.float32)
             moved = run_wide(call.facts, *changed(args, kwargs, self._moved), torch.float32)
         if exact is None or moved is None or len(exact) != len(call.results):
             self.passed_on((args, kwargs), results)
-            return None
-        found = None
+            return
         for result, wide, other in zip(call.results, exact, moved, strict=True):
             if not is_floating(result) or not result.numel():
                 continue
             size, round_off = _size(wide), _size(other - wide)
-            if result.dtype is torch.float16:
+            if result.dtype is torch.float16 and result.numel() > 1:
                 self._largest = max(self._largest, float(wide.abs().max()))
             if result.dtype is torch.float16 and size > _SURE * round_off:
-                self._few_bits = self._few_bits or _lost(call, result, wide, _FIVE_BITS)
-                if (what := _lost(call, result, wide, _TWO_BITS)) is not None:
-                    found, round_off = what, size  # told once: nothing is known of what is computed of it
-                    self._has_told = True
+                lost = _size(torch.where(wide.abs() < _SMALLEST_NORMAL, result.float() - wide, 0.0)) / size
+                if lost > _FIVE_BITS:
+                    self._lost.append((lost, _found(call, result, wide, lost)))
+                if lost > _HALF:
+                    round_off = size  # nothing is known of what is computed of it
             self._sizes.put(result, round_off)
-        return found
 
     def end_of_step(self) -> Found | None:
-        """The first of the step's gradients with few bits, if even the largest of all is subnormal."""
-        found = self._few_bits if self._largest < _SMALLEST_NORMAL and not self._has_told else None
-        self._largest, self._few_bits = 0.0, None
-        return found
+        """The first of the step's gradients of which too much is lost; once."""
+        limit = _FIVE_BITS if self._largest < _SMALLEST_NORMAL else _HALF if self._largest < _SMALL else math.inf
+        told = [found for lost, found in self._lost if lost > limit and not self._has_told]
+        self._largest, self._lost, self._has_told = 0.0, [], self._has_told or bool(told)
+        return told[0] if told else None
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.detach().float()
@@ -103,18 +102,12 @@ def _size(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
 
 
-def _lost(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, limit: float) -> Found | None:
-    there = exact.abs()
-    small = there < limit
-    if float(there[small].sum()) <= _UNDERFLOWS * float(there.sum()):
-        return None
-    zeros = int(((result == 0) & (there > 0)).sum()) / int((there > 0).sum())
-    if zeros > _UNDERFLOWS:
+def _found(call: SeenCall, result: torch.Tensor, exact: torch.Tensor, lost: float) -> Found:
+    zeros = int(((result == 0) & (exact != 0)).sum()) / int((exact != 0).sum())
+    if zeros > _HALF:
         what = f"{zeros:.0%} of it {'become zero when it is cast' if call.is_cast else 'are zero'}"
     else:
-        share = int((small & (there > 0)).sum()) / int((there > 0).sum())
-        bits = "two bits" if limit == _TWO_BITS else "five"
-        what = f"{share:.0%} of it lie below {limit:.1e}, where fp16 has {bits}"
+        what = f"{lost:.0%} of it, by its norm, are lost below {_SMALLEST_NORMAL:.1e}"
     return (
         "gradients underflow",
         f"the gradient of {call.forward} in fp16: {what}",

@@ -30,7 +30,7 @@ from narrowcast.runs.rounding import round_to
 from narrowcast.runs.seen_call import SeenCall
 from narrowcast.torch_bridge import FORMATS, is_pointwise, tensors_in
 
-_BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 8.0, 256, 1 << 16
+_BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
 """A mean error of so many units in the last place, so many standard errors from zero, over so many different values at
 least, is no accident: a systematic sign is what breaks attention in bf16 (arXiv 2510.04212).
 """

@@ -40,14 +40,18 @@ class Inputs:
         return Inputs(self.facts, self.args, kwargs).run(change=lambda t: t.abs() + more if more else t.abs())
 
     def with_rounded_numbers(self, dtype: torch.dtype) -> Inputs | None:
-        """The same with numbers in a low format, as some kernels read them; None where that changes none."""
+        """The same with numbers, which tensors without a dimension are, too, in a low format, as some kernels read
+        them; None where that changes none.
+        """
 
         def rounded(value: Any) -> Any:
-            return float(torch.tensor(value, dtype=dtype)) if isinstance(value, float) else value
+            if isinstance(value, float):
+                return float(torch.tensor(value, dtype=dtype))
+            return value.detach().to(dtype) if _is_number(value) else value
 
         args, kwargs = tuple(map(rounded, self.args)), {k: rounded(v) for k, v in self.kwargs.items()}
         pairs = zip((*self.args, *self.kwargs.values()), (*args, *kwargs.values()), strict=True)
-        is_changed = any(isinstance(a, float) and a != b and math.isfinite(b) for a, b in pairs)
+        is_changed = any(_is_number(a) and float(a) != float(b) and math.isfinite(b) for a, b in pairs)
         return Inputs(self.facts, args, kwargs) if is_changed else None
 
     @property
@@ -59,3 +63,7 @@ class Inputs:
         """A tensor, by its argument's name."""
         position = next((slot.position for slot in self.facts.slots if slot.name == name), len(self.args))
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_floating(value) and not value.dim())

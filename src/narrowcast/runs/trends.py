@@ -79,7 +79,9 @@ def _figures(values: torch.Tensor) -> torch.Tensor:
     x = as_real(values.detach()).float()
     if not x.numel():
         return torch.zeros(3, device=x.device)
-    return torch.stack([x.abs().max(), x.square().mean().sqrt(), (x == 0).float().mean()])
+    largest, range_ = x.abs().max(), torch.finfo(x.dtype)
+    unit = largest.clamp(range_.tiny, range_.max)  # squares of what is below 1e-23 are zero
+    return torch.stack([largest, unit * (x / unit).square().mean().sqrt(), (x == 0).float().mean()])
 
 
 def _read(

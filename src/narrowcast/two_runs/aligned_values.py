@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowcast.formats import FORMATS, Format, tf32
 from narrowcast.ledger.identity import BACKWARD
@@ -67,8 +67,9 @@ class Values:
         found = []
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
-                apart = self._between(pair, _output(n), beside)
-                found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(pair, n, is_equal)))
+                for turn in _turns_of(pair):
+                    apart = self._between(turn, _output(n), beside)
+                    found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(turn, n, is_equal)))
         known = [one for one in found if one.is_known]
         return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
 
@@ -259,6 +260,17 @@ class Values:
 def is_sum_of_gradients(pair: Aligned) -> bool:
     """Whether autograd adds up a tensor's gradients: in which order, that depends on the casts."""
     return pair.a[0].id.direction == BACKWARD and pair.a[0].id.op == "aten.add.Tensor"
+
+
+def _turns_of(pair: Aligned) -> list[Aligned]:
+    """The turns of a pair one by one, where there are as many on both sides: a sum may cancel in one of them alone."""
+    bundles = (*pair.a, *pair.b)
+    count = len(bundles[0].turns)
+    if any(len(bundle.turns) != count for bundle in bundles):
+        return [pair]
+    sides = ([tuple(replace(x, turns=x.turns[n : n + 1]) for x in side) for n in range(count)]
+             for side in (pair.a, pair.b))  # fmt: skip
+    return [Aligned(a, b, pair.by) for a, b in zip(*sides, strict=True)]
 
 
 def _output(position: int) -> Pick:

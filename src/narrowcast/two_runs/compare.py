@@ -93,7 +93,8 @@ class _Judging:
         self._makers = Makers(values.sides[0]), Makers(values.sides[1])
         self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
         self._found: dict[Aligned, float] = {}
-        self._largest = 0.0
+        self._read: dict[Aligned, float] = {}
+        self._largest = self._jumped = 0.0
 
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
@@ -110,19 +111,23 @@ class _Judging:
         known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
         came = max(known) if known else math.nan
         reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
-        before = self._largest if math.isnan(came) else came
+        before = max(self._largest if math.isnan(came) else came, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
             before = max(before, self._largest)
         if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
             before = max(before, self._largest)
+        self._read[pair] = before
+        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came, max(self._chosen_by(pair), default=0.0))
+        if pair.a[0].id.direction == FORWARD:  # in whichever rows, of which some alone are looked at
+            self._jumped = max(self._jumped, jumped)
+        before = max(before, jumped)
         if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
             band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
         band *= gave.growth
         reason = next(filter(None, reads_other), "")
         verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
         self._found[pair] = gave.relative if gave.is_known else math.nan
-        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came)
-        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before, jumped)
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before)
         return RunRow(
             _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
             band, gave.by, gave.is_part, given, why,
@@ -153,10 +158,14 @@ class _Judging:
         if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
             return INHERITED, ""
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
-        is_chosen = any(m.is_chosen(x) for m, x in zip(self._makers, (pair.a[0], pair.b[0]), strict=True))
-        if is_chosen and (self._largest or is_among_others):
+        if self._chosen_by(pair) and (self._largest or is_among_others):
             return INHERITED, "it chooses by values that differ" if self._largest else "it chooses among other rows"
         return DIFFERS, "its inputs do not explain that"
+
+    def _chosen_by(self, pair: Aligned) -> list[float]:
+        """How far apart the floats are of which the conditions and places were made that the calls read."""
+        made = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
+        return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in made]
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------
 

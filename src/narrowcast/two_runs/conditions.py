@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from narrowcast.ops import op_kind
 from narrowcast.ops.bounds import PRODUCT, SCATTER, bound_kind, terms_of
 from narrowcast.ops.facts import ATTENTION, CONV, COPY, GEMM, MOVEMENT, NORM, REDUCTION, SOFTMAX, VIEW
-from narrowcast.two_runs.pieces import Piece
+from narrowcast.two_runs.pieces import Piece, distance
 
 _SUMS = frozenset(["add", "sub", "rsub", "addcmul", "lerp", "cumsum"])
 _MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
@@ -24,7 +24,9 @@ _SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
 _JUMPS = frozenset([
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
     "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
+    "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside",
 ])  # fmt: skip
+_OF_DIFFERENCES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 _STEEPEST = 100.0
 """No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
 _OF_BACKWARD = 8.0
@@ -43,11 +45,13 @@ def passes_on(op: str) -> bool:
     return moves(op) or op_kind(op).name in _SCALES
 
 
-def jump(op: str, came: float) -> float:
+def jump(op: str, came: float, chosen_by: float = 0.0) -> float:
     """How far off the result is of an op that chooses by a sign or a place, where what it chooses by is off: that share
-    of elements lies on the other side, each as wrong as it is large.
+    of elements lies on the other side, each as wrong as it is large. chosen_by: how far off the floats are of which its
+    conditions were made.
     """
-    return math.sqrt(came) if op_kind(op).name in _JUMPS and came < 1 else 0.0
+    off = max(chosen_by, came if op_kind(op).name in _JUMPS else 0.0)
+    return math.sqrt(off) if off < 1 else 0.0
 
 
 def growth(
@@ -91,6 +95,8 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
         return max(_over_smallest(piece, kind.name == "log1p") for piece in came.values())
     if kind.name in _PERIODIC or "log_softmax" in kind.name:
         return max(piece.largest for piece in came.values())
+    if kind.name == "kl_div":  # near the target, what is left of its logarithms
+        return max(piece.largest * math.sqrt(piece.count) for piece in came.values())
     return 0.0
 
 
@@ -125,12 +131,18 @@ def _over_smallest(piece: Piece, more: float = 0.0) -> float:
 
 def _steepness(op: str, came: Mapping[str, Piece]) -> float:
     """How fast a function grows: of exponentials by the largest exponent, of quotients by the smallest divisor, of
-    norms by what a mean leaves.
+    norms by what a mean leaves, of losses by how near to their target they are.
     """
     kind = op_kind(op)
+    if kind.name in _OF_DIFFERENCES and len(came) > 1:
+        given, goal, *_ = came.values()
+        apart = distance(given, goal).relative
+        return 1 / apart if apart > 0 else 1.0
     read = next(iter(came.values()))
     if kind.family == SOFTMAX or kind.name in _EXPONENTIALS:
         steepness = max(abs(p.high) if p.is_mask else p.largest for p in came.values())
+        if kind.name == "pow" and read.low > 0:  # the exponent may be negative
+            steepness = max(steepness, _over_smallest(read))
         return steepness if kind.family == SOFTMAX else min(_STEEPEST, steepness)  # scores may be -1e4 where masked
     if kind.family == ATTENTION and {"query", "key"} <= came.keys():
         return 3 * came["query"].rms * came["key"].rms * math.sqrt(came["query"].columns)

@@ -73,19 +73,19 @@ class Makers:
         read = {self.of(number) for b in forward for number in self.read(b)}
         return [b for b in forward if b not in read and b.call.outputs and self._is_floating(b.call.outputs[0][1])]
 
-    def is_chosen(self, bundle: Bundle) -> bool:
-        """Whether a call reads whole numbers or flags that other calls made of floats: places, conditions, counts."""
-        waiting, seen = [n for n in self.read(bundle) if not self._is_floating(n)], set()
+    def choosers(self, bundle: Bundle) -> list[Bundle]:
+        """The calls that made whole numbers or flags which a call reads (places, conditions, counts) of floats that
+        other calls made.
+        """
+        waiting, seen = self.read(bundle), {bundle: False}
         while waiting:
-            maker = self.of(waiting.pop())
-            if maker is None or maker in seen:
-                continue
-            seen.add(maker)
-            numbers = self.read(maker)
-            if any(self._is_floating(n) and self.of(n) is not None for n in numbers):
-                return True
-            waiting += numbers
-        return False
+            number = waiting.pop()
+            maker = None if self._is_floating(number) else self.of(number)
+            if maker is not None and maker not in seen:
+                numbers = self.read(maker)
+                seen[maker] = any(self._is_floating(n) and self.of(n) is not None for n in numbers)
+                waiting += numbers
+        return [maker for maker, chooses in seen.items() if chooses]
 
     def _is_floating(self, number: int) -> bool:
         return self._tensors[number].format in FORMATS
