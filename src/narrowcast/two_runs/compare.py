@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def compare_runs(
     judging = _Judging(Values(sides[0], sides[1], kept), pairs)
     found = RunDifferences(*names, environment=_environments(*(side.runs[0].environment for side in sides)))
     found.rows = [judging.row(pair) for pair in pairs]
-    judging.ends()
+    found.rows = judging.ends(found.rows)
     found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
     found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
     found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
@@ -156,7 +157,7 @@ class _Judging:
         is_chosen = any(m.is_chosen(x) for m, x in zip(self._makers, (pair.a[0], pair.b[0]), strict=True))
         if is_chosen and (self._largest or is_among_others):
             return INHERITED, "it chooses by values that differ" if self._largest else "it chooses among other rows"
-        return DIFFERS, "its inputs do not explain that"
+        return DIFFERS, _UNEXPLAINED
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------
 
@@ -207,28 +208,39 @@ class _Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
-    def ends(self) -> None:
-        """Outputs of both runs that are not made by calls that are pairs: what else comes to them."""
+    def ends(self, rows: list[RunRow]) -> list[RunRow]:
+        """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows: where
+        all outputs agree, two programs go other ways to the same, and what differs on the way is another quantity.
+        """
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         if len(left[0]) != len(left[1]):
             left = [found[-1:] for found in left]
+        agree = []
         for a, b in zip(*left, strict=False):
             if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                continue  # one program goes on, to probabilities or a loss
+                agree.append(False)  # one program goes on, to probabilities or a loss
+                continue
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
+            agree.append(found.is_known and found.relative <= self.values.band(pair) * found.growth)
             made = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
             )
             if found.is_known and found.relative > self._explained(pair, *made):
                 for bundle in (*made[0].alone, *made[1].alone):
                     self.apart.setdefault(bundle, found.relative)
+        verdicts = {row.a: row.verdict for row in rows}
         for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
             read, apart = [[number] for number in last], self.values.between(*last).relative
-            if apart > self._explained(pair, *self._upstream(read)):
-                self._is_by_casts(read, apart)
+            agree.append(verdicts[_ids(pair.a)] in (EQUAL, ROUND_OFF))
+            if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
+                agree.append(False)
+        if not agree or not all(agree):
+            return rows
+        self.apart = {bundle: apart for bundle, apart in self.apart.items() if bundle.id.direction == BACKWARD}
+        return [replace(row, verdict=NOT_COMPARED, why=_OTHER_WAY) if _is_other_step(row) else row for row in rows]
 
     def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
         """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
@@ -243,6 +255,16 @@ class _Judging:
         """Whether its partner is an output, too."""
         pair = self._paired[side].get(bundle)
         return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
+
+
+_UNEXPLAINED = "its inputs do not explain that"
+_OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
+
+
+def _is_other_step(row: RunRow) -> bool:
+    """Whether calls that make a difference are perhaps no pair: of their inputs nothing is known, or they differ, too."""
+    is_unknown = math.isnan(row.inputs) or row.why != _UNEXPLAINED
+    return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and not row.given and is_unknown
 
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
