@@ -214,7 +214,8 @@ class Values:
         return [name for name, _ in pair.a[0].call.inputs if name in there]
 
     def _is_given(self, pair: Aligned, name: str) -> bool:
-        return all(side.is_given(bundles[0].turns[0][0], name) for side, bundles in self._both(pair))
+        turns = ((side, turn) for side, bundles in self._both(pair) for turn in bundles[0].turns)
+        return all(side.is_given(turn[0], name) for side, turn in turns)  # an inner step may have made a later one
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
         """The largest distance over turns and ranks; of turns in other numbers, of all of them as one."""

@@ -96,6 +96,8 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
         return largest / math.sqrt(terms) if kind.name in _MEANS else largest * math.sqrt(terms)
     if kind.name in _SUMS:
         return largest
+    if kind.name == "mul" and len(came) > 1:  # by a mask, that leaves what is small
+        return math.prod(sorted(piece.rms for piece in came.values())[-2:])
     if kind.name in _LOGARITHMS:
         return max(_over_smallest(piece, kind.name == "log1p") for piece in came.values())
     if kind.name in _PERIODIC or kind.name in _LIKELIHOODS:
