@@ -145,8 +145,8 @@ class Bands:
             self.calls[identity] = max(self.calls.get(identity, 0.0), band)
 
     def add(self, expected: Outcome, moved: Outcome) -> None:
-        """What one more run gave; nothing, if its outputs are not finite where the reference's are, or have other shapes
-        (lengths that come of values).
+        """What one more run gave; nothing, if its outputs are not finite where the reference's are, or have other
+        shapes (lengths that come of values).
         """
         errors = [e.relative_error for e in output_errors(expected.output, moved.output)]
         if any(map(math.isnan, errors)) or len(errors) < len(output_errors(expected.output, expected.output)):

@@ -153,7 +153,7 @@ def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
 
 
 def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> None:
-    """What a batch norm's backward takes away from an input's gradient, which the cpu holds in that gradient's format."""
+    """What a batch norm's backward takes away from an input's gradient: the cpu holds it in that gradient's format."""
     names = ("grad_out", "input", "save_mean", "save_invstd", "weight")
     grad, x, mean, scale, weight = (None if t is None else t.detach().double() for t in map(inputs.given, names))
     if results[0].shape != x.shape or not mean.numel():

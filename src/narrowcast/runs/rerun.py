@@ -81,6 +81,8 @@ def _to(value: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
         return value
     dtype = next(dtypes, None)
     return value if dtype is None else value.to(dtype)
+
+
 def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with each floating tensor changed."""
 

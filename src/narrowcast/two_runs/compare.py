@@ -209,8 +209,8 @@ class _Judging:
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
     def ends(self, rows: list[RunRow]) -> list[RunRow]:
-        """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows: where
-        all outputs agree, two programs go other ways to the same, and what differs on the way is another quantity.
+        """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows:
+        where all outputs agree, two programs go other ways to the same, and what differs on the way is another quantity.
         """
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
@@ -262,7 +262,7 @@ _OTHER_WAY = "both programs go their own way to the same outputs, and have other
 
 
 def _is_other_step(row: RunRow) -> bool:
-    """Whether calls that make a difference are perhaps no pair: of their inputs nothing is known, or they differ, too."""
+    """Whether calls that make a difference may be no pair: of their inputs nothing is known, or they differ, too."""
     is_unknown = math.isnan(row.inputs) or row.why != _UNEXPLAINED
     return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and not row.given and is_unknown
 
