@@ -109,7 +109,8 @@ class _Judging:
         gave = self.values.results(pair, is_one and is_equal)
         is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
         known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
-        came = max(known) if known else math.nan
+        is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
+        came = max(known) if known and not is_of_a_part else math.nan
         reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
         before = self._largest if math.isnan(came) else came
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
@@ -210,7 +211,7 @@ class _Judging:
 
     def ends(self, rows: list[RunRow]) -> list[RunRow]:
         """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows:
-        where all outputs agree, two programs go other ways to the same, and what differs on the way is another quantity.
+        where all outputs agree, programs go other ways to the same, and what differs on the way is another quantity.
         """
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
