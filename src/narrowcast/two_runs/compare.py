@@ -224,18 +224,18 @@ class _Judging:
                 continue
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
-            agree.append(found.is_known and found.relative <= self.values.band(pair) * found.growth)
+            agree.append(found.is_known and _agrees(found.relative, self.values.band(pair) * found.growth))
             made = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
             )
             if found.is_known and found.relative > self._explained(pair, *made):
                 for bundle in (*made[0].alone, *made[1].alone):
                     self.apart.setdefault(bundle, found.relative)
-        verdicts = {row.a: row.verdict for row in rows}
+        agreed = {row.a: row.verdict in (EQUAL, ROUND_OFF) and _agrees(row.difference, row.band) for row in rows}
         for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
             read, apart = [[number] for number in last], self.values.between(*last).relative
-            agree.append(verdicts[_ids(pair.a)] in (EQUAL, ROUND_OFF))
+            agree.append(agreed[_ids(pair.a)])
             if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
                 agree.append(False)
         if not agree or not all(agree):
@@ -260,6 +260,11 @@ class _Judging:
 
 _UNEXPLAINED = "its inputs do not explain that"
 _OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
+
+
+def _agrees(difference: float, band: float) -> bool:
+    """Whether outputs say that two programs are the same: in low formats faults may lie within their band, too."""
+    return difference == 0 or difference <= band < _BAND_OF_LOW
 
 
 def _is_other_step(row: RunRow) -> bool:
