@@ -521,6 +521,23 @@ def test_a_scale_that_is_too_high_is_said_once_a_step():
     assert why == "the scale is too high, the scaler skips this step" and times == 3
 
 
+def test_an_optimizer_that_steps_beside_one_that_is_skipped_tells_nothing_of_it():
+    """One scaler for two: what overflows in the gradients of the second is thrown away after the first has stepped."""
+    first, second, scaler = nn.Linear(4, 4), nn.Linear(4, 4), torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-4) for model in (first, second)]
+    x = torch.ones(64, 4)
+    with nc.watch() as w:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16):
+                loss = 1e-3 * first(x).sum() + 4 * second(x).sum()
+            scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    assert not w.findings and list(w.meant) == ["the scale is too high, the scaler skips this step"], w
+
+
 def test_what_rounding_has_made_is_said_with_the_rule_that_mends_it():
     """Of a cosine that bf16 rounds beyond one, and of a square that is zero in fp16."""
     a = F.normalize(torch.randn(200, 8), dim=-1)

@@ -189,3 +189,22 @@ def test_a_kernel_whose_results_are_too_large_is_named(op, factor):
     with kernel(op, planted):
         judged = [j for name, j in looked_at(lambda: call(x, w)) if op.partition(".")[0] in name]
     assert len(judged) == 1 and judged[0] is not None and judged[0].is_beyond == (factor != 1), judged
+
+
+def test_a_batch_norm_whose_gradient_is_what_is_left_of_a_projection_is_sound_in_fp16():
+    """The cpu holds what it takes away in the gradient's format, and what is left may be far smaller."""
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm1d(24), torch.randn(2, 24, 20).half().requires_grad_()
+    grad = (torch.randn(2, 24, 20) + 3 * x.detach()).half().mT.contiguous().mT
+    [(_, found)] = [row for row in looked_at(lambda: norm(x).backward(grad)) if "batch_norm_backward" in row[0]]
+    assert found is not None and not found.is_beyond, found
+
+
+def test_indices_with_gaps_are_run_again_as_they_are():
+    """None among indices has no format: the index after it keeps its own."""
+    layer, at = nn.Linear(6, 6), torch.tensor([1, 3])
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: layer(x)[:, at]
+    found = nc.compare(model, (torch.randn(4, 6),), dtype="fp16", backward=lambda y: y.float().square().sum())
+    assert any("index_put" in row.id.op for row in found.rows)
+    assert not [note for note in found.notes if "not inspected" in note] and not found.faults, found

@@ -128,3 +128,95 @@ def test_what_a_mask_is_filled_with_hides_no_scores(value):
         runs = nc.capture(attention, (x,)), nc.capture(attention, (x,), dtype="bf16")
     found = nc.compare_runs(*runs)
     assert found.verdict != "values differ", str(found)
+
+
+class Cached(nn.Module):
+    """A memory as long as it will be, into which each step writes its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x, memory=None, at=None):
+        y = self.first(x)
+        keys = y if memory is None else memory.index_copy_(1, at, y)
+        seen = torch.arange(keys.shape[1]) <= (torch.arange(x.shape[1]) if at is None else at)[:, None]
+        weights = (y @ keys.transpose(1, 2)).masked_fill(~seen, float("-inf")).softmax(-1)
+        return self.last(weights @ keys)
+
+    def by_step(self, x):
+        memory = torch.zeros(1, 9, 16)
+        for n in range(x.shape[1]):
+            self(x[:, n : n + 1], memory, torch.tensor([n]))
+
+
+@torch.no_grad()
+def test_programs_that_go_other_ways_to_the_same_outputs_do_not_differ():
+    """A cache as long as it will be, against the whole; and a weight that is cut in two, against one that is not."""
+    model, x = Cached(), torch.randn(1, 6, 16)
+    with nc.capture() as one:
+        kept = model(x)
+    with nc.capture() as other:
+        model.by_step(x)
+    found = nc.compare_runs(one, other)
+    assert kept is not None and found.verdict in ("alike", "round-off") and not found.alone, str(found)
+    scaled = nn.ModuleList([model.first])
+    scaled.forward = lambda x: torch.nn.functional.linear(x, model.first.weight * 4) / 4
+    plain = nn.ModuleList([model.first])
+    plain.forward = lambda x: torch.nn.functional.linear(x, model.first.weight)
+    found = nc.compare_runs(nc.capture(plain, (x,)), nc.capture(scaled, (x,)))
+    assert found.verdict in ("alike", "round-off"), str(found)
+    scaled.forward = lambda x: torch.nn.functional.linear(x, model.first.weight * 4) / 3.9
+    assert nc.compare_runs(nc.capture(plain, (x,)), nc.capture(scaled, (x,))).verdict == "values differ"
+
+
+def steps_of(dtype, of):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 24), torch.randn(40, 24)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: of(layer(x))
+    return nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": dtype})))
+
+
+def gamma_near_its_zero(y):
+    return torch.lgamma((1 + 1e-2 * y).float())
+
+
+def small_ones_of_large(y):
+    is_small = (torch.arange(24) == 3).float()
+    return ((y + 30).float() - 30 * is_small) * is_small
+
+
+def a_likelihood_of_large_scores(y):
+    scores = (400 * y).float() + 1000 * torch.eye(40, 24)
+    return torch.nn.functional.cross_entropy(scores[:24], torch.arange(24))
+
+
+def a_product_below_the_format(y):
+    return (y * 1e-5) @ (y * 1e-5).T
+
+
+@pytest.mark.parametrize("of", [gamma_near_its_zero, small_ones_of_large, a_likelihood_of_large_scores])
+def test_what_comes_of_a_rounding_is_as_large_as_its_function_makes_it(of):
+    found = steps_of("bf16", of)
+    assert found.verdict == "formats differ", str(found)
+
+
+def test_what_lies_below_the_end_of_a_format_is_round_off_though_nothing_is_left_of_it():
+    found = steps_of("fp16", a_product_below_the_format)
+    assert found.verdict == "formats differ", str(found)
+
+
+def test_a_weight_that_an_inner_step_has_made_is_no_weight_of_the_run():
+    """The same module runs twice: with its own weight, and with one that a gradient has moved."""
+    layer, x = nn.Linear(8, 8), torch.randn(6, 8)
+    model = nn.ModuleList([layer])
+
+    def forward(x):
+        with torch.enable_grad():
+            (moved,) = torch.autograd.grad(layer(x).float().square().mean(), [layer.weight])
+        return torch.func.functional_call(layer, {"weight": layer.weight - 0.1 * moved}, (x,))
+
+    model.forward = forward
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ", str(found)

@@ -70,6 +70,21 @@ def test_the_lowest_value_is_the_same_argument_beside_another_model():
     assert not found.faults, found
 
 
+def test_a_mask_that_has_a_number_of_its_own_in_each_format_is_the_same_argument():
+    """-9e15 where fp32 holds scores, and the lowest value elsewhere: both are lower than any score."""
+
+    class Contrast(Masked):
+        def forward(self, x):
+            z = F.normalize(self.out(x[0]), dim=-1)
+            scores = z @ z.T / 0.1
+            lowest = -9e15 if scores.dtype is torch.float32 else torch.finfo(scores.dtype).min
+            return scores.masked_fill(torch.eye(8, dtype=torch.bool), lowest).float().logsumexp(-1)
+
+    for dtype in ("bf16", "fp16"):
+        found = nc.compare(Contrast(), (torch.randn(2, 8, 32),), dtype=dtype, isolate=0)
+        assert is_sound(found), found
+
+
 def test_what_underflows_is_said_and_is_no_fault():
     """In the forward with the call that makes the zeros; where the loss is small, that a scaler helps."""
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False))

@@ -147,9 +147,11 @@ class Bands:
             self.calls[identity] = max(self.calls.get(identity, 0.0), band)
 
     def add(self, expected: Outcome, moved: Outcome) -> None:
-        """What one more run gave; nothing, if its outputs are not finite where the reference's are."""
+        """What one more run gave; nothing, if its outputs are not finite where the reference's are, or have other
+        shapes (lengths that come of values).
+        """
         errors = [e.relative_error for e in output_errors(expected.output, moved.output)]
-        if any(map(math.isnan, errors)):
+        if any(map(math.isnan, errors)) or len(errors) < len(output_errors(expected.output, expected.output)):
             return
         self.runs += 1
         self.output = max([self.output, *errors])

@@ -16,6 +16,7 @@ import torch
 from narrowcast.ledger.identity import CallId
 from narrowcast.report.findings import OP, Finding
 from narrowcast.runs.by_storage import ByStorage
+from narrowcast.runs.culprit import is_new_scale, unscales
 from narrowcast.runs.seen_call import SeenCall
 
 _CALLS = 4096
@@ -92,6 +93,7 @@ class History:
         self._count = 0
         self.due: list[tuple[Cause, str]] = []
         self.at_step: list[Cause] = []
+        self.is_scaled = False
 
     def __bool__(self) -> bool:
         return bool(self._carriers)
@@ -155,8 +157,21 @@ class History:
         if not (carrier.is_read or carrier.is_looked_at):
             self.came_to(cause for cause in carrier.waiting if carrier.has_nan or not cause.is_exact)
 
-    def step_ends(self, is_skipped: bool) -> int:
+    def has_new_scale(self, call: SeenCall) -> bool:
+        """Whether a scaler sets its scale anew. Of several optimizers one may step and another not: what waits for the
+        end of the step waits for that.
+        """
+        self.is_scaled |= unscales(call)
+        is_new = is_new_scale(call)
+        if is_new:
+            self.is_scaled = False
+            self.step_ends(is_skipped=False)
+        return is_new
+
+    def step_ends(self, is_skipped: bool, final: bool = False) -> int:
         """What waited for the end of the step: told, or meant, if a scaler skips it; how many were."""
+        if self.is_scaled and not (is_skipped or final):
+            return 0
         waiting, self.at_step = [cause for cause in self.at_step if cause.is_open], []
         if not is_skipped:
             self.came_to(cause for cause in waiting if cause.is_fault)

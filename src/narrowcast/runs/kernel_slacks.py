@@ -123,6 +123,8 @@ def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples 
         slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + more))
     if "layer_norm_backward" in inputs.facts.id:
         _add_sums_of_rows(inputs, results, slack)
+    if "batch_norm_backward" in inputs.facts.id and inputs.given("save_mean") is not None:
+        _add_held_projection(inputs, results, slack)
     if is_pointwise(inputs.facts.op):
         rounded = inputs.with_rounded_numbers(results[0].dtype)
         numbers = rounded.run() if rounded is not None else None
@@ -148,6 +150,20 @@ def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
         elif leading and result.shape == size.shape:
             factor = gamma(rows, max(unit(FORMATS[result.dtype]), unit(came)))
             slack[n] = slack[n] + factor * size + rows * came.smallest
+
+
+def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> None:
+    """What a batch norm's backward takes away from an input's gradient: the cpu holds it in that gradient's format."""
+    names = ("grad_out", "input", "save_mean", "save_invstd", "weight")
+    grad, x, mean, scale, weight = (None if t is None else t.detach().double() for t in map(inputs.given, names))
+    if results[0].shape != x.shape or not mean.numel():
+        return
+    size = (1, -1, *[1] * (x.dim() - 2))
+    others = [axis for axis in range(x.dim()) if axis != 1]
+    normal = (x - mean.view(size)) * scale.view(size)
+    taken = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
+    held = taken * scale.view(size) * (1.0 if weight is None else weight.view(size))
+    slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * held.abs()
 
 
 def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from narrowcast.eager.kernels import gather, list_lengths
+from narrowcast.eager.kernels import gather
 from narrowcast.runs.arguments import others_as_text
 from narrowcast.runs.finiteness import gives_memory
 from narrowcast.runs.seen_call import SeenCall
@@ -61,14 +61,13 @@ def in_dtypes(
     """The arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
     left = iter(dtypes)
     new_args, new_kwargs = list(args), dict(kwargs)
-    for slot, length in zip(facts.slots, list_lengths(facts, args, kwargs), strict=True):
-        wanted = [next(left, None) for _ in range(length)]
+    for slot in facts.slots:
         given = slot.position < len(args)
         value = args[slot.position] if given else kwargs.get(slot.name)
         if slot.is_list and value is not None:
-            value = [_to(v, d) for v, d in zip(value, wanted, strict=True)]
-        elif wanted:
-            value = _to(value, wanted[0])
+            value = [_to(v, left) for v in value]
+        else:
+            value = _to(value, left)
         if given:
             new_args[slot.position] = value
         elif slot.name in kwargs:
@@ -76,8 +75,12 @@ def in_dtypes(
     return tuple(new_args), new_kwargs
 
 
-def _to(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and dtype is not None else value
+def _to(value: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
+    """What is no tensor (None in a list of indices) has no dtype either."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = next(dtypes, None)
+    return value if dtype is None else value.to(dtype)
 
 
 def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], dict[str, Any]]:

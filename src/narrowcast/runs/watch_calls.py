@@ -18,7 +18,6 @@ from narrowcast.runs.culprit import (
     finding_of,
     gives_the_same_without,
     is_for_scaler,
-    is_new_scale,
     is_overflow,
     is_quotient,
     is_unscaling,
@@ -93,7 +92,7 @@ class WatchCalls(Observer):
     def after(self, call: SeenCall) -> None:
         """What went out."""
         self._found.calls += 1
-        self._is_skipped = self._is_skipped and not is_new_scale(call)
+        self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
         results = gave(call)
         if results and call.who.direction == BACKWARD:
             self.of_backward.add(results[0].dtype)
@@ -363,10 +362,11 @@ class WatchCalls(Observer):
         if is_skipped:
             self._skips_step()
         self._is_skipped = False
-        self._history.step_ends(is_skipped=False)
+        self._history.step_ends(is_skipped=False, final=final)
         self._history.sweep()
         if self._history and not is_skipped:
-            held = (*parameters, *(p for root in self.roots for p in root.parameters()))
+            roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
+            held = (*parameters, *(p for root in roots for p in root.parameters()))
             self._history.read_in_vain([p.grad for p in held], "it reached the gradient of a parameter")
         if final:
             self._history.ends()

@@ -158,12 +158,11 @@ class Values:
     def band(self, pair: Aligned) -> float:
         """What rounding explains of the results' difference, where nothing cancels."""
         formats: list[str] = []
-        lost = 0.0
         for side, bundles in self._both(pair):
             coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
             formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
-            lost += BAND * rounding(FORMATS[formats[-1]], False)[1] / self._smallest(side, bundles[0])
-        return _band(formats) + lost
+        smallest = min(self._smallest(side, bundles[0]) for side, bundles in self._both(pair))  # one may have none left
+        return _band(formats) + BAND * sum(rounding(FORMATS[name], False)[1] for name in formats) / smallest
 
     @staticmethod
     def _smallest(side: Side, bundle: Bundle) -> float:
@@ -216,7 +215,8 @@ class Values:
         return [name for name, _ in pair.a[0].call.inputs if name in there]
 
     def _is_given(self, pair: Aligned, name: str) -> bool:
-        return all(side.is_given(bundles[0].turns[0][0], name) for side, bundles in self._both(pair))
+        turns = ((side, turn) for side, bundles in self._both(pair) for turn in bundles[0].turns)
+        return all(side.is_given(turn[0], name) for side, turn in turns)  # an inner step may have made a later one
 
     def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
         """The largest distance over turns and ranks; of turns in other numbers, of all of them as one."""

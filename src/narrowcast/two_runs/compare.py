@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from narrowcast.errors import RunError
 from narrowcast.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
@@ -27,6 +27,7 @@ from narrowcast.report.run_differences import (
 from narrowcast.two_runs.aligned_values import BAND, GAIN, GAIN_OF_PASSING, Compared, Values, is_sum_of_gradients
 from narrowcast.two_runs.alignment import Aligned, align, mapping_of
 from narrowcast.two_runs.conditions import jump, moves
+from narrowcast.two_runs.environments import environments
 from narrowcast.two_runs.kept_tensors import KeptTensors
 from narrowcast.two_runs.makers import Makers, Upstream
 from narrowcast.two_runs.sides import Bundle, Side, read_name
@@ -56,9 +57,9 @@ def compare_runs(
     pairs, left_out = align(sides[0], sides[1], asked)
     kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
     judging = _Judging(Values(sides[0], sides[1], kept), pairs)
-    found = RunDifferences(*names, environment=_environments(*(side.runs[0].environment for side in sides)))
+    found = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     found.rows = [judging.row(pair) for pair in pairs]
-    judging.ends()
+    found.rows = judging.ends(found.rows)
     found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
     found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
     found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
@@ -109,7 +110,8 @@ class _Judging:
         gave = self.values.results(pair, is_one and is_equal)
         is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
         known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
-        came = max(known) if known else math.nan
+        is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
+        came = max(known) if known and not is_of_a_part else math.nan
         reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
         before = max(self._largest if math.isnan(came) else came, self._jumped)
         if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
@@ -160,7 +162,7 @@ class _Judging:
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
         if self._chosen_by(pair) and (self._largest or is_among_others):
             return INHERITED, "it chooses by values that differ" if self._largest else "it chooses among other rows"
-        return DIFFERS, "its inputs do not explain that"
+        return DIFFERS, _UNEXPLAINED
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """How far apart the floats are of which the conditions and places were made that the calls read."""
@@ -216,28 +218,40 @@ class _Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
-    def ends(self) -> None:
-        """Outputs of both runs that are not made by calls that are pairs: what else comes to them."""
+    def ends(self, rows: list[RunRow]) -> list[RunRow]:
+        """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows:
+        where all outputs agree, programs go other ways to the same, and what differs on the way is another quantity.
+        """
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         if len(left[0]) != len(left[1]):
             left = [found[-1:] for found in left]
+        agree = []
         for a, b in zip(*left, strict=False):
             if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                continue  # one program goes on, to probabilities or a loss
+                agree.append(False)  # one program goes on, to probabilities or a loss
+                continue
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
+            agree.append(found.is_known and _agrees(found.relative, self.values.band(pair) * found.growth))
             made = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
             )
             if found.is_known and found.relative > self._explained(pair, *made):
                 for bundle in (*made[0].alone, *made[1].alone):
                     self.apart.setdefault(bundle, found.relative)
+        agreed = {row.a: row.verdict in (EQUAL, ROUND_OFF) and _agrees(row.difference, row.band) for row in rows}
         for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
             read, apart = [[number] for number in last], self.values.between(*last).relative
-            if apart > self._explained(pair, *self._upstream(read)):
-                self._is_by_casts(read, apart)
+            agree.append(agreed[_ids(pair.a)])
+            if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
+                agree.append(False)
+        is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in rows)
+        if is_low or not agree or not all(agree):  # in low formats a fault may hide in what rounding makes
+            return rows
+        self.apart = {bundle: apart for bundle, apart in self.apart.items() if bundle.id.direction == BACKWARD}
+        return [replace(row, verdict=NOT_COMPARED, why=_OTHER_WAY) if _is_other_step(row) else row for row in rows]
 
     def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
         """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
@@ -254,6 +268,21 @@ class _Judging:
         return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
 
 
+_UNEXPLAINED = "its inputs do not explain that"
+_OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
+
+
+def _agrees(difference: float, band: float) -> bool:
+    """Whether outputs say that two programs are the same: within a wide band faults lie, too."""
+    return difference == 0 or difference <= band < _BAND_OF_LOW
+
+
+def _is_other_step(row: RunRow) -> bool:
+    """Whether calls that make a difference may be no pair: of their inputs nothing is known, or they differ, too."""
+    is_unknown = math.isnan(row.inputs) or row.why != _UNEXPLAINED
+    return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and not row.given and is_unknown
+
+
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
     return tuple(bundle.id for bundle in bundles)
 
@@ -264,35 +293,6 @@ def _formats(bundles: Sequence[Bundle]) -> str:
 
 def _place(bundles: Sequence[Bundle]) -> str:
     return f"{bundles[0].call.file}:{bundles[0].call.line}"
-
-
-def _environments(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What differs, by name; versions first."""
-    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
-    names = sorted({*flat_a, *flat_b} - {"command", "tensors"}, key=lambda n: (_rank(n), n))
-    found = [(n, flat_a.get(n, "-"), flat_b.get(n, "-")) for n in names if flat_a.get(n) != flat_b.get(n)]
-    return [row for row in found if row[0] != "device" or len({_device(text) for text in row[1:]}) > 1]
-
-
-def _device(text: str) -> str:
-    """Without the version of torch, which its text ends with, and which is told as such."""
-    return text.rpartition(", torch ")[0] or text
-
-
-_FIRST = ("packages.torch", "device", "policy.name", "policy.low", "packages.", "flags.")
-
-
-def _rank(name: str) -> int:
-    """What is told first: that of which one expects most."""
-    return next((n for n, start in enumerate(_FIRST) if name == start or (start[-1] == "." and name.startswith(start))),
-                len(_FIRST))  # fmt: skip
-
-
-def _flat(facts: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in facts.items():
-        found += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", str(value))]
-    return found
 
 
 def _unaligned(

@@ -19,6 +19,12 @@ _MEANS = frozenset(["mean", "var", "std", "var_mean", "std_mean"])
 _EXPONENTIALS = frozenset(["exp", "exp2", "expm1", "pow"])
 _PERIODIC = frozenset(["sin", "cos", "tan"])
 _LOGARITHMS = frozenset(["log", "log2", "log10", "log1p"])
+_LIKELIHOODS = frozenset([
+    "cross_entropy_loss", "binary_cross_entropy_with_logits", "logsumexp", "logaddexp", "log_sigmoid",
+    "log_sigmoid_forward", "soft_margin_loss", "ctc_loss", "_ctc_loss", "log_softmax", "_log_softmax",
+])  # fmt: skip
+"""What is left of two numbers as large as what they read."""
+_DISTANCES = frozenset(["cdist", "_cdist_forward", "_euclidean_dist", "dist", "pairwise_distance"])
 _RECIPROCALS = frozenset(["reciprocal", "rsqrt"])
 _SCALES = frozenset(["mul", "div", "neg", "relu", "abs", "reciprocal"])
 _JUMPS = frozenset([
@@ -89,14 +95,18 @@ def _size(op: str, position: int, came: Mapping[str, Piece], gave: Piece, is_bac
     if kind.family == REDUCTION or kind.name in _MEANS or bound_kind(op) == SCATTER:
         terms = max(1.0, max(piece.elements for piece in came.values()) / max(1, gave.elements))
         return largest / math.sqrt(terms) if kind.name in _MEANS else largest * math.sqrt(terms)
-    if kind.name in _SUMS:
+    if kind.name in _SUMS | _DISTANCES:
         return largest
+    if kind.name == "mul" and len(came) > 1:  # by a mask, that leaves what is small
+        return math.prod(sorted(piece.rms for piece in came.values())[-2:])
     if kind.name in _LOGARITHMS:
         return max(_over_smallest(piece, kind.name == "log1p") for piece in came.values())
-    if kind.name in _PERIODIC or "log_softmax" in kind.name:
+    if kind.name in _PERIODIC or kind.name in _LIKELIHOODS:
         return max(piece.largest for piece in came.values())
     if kind.name == "kl_div":  # near the target, what is left of its logarithms
         return max(piece.largest * math.sqrt(piece.count) for piece in came.values())
+    if kind.name in ("lgamma", "digamma"):  # zero at one and two, and nearby
+        return max((1.0 + p.largest * abs(math.log(p.largest)) for p in came.values() if p.largest), default=1.0)
     return 0.0
 
 
