@@ -154,15 +154,16 @@ def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
 
 def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> None:
     """What a batch norm's backward takes away from an input's gradient: the cpu holds it in that gradient's format."""
-    names = ("grad_out", "input", "save_mean", "save_invstd", "weight")
-    grad, x, mean, scale, weight = (None if t is None else t.detach().double() for t in map(inputs.given, names))
-    if results[0].shape != x.shape or not mean.numel():
+    given = [inputs.given(name) for name in ("grad_out", "input", "save_mean", "save_invstd")]
+    if any(t is None or not t.numel() for t in given) or results[0].shape != given[1].shape:
         return
+    grad, x, mean, scale = (t.detach().double() for t in given)
+    weight = inputs.given("weight")
     size = (1, -1, *[1] * (x.dim() - 2))
     others = [axis for axis in range(x.dim()) if axis != 1]
     normal = (x - mean.view(size)) * scale.view(size)
     taken = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
-    held = taken * scale.view(size) * (1.0 if weight is None else weight.view(size))
+    held = taken * scale.view(size) * (1.0 if weight is None else weight.detach().double().view(size))
     slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * held.abs()
 
 
