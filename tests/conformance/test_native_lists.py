@@ -67,6 +67,8 @@ class _Planned(Exception):
 class _Plan:
     """A watcher that takes the first plan and stops there."""
 
+    steps_graphs = False
+
     def __init__(self):
         self.plan = None
 
