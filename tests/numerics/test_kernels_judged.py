@@ -12,6 +12,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.report.verdicts import KERNEL, NOT_FINITE
+from narrowcast.runs.observer import Observer
+from narrowcast.runs.rerun import planned_arguments
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -208,3 +210,19 @@ def test_indices_with_gaps_are_run_again_as_they_are():
     found = nc.compare(model, (torch.randn(4, 6),), dtype="fp16", backward=lambda y: y.float().square().sum())
     assert any("index_put" in row.id.op for row in found.rows)
     assert not [note for note in found.notes if "not inspected" in note] and not found.faults, found
+
+
+def test_what_is_left_out_shifts_no_format():
+    """The weight of this loss is not there: what comes after it is cast as planned when the call runs again."""
+    read = []
+
+    class Look(Observer):
+        def after(self, call):
+            read.extend([getattr(a, "dtype", None) for a in planned_arguments(call)[0]] if call.plan else ())
+
+    policy = nc.Policy.native().with_rules(nc.Rule("aten.binary_cross_entropy_with_logits", "lower"), name="low")
+    look = Look()
+    with look.observing(), nc.autocast("cpu", torch.bfloat16, policy=policy):
+        x, y = torch.rand(2, 4, 3)
+        nn.functional.binary_cross_entropy_with_logits(x, y, pos_weight=torch.ones(3))
+    assert read == [torch.bfloat16, torch.bfloat16, None, torch.bfloat16], look.door.notes

@@ -40,11 +40,8 @@ def is_of_others(tensor: torch.Tensor) -> bool:
 
 def planned_arguments(call: SeenCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as the op reads them: cast as planned."""
-    plan = call.plan
-    if plan is None or not any(plan.formats):
-        return call.args, call.kwargs
-    dtypes = [None if dst is None else DTYPES[dst] for dst in plan.formats]
-    return in_dtypes(call.facts, call.args, call.kwargs, dtypes)
+    dtypes = planned_dtypes(call)
+    return in_dtypes(call.facts, call.args, call.kwargs, dtypes) if dtypes else (call.args, call.kwargs)
 
 
 def planned_dtypes(call: SeenCall) -> list[torch.dtype | None]:
