@@ -448,7 +448,7 @@ def test_a_region_may_be_open():
     for left_open in ("", " open device", " open enabled", " open enabled,device"):
         made = parse_program(text.format(f"region 0: cpu bf16 enabled cached session 0 policy p{left_open}"))
         found[left_open] = made.open_region(made.steps[1]), *made.casting(made.steps[1])
-    assert list(found.values()) == [(None, "cpu", None), (0, "cpu", None), (0, "cpu", 0), (0, "cpu", 0)]
+    assert list(found.values()) == [(None, "", None), (0, "cpu", None), (0, "", 0), (0, "cpu", 0)]
     outside = parse_program(text.format("region 0: cpu bf16 enabled cached session 0 policy p").replace(" in 0", ""))
     assert outside.open_region(outside.steps[1]) is None and outside.casting(outside.steps[1]) == ("", None)
 

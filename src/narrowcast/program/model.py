@@ -194,13 +194,14 @@ class Program:
         return None if is_known else step.region
 
     def casting(self, cast: Step) -> tuple[str, int | None]:
-        """What casts of one tensor have in common that may be one: the device type whose tensors they cast, and the
-        region, if only the running program knows more of it than whether the tensor is on that device.
+        """What casts of one tensor have in common that may be one. The device type whose tensors they cast, if only the
+        running program knows whether theirs is one; and the region, if only that knows more.
         """
         if cast.region is None:
             return "", None
         region = self.regions[cast.region]
-        return region.facts.device_type, None if set(region.open) <= {"device"} else cast.region
+        device_type = region.facts.device_type if "device" in region.open else ""
+        return device_type, None if set(region.open) <= {"device"} else cast.region
 
     def casts(self) -> list[Step]:
         """All casts in order."""
