@@ -133,11 +133,15 @@ class Around(torch.nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(("call", "module"), [(2, None), (3, None), (2, "inner.part"), (None, "inner.part")])
 def test_what_a_checkpoint_recomputes_goes_on_counting(use_reentrant, call, module):
-    """And stands in the modules in which it stood in the forward: the gradients are those without a checkpoint."""
+    """And stands in the modules in which it stood in the forward: the gradients are those without a checkpoint.
+
+    Without the cache: a reentrant checkpoint makes a leaf of its input, whose cast autocast then shares (torch's, too),
+    so that its gradient is summed in bf16.
+    """
 
     def gradient(model):
         x = X.clone().requires_grad_()
-        with nc.autocast("cpu", torch.bfloat16, policy=policy(call, module)):
+        with nc.autocast("cpu", torch.bfloat16, policy=policy(call, module), cache_enabled=False):
             out = model(x)
         out.float().sum().backward()
         return x.grad
