@@ -149,6 +149,11 @@ def test_share_keeps_to_one_session_and_to_grad_mode():
         "region 1: cpu bf16 enabled cached session 1 policy x\n" + two
     )
     assert share_casts(program) == []
+    for device_type, shares in (("cpu", 1), ("cuda", 0)):  # one casts what lies on the one device, one on the other
+        regions = [f"region {n}: {device} bf16 enabled cached session 0 policy x open device\n"
+                   for n, device in enumerate(("cpu", device_type))]  # fmt: skip
+        program = parse_program("program p\n" + "".join(regions) + two.replace("] cpu", "]"))
+        assert len(share_casts(program)) == shares, device_type
     first = text.replace("%2: bf16[4, 8] cpu grad = cast(self=%0)", "%2: bf16[4, 8] cpu = cast(self=%0) nograd")
     assert share_casts(parse(first)) == []
     second = text.replace("%4: bf16[4, 8] cpu grad = cast(self=%0)", "%4: bf16[4, 8] cpu = cast(self=%0) nograd")

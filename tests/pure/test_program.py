@@ -442,15 +442,17 @@ block main(%0: fp32[2] cpu, %1: fp32[2] cpu) {
 
 
 def test_a_region_may_be_open():
-    """To what only the running program knows; between casts of one tensor its device does not count."""
-    text = "program p\n{}\nblock main(%0: fp32[2] cpu) {{\n  %1: bf16[2] cpu = cast(self=%0) in 0\n  return %1\n}}\n"
+    """To what only the running program knows; between casts of one tensor it counts which device's they cast."""
+    text = "program p\n{}\nblock main(%0: fp32[2]) {{\n  %1: bf16[2] = cast(self=%0) in 0\n  return %1\n}}\n"
     found = {}
     for left_open in ("", " open device", " open enabled", " open enabled,device"):
         made = parse_program(text.format(f"region 0: cpu bf16 enabled cached session 0 policy p{left_open}"))
-        found[left_open] = made.open_region(made.steps[1]), made.open_region(made.steps[1], but_device=True)
-    assert list(found.values()) == [(None, None), (0, None), (0, 0), (0, 0)]
+        found[left_open] = made.open_region(made.steps[1]), *made.casting(made.steps[1])
+    assert list(found.values()) == [(None, "cpu", None), (0, "cpu", None), (0, "cpu", 0), (0, "cpu", 0)]
     outside = parse_program(text.format("region 0: cpu bf16 enabled cached session 0 policy p").replace(" in 0", ""))
-    assert outside.open_region(outside.steps[1]) is None
+    assert outside.open_region(outside.steps[1]) is None and outside.casting(outside.steps[1]) == ("", None)
+    known = parse_program(text.format("region 0: cuda fp16 enabled cached session 0 policy p").replace("[2]", "[2] cpu"))
+    assert known.casting(known.steps[1]) == ("cpu", None)
 
 
 @pytest.mark.parametrize(

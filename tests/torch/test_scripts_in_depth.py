@@ -128,6 +128,29 @@ def test_device_types_that_only_the_running_script_knows(x):
         scripted(x, "mtia")
 
 
+class SwitchedOffOnItsDevice(nn.Module):
+    """Uses a weight as it is in a region of `x.device.type`, and then where the caller's region holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) / 2)
+
+    def forward(self, x: Tensor):
+        y = x * 1.5
+        with torch.autocast(x.device.type, dtype=torch.float16), torch.autocast("cpu", enabled=False):
+            z = torch.mm(y, self.weight)
+        return z, y @ self.weight
+
+
+def test_a_weight_that_another_device_s_region_casts_is_cast_for_this_one_too():
+    """In the branch that is compiled for cuda the weight is cast, which says nothing of it on the cpu."""
+    model, x = SwitchedOffOnItsDevice(), torch.randn(4, 4)
+    scripted = nc.script(model)
+    with torch.autocast("cpu", dtype=torch.float16):
+        for found, expected in zip(scripted(x), model(x), strict=True):
+            assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
 def sparse(x: Tensor):
     s = x.relu().to_sparse()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -30,17 +30,17 @@ def hoist_casts(program: Program, sessions: Mapping[int, int], written: set[int]
     that are left where they are, as something may write to what they read.
     """
     homes = _homes(program.body)
-    groups: dict[tuple[int, str, int, int | None], list[Step]] = {}
+    groups: dict[tuple[int, str, int, tuple[str, int | None]], list[Step]] = {}
     inner = cast_inside(program)
     left = _left_early(program)
     for step in program.steps.values():
         found = _session(program, step, left)
         if found is not None and found in sessions and step.id not in inner:
-            key = (step.operands[0].value, step.value.type, found, program.open_region(step, but_device=True))
+            key = (step.operands[0].value, step.value.type, found, program.casting(step))
             groups.setdefault(key, []).append(step)
     edits: list[Edit] = []
     known: dict[int, _Home] = {}
-    for (value, _, session, alone), casts in groups.items():
+    for (value, _, session, (_, alone)), casts in groups.items():
         block = homes.get(sessions[session])
         if block is None:
             continue

@@ -44,7 +44,7 @@ def _share_in(program: Program, block: Block, after_autograd: bool) -> list[Edit
         reason, session = _may_share(program, step, after_autograd, inner)
         if not reason:
             continue
-        key = (source, step.value.type, step.constants, session, program.open_region(step, but_device=True))
+        key = (source, step.value.type, step.constants, session, program.casting(step))
         first = kept.get(key)
         fits = first is not None and (first.grad_mode or not step.grad_mode or not step.value.gradient)
         if first is None or not fits or writes.is_written(source, first.id, step.id):

@@ -188,13 +188,22 @@ class Program:
         """Every step by its id, in the order of the program, those of inner blocks first."""
         return {step.id: step for _, step in self.body.walk()}
 
-    def open_region(self, step: Step, but_device: bool = False) -> int | None:
-        """The number of the step's region, if only the running program knows some of that region's facts.
+    def open_region(self, step: Step) -> int | None:
+        """The number of the step's region, if only the running program knows some of that region's facts."""
+        is_known = step.region is None or not self.regions[step.region].open
+        return None if is_known else step.region
 
-        but_device: it does not count whether a tensor is on the region's device, as between casts of one tensor.
+    def casting(self, cast: Step) -> tuple[str, int | None]:
+        """What casts of one tensor have in common that may be one.
+
+        The device type whose tensors they cast: the tensor's, or the region's where only the running program knows the
+        tensor's. And the region, if only the running program knows more of it than that.
         """
-        known = step.region is None or set(self.regions[step.region].open) <= ({"device"} if but_device else set())
-        return None if known else step.region
+        device_type = self.values[cast.operands[0].value].device
+        if cast.region is None:
+            return device_type, None
+        region = self.regions[cast.region]
+        return device_type or region.facts.device_type, None if set(region.open) <= {"device"} else cast.region
 
     def casts(self) -> list[Step]:
         """All casts in order."""
