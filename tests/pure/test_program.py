@@ -451,7 +451,8 @@ def test_a_region_may_be_open():
     assert list(found.values()) == [(None, "cpu", None), (0, "cpu", None), (0, "cpu", 0), (0, "cpu", 0)]
     outside = parse_program(text.format("region 0: cpu bf16 enabled cached session 0 policy p").replace(" in 0", ""))
     assert outside.open_region(outside.steps[1]) is None and outside.casting(outside.steps[1]) == ("", None)
-    known = parse_program(text.format("region 0: cuda fp16 enabled cached session 0 policy p").replace("[2]", "[2] cpu"))
+    cuda = text.format("region 0: cuda fp16 enabled cached session 0 policy p")
+    known = parse_program(cuda.replace("[2]", "[2] cpu"))
     assert known.casting(known.steps[1]) == ("cpu", None)
 
 
