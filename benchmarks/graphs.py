@@ -31,12 +31,12 @@ from alternate import alternate, ratio
 from machine import facts
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.graphs.edit import write_passes
-from narrowcast.graphs.levels import Ambient
-from narrowcast.graphs.read import read_graph
-from narrowcast.passes import AFTER_AUTOGRAD
-from narrowcast.program.collector import collector_paused
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.edit import write_passes
+from narrowcast.frontends.graphs.levels import Ambient
+from narrowcast.frontends.graphs.read import read_graph
+from narrowcast.programs.passes import AFTER_AUTOGRAD
+from narrowcast.programs.program.collector import collector_paused
 
 
 def casts_of(graph: torch.fx.GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

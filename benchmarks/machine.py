@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from narrowcast.profiles.device import LIMITS
+from narrowcast.runtime.devices.device import LIMITS
 
 
 def facts() -> dict[str, object]:

@@ -35,7 +35,7 @@ import models
 from machine import facts
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower()
@@ -349,7 +349,7 @@ def scale() -> dict[str, object]:
     from test_place import RandomPrices
     from test_place import chain as program_of
 
-    from narrowcast.placement.place import place_formats
+    from narrowcast.programs.placement.place import place_formats
 
     found: dict[str, object] = {}
     seconds = []

@@ -30,8 +30,8 @@ from alternate import alternate, ratio
 from machine import facts
 
 import narrowcast as nc
-from narrowcast.scripts.convert import inline_calls, make_graph_explicit
-from narrowcast.scripts.scopes import Scope
+from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
+from narrowcast.frontends.scripts.scopes import Scope
 
 BF16 = torch.bfloat16
 

@@ -89,7 +89,7 @@ def _ambient_state() -> dict | None:
 
 def _held() -> list:
     """What of torch stands replaced for a while: nothing between tests."""
-    patches = sys.modules.get("narrowcast.torch_surface.patches")
+    patches = sys.modules.get("narrowcast.runtime.torch_surface.patches")
     return [] if patches is None else [line for line in patches.standing() if line.holders]
 
 

@@ -37,15 +37,15 @@ INTRODUCTION = """\
 
 torch 2.11 to 2.15, Python 3.11 to 3.13. `make compat` runs all tests with each and writes this page; `checkers` runs
 the tests of the pure half, with torch blocked. Each assumption about torch's private parts is a named check
-(`python -m narrowcast.torch_surface.probes`), which runs among these tests; those that stand before something that
-would go wrong in silence run at first use, and say which assumption of which version broke.
+(`python -m narrowcast.runtime.torch_surface.probes`), which runs among these tests; those that stand before something
+that would go wrong in silence run at first use, and say which assumption of which version broke.
 """
 DIFFERENCES = """\
-- **autocast's lists** differ by version, as data in `policy/builtin/*.toml` (`torch = ">=2.12"`): `rms_norm` came
+- **autocast's lists** differ by version, as data in `core/policy/builtin/*.toml` (`torch = ">=2.12"`): `rms_norm` came
   with 2.12 (cuda, xpu, mtia, maia), `linalg_matrix_sqrth` with 2.14 (cpu, cuda); `cholesky` and `qr` went with 2.14
   (cpu), the overloads with named dimensions with 2.13 (`softmax.Dimname`, `sum.dim_DimnameList` and others). Eager
   code follows the installed torch.
-- **What the cpu has no kernel for** in a low format differs, too (`policy/builtin/lacks_cpu.toml`): `trace` before
+- **What the cpu has no kernel for** in a low format differs, too (`core/policy/builtin/lacks_cpu.toml`): `trace` before
   2.13, `polar` in fp16 before 2.14.
 - **2.11** opens regions in graphs with `torch.autocast` itself, later ones with a class of its own: no difference
   in what is computed.

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from narrowcast.policy import DEVICE_TYPES, Kind, Policy, Rule
+from narrowcast.core.policy import DEVICE_TYPES, Kind, Policy, Rule
 
 FOLDER = Path(__file__).parent.parent / "docs/reference/ops"
 SECTIONS = [
@@ -92,7 +92,7 @@ def rows(rules: list[Rule]) -> list[str]:
 
 def builtin(name: str) -> Policy:
     """A built-in policy with the rules of all torch versions, not only of the installed one."""
-    file = Path(__file__).parent.parent / f"src/narrowcast/policy/builtin/{name}.toml"
+    file = Path(__file__).parent.parent / f"src/narrowcast/core/policy/builtin/{name}.toml"
     return Policy.parse(file.read_text(encoding="utf-8"), file.name)
 
 

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-BUILTIN = Path(__file__).parent.parent / "src/narrowcast/policy/builtin"
+BUILTIN = Path(__file__).parent.parent / "src/narrowcast/core/policy/builtin"
 SECTIONS = {
     "lower_precision_fp": ("lower", "safe in the low format, and fast on devices with units for it"),
     "fp32": ("full", "loses too much in the low format"),

@@ -2,12 +2,12 @@
 
 python tools/mutate.py [PART ...] [--sample N --seed S] [--again] [--quick]
 
-PART is a room or a file (`placement`, `passes/assign.py`); all of PARTS without one. --sample draws so many mutants.
---again keeps the last run and tries only what was not killed in it, and what has changed.
+PART is a room or a file (`programs/placement`, `core/decide.py`); all of PARTS without one. --sample draws so many
+mutants. --again keeps the last run and tries only what was not killed in it, and what has changed.
 --quick stops after the first round, in which each mutant meets the quickest of the tests that reach it; the survivors
-of that one meet all the others. Afterwards the survivors are
-compared with tests/mutants.toml, where those are listed that no test can kill, each with the reason. The exit status is
-1 if more than 5 % survive besides these, or if one of these is gone or killed.
+of that one meet all the others. Afterwards the survivors are compared with tests/mutants.toml, where those are listed
+that no test can kill, each with the reason. The exit status is 1 if more than 5 % survive besides these, or if one of
+these is gone or killed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PACKAGE = Path("src/narrowcast")
 FOLDER = ROOT / "build" / "mutation"
 EXPLAINED = ROOT / "tests" / "mutants.toml"
 PARTS = (
-    "decide.py", "module_calls.py", "refusals.py", "formats.py", "ops", "passes", "placement", "policy", "program",
-    "ledger",
+    "core/decide.py", "core/module_calls.py", "core/refusals.py", "core/ledger", "core/ops", "core/policy",
+    "formats.py", "programs", "reports/results/ledger.py", "reports/results/ledger_text.py",
 )  # fmt: skip
 ALLOWED = 0.05
 QUICK = 2.5

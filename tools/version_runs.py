@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import narrowcast as nc
-from narrowcast.ledger.identity import CallId
-from narrowcast.report.lines import number_text
-from narrowcast.report.run import ENDING, Run
-from narrowcast.report.run_differences import RunDifferences, RunRow
-from narrowcast.report.run_records import CallRecord
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.run import ENDING, Run
+from narrowcast.reports.results.run_differences import RunDifferences, RunRow
+from narrowcast.reports.results.run_records import CallRecord
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = "2.13.0"

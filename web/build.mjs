@@ -7,7 +7,7 @@ import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const out = join(here, "../src/narrowcast/page/built");
+const out = join(here, "../src/narrowcast/reports/render/built");
 const bundled = ["uplot", "@dagrejs/dagre", "@dagrejs/graphlib"];
 
 // The same in tests/pure/test_page.py: names and contents, in the order of the names.

@@ -8,60 +8,63 @@ import traceback
 from typing import TYPE_CHECKING
 
 from narrowcast import errors, formats
-from narrowcast.decide import Argument, Call, Plan, Region, decide
+from narrowcast.core.decide import Argument, Call, Plan, Region, decide
+from narrowcast.core.goals import Goal, fast, memory
+from narrowcast.core.ledger import Cast, Refusal
+from narrowcast.core.policy import Action, Policy, Rule, Site, installed_torch, lint_policy
 from narrowcast.formats import Format, is_exact, widest
-from narrowcast.goals import Goal, fast, memory
-from narrowcast.ledger import Cast, Ledger, Refusal
-from narrowcast.policy import Action, Policy, Rule, Site, installed_torch, lint_policy
 
 if TYPE_CHECKING:
-    from narrowcast.api.compile import compile
-    from narrowcast.api.export import export
-    from narrowcast.api.script import convert, script, trace
-    from narrowcast.api.target import target_of
-    from narrowcast.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
-    from narrowcast.eager.record import record
-    from narrowcast.explaining.explain import explain
-    from narrowcast.loops.check_training import check_training
-    from narrowcast.mending.repair import repair
-    from narrowcast.report import Explanation
-    from narrowcast.report.fit import fit
-    from narrowcast.report.mapping import RunMapping
-    from narrowcast.report.run import Run
-    from narrowcast.runs.capture import capture
-    from narrowcast.runs.compare import compare
-    from narrowcast.runs.rounding import round_to
-    from narrowcast.runs.subject import Subject
-    from narrowcast.runs.watch import watch
-    from narrowcast.scaling.scaler import Scaler
-    from narrowcast.two_runs.compare import compare_runs
+    from narrowcast.analysis.capture.capture import capture
+    from narrowcast.analysis.compare.compare import compare
+    from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+    from narrowcast.analysis.explain.explain import explain
+    from narrowcast.analysis.record.record import record
+    from narrowcast.analysis.repair.repair import repair
+    from narrowcast.analysis.watch.watch import watch
+    from narrowcast.frontends.compiled.compile import compile
+    from narrowcast.frontends.eager import autocast, cache_info, carry, custom_bwd, custom_fwd, invalidate, pin, unpin
+    from narrowcast.frontends.exported.export import export
+    from narrowcast.frontends.scripts.script import convert, script, trace
+    from narrowcast.frontends.target import target_of
+    from narrowcast.observation.statistics.rounding import round_to
+    from narrowcast.observation.trial.subject import Subject
+    from narrowcast.reports.results.explain_text import Explanation
+    from narrowcast.reports.results.fit import fit
+    from narrowcast.reports.results.ledger import Ledger
+    from narrowcast.reports.results.mapping import RunMapping
+    from narrowcast.reports.results.run import Run
+    from narrowcast.training.check.check_training import check_training
+    from narrowcast.training.scaler.scaler import Scaler
 
 __version__ = "0.1.0.dev0"
 
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
 _PURE_HALF = {
-    "report": ("Explanation",),
-    "report.fit": ("fit",),
-    "report.mapping": ("RunMapping",),
-    "report.run": ("Run",),
-    "two_runs.compare": ("compare_runs",),
+    "reports.results.explain_text": ("Explanation",),
+    "reports.results.fit": ("fit",),
+    "reports.results.ledger": ("Ledger",),
+    "reports.results.mapping": ("RunMapping",),
+    "reports.results.run": ("Run",),
+    "analysis.compare_runs.compare_runs": ("compare_runs",),
 }
 _TORCH_HALF = {
-    "api.compile": ("compile",),
-    "api.export": ("export",),
-    "api.script": ("convert", "script", "trace"),
-    "api.target": ("target_of",),
-    "eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "record", "unpin"),
-    "explaining.explain": ("explain",),
-    "runs.rounding": ("round_to",),
-    "runs.capture": ("capture",),
-    "runs.compare": ("compare",),
-    "loops.check_training": ("check_training",),
-    "mending.repair": ("repair",),
-    "runs.subject": ("Subject",),
-    "scaling.scaler": ("Scaler",),
-    "runs.watch": ("watch",),
+    "frontends.compiled.compile": ("compile",),
+    "frontends.exported.export": ("export",),
+    "frontends.scripts.script": ("convert", "script", "trace"),
+    "frontends.target": ("target_of",),
+    "frontends.eager": ("autocast", "cache_info", "carry", "custom_bwd", "custom_fwd", "invalidate", "pin", "unpin"),
+    "analysis.record.record": ("record",),
+    "analysis.explain.explain": ("explain",),
+    "observation.statistics.rounding": ("round_to",),
+    "analysis.capture.capture": ("capture",),
+    "analysis.compare.compare": ("compare",),
+    "training.check.check_training": ("check_training",),
+    "analysis.repair.repair": ("repair",),
+    "observation.trial.subject": ("Subject",),
+    "training.scaler.scaler": ("Scaler",),
+    "analysis.watch.watch": ("watch",),
 }
 
 __all__ = [
@@ -133,7 +136,7 @@ def __getattr__(name: str) -> object:
 def _load(module: str, name: str) -> object:
     """A name of the torch half; an error that says so, where this torch is not as it is taken to be."""
     try:
-        importlib.import_module("narrowcast.torch_surface.probes").check_version()
+        importlib.import_module("narrowcast.runtime.torch_surface.probes").check_version()
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ImportError) as error:
         frames = traceback.extract_tb(error.__traceback__)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.ledger.identity import CallId
+from narrowcast.core.ledger.identity import CallId
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,10 +6,10 @@ from importlib import import_module
 import pytest
 
 from narrowcast.cli.app import app, policy_app, profile_app
-from narrowcast.profiles.device import device_now
-from narrowcast.profiles.measure import measure
-from narrowcast.profiles.profile import Profile, Sample, profile_path
-from narrowcast.profiles.sweep import sweep
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.measure import measure
+from narrowcast.runtime.devices.profile import Profile, Sample, profile_path
+from narrowcast.runtime.devices.sweep import sweep
 
 LINES = 25
 MODEL = """

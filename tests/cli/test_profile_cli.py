@@ -3,7 +3,7 @@
 import pytest
 
 from narrowcast.cli import main
-from narrowcast.profiles.profile import Device, Profile, Sample
+from narrowcast.runtime.devices.profile import Device, Profile, Sample
 
 SUBJECT = """
 import torch

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import models
 
 import narrowcast as nc
-from narrowcast.report.differences import Differences
-from narrowcast.report.run import Run
+from narrowcast.reports.results.differences import Differences
+from narrowcast.reports.results.run import Run
 
 LOW = "bf16"
 ACCUMULATES = "aten.native_layer_norm_backward.default"

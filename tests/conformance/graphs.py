@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import models
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.report.graphs import CompiledGraph
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.reports.results.graphs import CompiledGraph
 
 CUSTOM = nc.Policy.native().with_rules(
     nc.Rule("aten.gelu", "full", reason="activations in fp32"),

@@ -77,8 +77,8 @@ def cause(wrong: list) -> str:
 
 def run_batch(numbers: list[int], options: argparse.Namespace, file: Path) -> None:
     """A line for each program and front end, as soon as it is known."""
-    from narrowcast.eager.record import _native_ops
-    from narrowcast.eager.registered import install_visiting
+    from narrowcast.analysis.record.record import _native_ops
+    from narrowcast.frontends.eager.registered import install_visiting
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -227,8 +227,8 @@ def main() -> int:
         run_batch([int(number) for number in options.numbers.split(",")], options, options.into)
         return 0
     if options.reduce:
-        from narrowcast.eager.record import _native_ops
-        from narrowcast.eager.registered import install_visiting
+        from narrowcast.analysis.record.record import _native_ops
+        from narrowcast.frontends.eager.registered import install_visiting
 
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)

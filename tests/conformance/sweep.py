@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.eager.registered import install_visiting, remove_visiting
-from narrowcast.torch_bridge import ops_in
+from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
+from narrowcast.runtime.torch_bridge import ops_in
 
 DTYPES = {
     "fp32": (torch.float32, torch.float32),

@@ -18,9 +18,9 @@ from torch.testing._internal import autocast_test_lists
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.eager.registered import _staying, install_visiting, remove_visiting
-from narrowcast.eager.watch import add_watcher, remove_watcher
-from narrowcast.torch_bridge import DTYPES, find_op
+from narrowcast.frontends.eager.registered import _staying, install_visiting, remove_visiting
+from narrowcast.frontends.eager.watch import add_watcher, remove_watcher
+from narrowcast.runtime.torch_bridge import DTYPES, find_op
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
 # Kernels that a build registers only with its device's libraries.
@@ -31,7 +31,9 @@ FAKED = ("cpu", "cuda", "xpu", "mps", "mtia")
 
 def registered_ops(device_type):
     """What a fresh process has registered: here, other tests have added kernels of ours."""
-    code = f"from narrowcast.torch_surface.dispatch import registered_ops; print(*registered_ops({device_type!r}))"
+    code = (
+        f"from narrowcast.runtime.torch_surface.dispatch import registered_ops; print(*registered_ops({device_type!r}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -49,7 +51,7 @@ def test_the_lists_are_those_of_the_installed_torch(device_type):
 
 def test_every_op_of_the_installed_torch_is_a_known_name():
     """A policy may name any of them."""
-    from narrowcast.policy.known_ops import known_ops
+    from narrowcast.core.policy.known_ops import known_ops
 
     found = {n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")}
     found = {n if n.count(".") == 2 else f"{n}.default" for n in found}

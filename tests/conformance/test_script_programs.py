@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from narrowcast.eager.record import _native_ops
-from narrowcast.eager.registered import install_visiting, remove_visiting
+from narrowcast.analysis.record.record import _native_ops
+from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 
 sys.path.insert(0, str(Path(__file__).parent))
 from script_programs import functions, numbered

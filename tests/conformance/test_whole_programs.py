@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 import narrowcast as nc
-from narrowcast.eager.record import _native_ops
-from narrowcast.eager.registered import install_visiting, remove_visiting
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.analysis.record.record import _native_ops
+from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sources import load

@@ -30,7 +30,7 @@ from sybil import Document
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 from sybil.parsers.myst import CodeBlockParser, SkipParser
 
-from narrowcast.policy import Policy
+from narrowcast.core.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "text", "toml", "json", "console", "bash")

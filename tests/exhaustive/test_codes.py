@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from narrowcast.formats import FORMATS, bf16, fp16, fp32, fp64, is_exact, tf32
-from narrowcast.runs.rounding import round_to
-from narrowcast.torch_bridge import DTYPES
+from narrowcast.observation.statistics.rounding import round_to
+from narrowcast.runtime.torch_bridge import DTYPES
 
 SMALL = [f for f in FORMATS.values() if f.bits <= 16]
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.decide import Argument, Call, Region, decide
+from narrowcast.core.decide import Argument, Call, Region, decide
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Policy, Rule, Site
 from narrowcast.formats import FORMATS, bf16, can_fold, fp16, fp32, fp64, is_exact, widest
-from narrowcast.ledger.identity import CallId
-from narrowcast.policy import Policy, Rule, Site
-from narrowcast.report.snapshot import CallFormats, Snapshot, Snapshots
-from narrowcast.report.snapshot_changes import CHANGED, GONE, NEW, compare_snapshots
-from narrowcast.report.snapshot_text import parse_snapshots, snapshots_text
+from narrowcast.testing.snapshot import CallFormats, Snapshot, Snapshots
+from narrowcast.testing.snapshot_changes import CHANGED, GONE, NEW, compare_snapshots
+from narrowcast.testing.snapshot_text import parse_snapshots, snapshots_text
 
 promotable = st.sampled_from([bf16, fp16, fp32, fp64])
 any_format = st.sampled_from([*FORMATS.values()])

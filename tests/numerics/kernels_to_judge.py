@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-from narrowcast.runs.kernel_bounds import Judged
-from narrowcast.runs.reference import Keep
+from narrowcast.analysis.compare.kernel_bounds import Judged
+from narrowcast.analysis.compare.reference import Keep
 
 Case = tuple[str, Callable[[], object]]
 FUNCTIONS = (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.report.run import Run
+from narrowcast.reports.results.run import Run
 
 Pair = Callable[[], tuple[Run, Run]]
 WIDTH, HEADS, VOCABULARY, LENGTH, PROMPT = 32, 4, 61, 16, 6

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import narrowcast as nc
-from narrowcast.report.training import TrainingCheck
+from narrowcast.reports.results.training import TrainingCheck
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import narrowcast as nc
 from narrowcast.errors import RunError
-from narrowcast.report.training import TrainingCheck
+from narrowcast.reports.results.training import TrainingCheck
 
 sys.path.insert(0, str(Path(__file__).parent))
 

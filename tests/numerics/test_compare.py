@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from narrowcast.report.differences import Differences
-from narrowcast.runs.cost import observe, with_cost
-from narrowcast.runs.output_errors import output_errors, relative_error, sqnr_db
+from narrowcast.analysis.explain.cost import observe, with_cost
+from narrowcast.observation.trial.output_errors import output_errors, relative_error, sqnr_db
+from narrowcast.reports.results.differences import Differences
 
 
 def test_sqnr_and_relative_error_of_a_known_noise():

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.report.verdicts import KERNEL, NOT_FINITE
-from narrowcast.runs.observer import Observer
-from narrowcast.runs.rerun import planned_arguments
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.observation.trial.rerun import planned_arguments
+from narrowcast.reports.results.verdicts import KERNEL, NOT_FINITE
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, 
 
 import narrowcast as nc
 from narrowcast.errors import RunError
-from narrowcast.loops.looking import Looking
+from narrowcast.training.check.looking import Looking
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -17,12 +17,15 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 import narrowcast as nc
-from narrowcast.eager import advice
-from narrowcast.eager.record import Recorder
-from narrowcast.loops import looking
-from narrowcast.report.findings import Watching
-from narrowcast.runs import bands, capture, culprit, reference, statistics, trends, watch_calls
-from narrowcast.runs.turns import Turns
+from narrowcast.analysis.capture import capture
+from narrowcast.analysis.compare import bands, reference
+from narrowcast.analysis.record import advice
+from narrowcast.analysis.record.record import Recorder
+from narrowcast.analysis.watch import culprit, trends, watch_calls
+from narrowcast.observation.observer.turns import Turns
+from narrowcast.observation.statistics import statistics
+from narrowcast.reports.results.findings import Watching
+from narrowcast.training.check import looking
 
 sys.path.insert(0, str(Path(__file__).parent))
 

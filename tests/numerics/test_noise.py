@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.runs.noise import Noise
+from narrowcast.observation.trial.noise import Noise
 
 UNIT = 2.0**-8
 

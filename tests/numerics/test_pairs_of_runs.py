@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.two_runs.aligned_values import Values
-from narrowcast.two_runs.kept_tensors import KeptTensors
-from narrowcast.two_runs.sides import Side
+from narrowcast.analysis.compare_runs.aligned_values import Values
+from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
+from narrowcast.analysis.compare_runs.sides import Side
 
 sys.path.insert(0, str(Path(__file__).parent))
 

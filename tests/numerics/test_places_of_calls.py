@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from narrowcast.ledger.identity import BACKWARD
-from narrowcast.policy import Site
-from narrowcast.runs.observer import Observer
-from narrowcast.sites.python_stack import find_site
+from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.policy import Site
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.runtime.sites.python_stack import find_site
 
 
 class BothWays(Observer):

@@ -9,7 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import RunError
-from narrowcast.report.saved import load_saved
+from narrowcast.reports.results.saved import load_saved
 
 LINEAR = "aten.linear.default"
 
@@ -311,8 +311,8 @@ class TestTimes:
         assert not list(tmp_path.iterdir())
 
     def test_a_profile_prices_them(self, x, tmp_path, monkeypatch):
-        from narrowcast.profiles.device import device_now
-        from narrowcast.profiles.profile import Profile, Sample
+        from narrowcast.runtime.devices.device import device_now
+        from narrowcast.runtime.devices.profile import Profile, Sample
 
         monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
         profile = Profile(device_now("cpu"))

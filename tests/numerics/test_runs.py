@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import NotFiniteError, RunError
-from narrowcast.runs import observer
+from narrowcast.observation.observer import observer
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 

@@ -10,10 +10,11 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import narrowcast as nc
+from narrowcast.analysis.compare import bands
 from narrowcast.cli import runs as commands
-from narrowcast.report.differences import CallError, Differences
-from narrowcast.report.verdicts import EXACT, FAULT, KERNEL, NOT_COMPARED, NOT_FINITE, ROUND_OFF
-from narrowcast.runs import bands, noise
+from narrowcast.observation.trial import noise
+from narrowcast.reports.results.differences import CallError, Differences
+from narrowcast.reports.results.verdicts import EXACT, FAULT, KERNEL, NOT_COMPARED, NOT_FINITE, ROUND_OFF
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 

@@ -6,9 +6,9 @@ import time
 import pytest
 from page_results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
-from narrowcast.page.html import page_html
-from narrowcast.page.model import Edge, Graph, Node, Page
-from narrowcast.page.read import page_of
+from narrowcast.reports.documents.model import Edge, Graph, Node, Page
+from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.render.html import page_html
 
 RESULTS = all_results()
 

@@ -7,11 +7,11 @@ import time
 import pytest
 from page_results import LINEAR, SCRIPT, a_ledger, a_pair, a_side, saved, two_runs
 
-from narrowcast.page.html import page_html
-from narrowcast.page.model import Edge, Graph, Node, Page
-from narrowcast.report.mapping import RunMapping
-from narrowcast.report.run_differences import DIFFERS
-from narrowcast.two_runs.compare import compare_runs
+from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.reports.documents.model import Edge, Graph, Node, Page
+from narrowcast.reports.render.html import page_html
+from narrowcast.reports.results.mapping import RunMapping
+from narrowcast.reports.results.run_differences import DIFFERS
 
 TANH, SIGMOID = "aten.tanh.default #1", "aten.sigmoid.default #1"
 

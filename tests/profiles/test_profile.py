@@ -13,16 +13,24 @@ import torch
 
 from narrowcast.errors import ProfileError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.profiles.device import device_now
-from narrowcast.profiles.known import foreign_profile, keep, known_profile
-from narrowcast.profiles.measure import Measurable, Operand, measure
-from narrowcast.profiles.model import CostModel
-from narrowcast.profiles.profile import Device, Profile, Sample, cache_folder, load_profile, profile_path, set_aside
-from narrowcast.profiles.signature import Signature, cast_signature, known_shape, signature_of
-from narrowcast.profiles.sweep import basics, sweep
-from narrowcast.program import Operand as Read
-from narrowcast.program import Step, Value
-from narrowcast.race.remembered import Choice, choice_key, load_choice, save_choice
+from narrowcast.frontends.race.remembered import Choice, choice_key, load_choice, save_choice
+from narrowcast.programs.program import Operand as Read
+from narrowcast.programs.program import Step, Value
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
+from narrowcast.runtime.devices.measure import Measurable, Operand, measure
+from narrowcast.runtime.devices.model import CostModel
+from narrowcast.runtime.devices.profile import (
+    Device,
+    Profile,
+    Sample,
+    cache_folder,
+    load_profile,
+    profile_path,
+    set_aside,
+)
+from narrowcast.runtime.devices.signature import Signature, cast_signature, known_shape, signature_of
+from narrowcast.runtime.devices.sweep import basics, sweep
 
 H200 = Device("cuda", "NVIDIA H200", ("sm_90",), 1, "2.13.0")
 
@@ -52,7 +60,7 @@ def test_a_profile_is_read_back(folder):
 def test_two_writers_lose_nothing(folder):
     """Two processes that measured other things both find everything in the file."""
     program = (
-        "import sys; from narrowcast.profiles.profile import Profile, Device, Sample\n"
+        "import sys; from narrowcast.runtime.devices.profile import Profile, Device, Sample\n"
         "d = Device('cuda', 'NVIDIA H200', ('sm_90',), 1, '2.13.0')\n"
         "for n in range(15):\n"
         "    p = Profile(d, {f'{sys.argv[1]}{n}': Sample('gemm', 'fp32', False, 1, 1, 1, 5, 4, 6, 3)})\n"
@@ -308,7 +316,7 @@ def test_the_file_is_json_that_others_can_read(folder):
 
 def test_a_limited_instruction_set_is_another_device(monkeypatch):
     """What oneDNN takes without bf16 units says nothing about what it takes with them."""
-    from narrowcast.profiles.device import device_now, this_device
+    from narrowcast.runtime.devices.device import device_now, this_device
 
     free = device_now()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE" if "AVX512_CORE" not in str(free.units) else "AVX2")

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.core.ledger import Advice, CallKind, Cast, Refusal
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Action, Kind, Policy, Rule, Site
 from narrowcast.formats import bf16, fp32
-from narrowcast.ledger import Advice, CallKind, Cast, Ledger, Refusal
-from narrowcast.ledger.identity import CallId
-from narrowcast.page.shown import Shown
-from narrowcast.placement.place import PlacedCall, Placement
-from narrowcast.policy import Action, Kind, Policy, Rule, Site
-from narrowcast.report import (
-    Attempt,
-    CandidateTime,
-    Comparison,
-    CompiledGraph,
-    Explanation,
-    Failure,
-    NotFinite,
-    OutputError,
-)
-from narrowcast.report.differences import CallError, Differences, GradientError
-from narrowcast.report.findings import Finding, Watching
-from narrowcast.report.fit import fit
-from narrowcast.report.repair import (
-    OUT_OF_IDEAS,
-    RAISED,
-    REPAIRED,
-    Products,
-    Repair,
-    RepairRule,
-    RepairStep,
-)
-from narrowcast.report.run import Run
-from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts
-from narrowcast.two_runs.compare import compare_runs
+from narrowcast.programs.placement.place import PlacedCall, Placement
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
+from narrowcast.reports.results.explain_text import Explanation
+from narrowcast.reports.results.explanation import Attempt, Comparison, Failure
+from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.fit import fit
+from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.repair import OUT_OF_IDEAS, RAISED, REPAIRED, Products, Repair, RepairRule, RepairStep
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 
 SCRIPT = "<script>alert(1)</script>"
 FILE = "/home/me/<b>model</b>.py"

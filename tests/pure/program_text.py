@@ -6,11 +6,11 @@ import json
 import re
 from typing import Any
 
-from narrowcast.decide import Region
+from narrowcast.core.decide import Region
+from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.errors import Origin, ProgramError
 from narrowcast.formats import parse_format
-from narrowcast.policy import NOWHERE, Site
-from narrowcast.program import Block, OpenedRegion, Operand, Program, Step, Value
+from narrowcast.programs.program import Block, OpenedRegion, Operand, Program, Step, Value
 
 _VALUE = re.compile(r"%(\d+): (\w+)(\[[^\]]*\])?((?: (?!grad\b|weight\b|=)[\w:]+)?)( grad)?( weight)?")
 _STEP = re.compile(

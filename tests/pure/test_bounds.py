@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from narrowcast.core.ops import bounds, named
 from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.ops import bounds, named
-from narrowcast.report.verdicts import EXACT, FAULT, KERNEL, NOT_FINITE, ROUND_OFF, verdict_of
+from narrowcast.reports.results.verdicts import EXACT, FAULT, KERNEL, NOT_FINITE, ROUND_OFF, verdict_of
 
 
 def test_a_unit_is_half_the_distance_to_the_next_value():

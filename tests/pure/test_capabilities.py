@@ -3,10 +3,8 @@
 import pytest
 
 from narrowcast import Argument, Call, Policy, Region, Rule, decide
-from narrowcast.errors import PolicyError
-from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.policy import Kind, Lack, known_ops
-from narrowcast.policy.capabilities import (
+from narrowcast.core.policy import Kind, Lack, known_ops
+from narrowcast.core.policy.capabilities import (
     EMULATED,
     RAISES,
     RUNS,
@@ -19,7 +17,9 @@ from narrowcast.policy.capabilities import (
     short_name,
     units_in_use,
 )
-from narrowcast.policy.lacks import ONE_FORMAT
+from narrowcast.core.policy.lacks import ONE_FORMAT
+from narrowcast.errors import PolicyError
+from narrowcast.formats import bf16, fp16, fp32, fp64
 
 MM = "aten.mm.default"
 NO_MM = Lack(MM, bf16, "cpu (toy) has no bf16 mm")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from narrowcast.formats import bf16, fp32
-from narrowcast.placement.prices import CastBytes, ValuePrice
-from narrowcast.placement.question import EXACT, FREE, TRIPS, find_choices
+from narrowcast.programs.placement.prices import CastBytes, ValuePrice
+from narrowcast.programs.placement.question import EXACT, FREE, TRIPS, find_choices
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

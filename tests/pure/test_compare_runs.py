@@ -8,16 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from narrowcast.errors import RunError
-from narrowcast.ledger.identity import CallId
-from narrowcast.report.mapping import Entry, RunMapping, generalised
-from narrowcast.report.run import Run
-from narrowcast.report.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
-from narrowcast.report.run_records import CallRecord, TensorFacts
-from narrowcast.report.saved import load_saved
-from narrowcast.report.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
-from narrowcast.two_runs.compare import compare_runs
-from narrowcast.two_runs.pieces import (
+from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.compare_runs.pieces import (
     NOTHING,
     RANGES,
     SKETCHES,
@@ -29,7 +21,15 @@ from narrowcast.two_runs.pieces import (
     piece_of,
     stacked,
 )
-from narrowcast.two_runs.sequences import aligned_sequences, in_order_on_both
+from narrowcast.analysis.compare_runs.sequences import aligned_sequences, in_order_on_both
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import RunError
+from narrowcast.reports.results.mapping import Entry, RunMapping, generalised
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
+from narrowcast.reports.results.run_records import CallRecord, TensorFacts
+from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
 
 
 def numbers(rows, columns, seed=0):

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from narrowcast.decide import Argument, Call, Plan, Region, Result, decide
+from narrowcast.core.decide import Argument, Call, Plan, Region, Result, decide
+from narrowcast.core.policy import Kind, Lack, Policy, Rule, Site
 from narrowcast.formats import bf16, e4m3fn, e5m2, fp16, fp32, fp64
-from narrowcast.policy import Kind, Lack, Policy, Rule, Site
 
 CPU = Region("cpu", bf16)
 

@@ -8,7 +8,7 @@ import pytest
 
 from narrowcast.errors import EnergyError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.placement import (
+from narrowcast.programs.placement import (
     FIXED,
     Choice,
     Energy,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import narrowcast.policy
-from narrowcast.decide import Argument, Call, Region, decide
+import narrowcast.core.policy
+from narrowcast.core.decide import Argument, Call, Region, decide
+from narrowcast.core.policy import Policy, Rule, as_policy, known_ops, lint_policy
 from narrowcast.errors import PolicyError
 from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.policy import Policy, Rule, as_policy, known_ops, lint_policy
 
 DEVICES = ["cpu", "cuda", "xpu"]
 _LOWER = """
@@ -79,7 +79,7 @@ def test_the_policy_names_what_the_lists_name_and_nothing_else():
 
 def test_what_is_left_out_is_in_no_supported_torch():
     """A torch that has it again is found out here."""
-    listed = Path(narrowcast.policy.__file__).with_name("builtin") / "aten_ops.txt"
+    listed = Path(narrowcast.core.policy.__file__).with_name("builtin") / "aten_ops.txt"
     names = {line.split(".")[1] for line in listed.read_text().splitlines()[1:]}
     assert not names & GONE
     assert names >= {*LOWER, *FULL, *WIDEST}

@@ -25,15 +25,15 @@ from page_results import (
 from program_text import parse_program
 
 from narrowcast.errors import RunError
-from narrowcast.page.ledgers import format_bars, shares
-from narrowcast.page.model import OUTSIDE, Edge, Graph, Node
-from narrowcast.page.read import page_of
-from narrowcast.page.times import cast_series
-from narrowcast.page.words import in_count, in_time
-from narrowcast.report import CompiledGraph
-from narrowcast.report.flow import STEP_COLUMNS, graph_flow
-from narrowcast.report.run import Run, TensorFacts
-from narrowcast.report.saved import load_saved
+from narrowcast.reports.documents.ledgers import format_bars, shares
+from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
+from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.times import cast_series
+from narrowcast.reports.documents.words import in_count, in_time
+from narrowcast.reports.results.flow import STEP_COLUMNS, graph_flow
+from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.results.run import Run, TensorFacts
+from narrowcast.reports.results.saved import load_saved
 
 
 def page(result):

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from narrowcast.core.ledger import Advice, CallKind, Cast, EditRecord, HidingBlock, Refusal, Tally
+from narrowcast.core.policy import Rule, Site
 from narrowcast.errors import LedgerError
-from narrowcast.ledger import Advice, CallKind, Cast, EditRecord, HidingBlock, Ledger, Refusal, Tally
-from narrowcast.ledger.text import advice_parts, cast_table
 from narrowcast.output.console import as_text
-from narrowcast.policy import Rule, Site
-from narrowcast.report import Explanation
+from narrowcast.reports.results.explain_text import Explanation
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.ledger_text import advice_parts, cast_table
 
 CAST = Cast(
     op="aten.linear.default", argument="weight", module_path="encoder.0", file="/x/model.py", line=7, src="fp32",
@@ -120,7 +121,7 @@ def many(count, **facts):
 
 def test_a_ledger_of_many_casts_counts_them(monkeypatch):
     """What is beyond the list is kept by kind; sums, files, merges and differences know it."""
-    monkeypatch.setattr("narrowcast.ledger.ledger.LISTED", 10)
+    monkeypatch.setattr("narrowcast.reports.results.ledger.LISTED", 10)
     ledger, listed = many(1000), Ledger([replace(CAST, module_path=f"layer.{n % 3}") for n in range(1000)])
     assert len(ledger.casts) == 10 and len(ledger.counted) == 3
     assert ledger.totals() == listed.totals() and ledger.totals().casts == 1000
@@ -189,7 +190,7 @@ def test_the_text_of_a_ledger_says_each_thing_once_in_its_place():
 
 def test_a_thousand_casts_are_printed_one_by_one_and_one_more_by_kind(monkeypatch):
     """The kinds that move most come first, and the title says how many are left out."""
-    monkeypatch.setattr("narrowcast.ledger.text.LINES", 4)
+    monkeypatch.setattr("narrowcast.reports.results.ledger_text.LINES", 4)
     four = Ledger([replace(CAST, line=n, moved_bytes=10 * n + 10) for n in range(4)])
     assert "alike" not in four.to_text(every=True) and "4 casts" in str(four)
     five = Ledger([*four.casts, replace(CAST, line=3, moved_bytes=100)])
@@ -242,7 +243,7 @@ def test_notes_are_said_once_and_matches_counted():
 
 def test_a_ledger_of_casts_that_are_counted_knows_no_sizes(monkeypatch):
     """Of one kind there are many; the file is indented by one."""
-    monkeypatch.setattr("narrowcast.ledger.ledger.LISTED", 0)
+    monkeypatch.setattr("narrowcast.reports.results.ledger.LISTED", 0)
     made = Ledger()
     made.add(CAST)
     ((kind, tally),) = made.counted.items()

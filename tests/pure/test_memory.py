@@ -5,15 +5,15 @@ import random
 
 import pytest
 
+from narrowcast.core.policy import NOWHERE
 from narrowcast.errors import EnergyError
 from narrowcast.formats import bf16, fp32
-from narrowcast.placement import FIXED, Choice, Energy, Flow, Reader, minimise
-from narrowcast.placement.memory import KeptBytes, Smallest, combine, energy_total, place_within
-from narrowcast.placement.memory import _in_range as in_range
-from narrowcast.placement.place import PlacedCall, Placement, as_given, as_high, as_the_policy
-from narrowcast.placement.question import Question
-from narrowcast.policy import NOWHERE
-from narrowcast.program import Operand, Step, Value
+from narrowcast.programs.placement import FIXED, Choice, Energy, Flow, Reader, minimise
+from narrowcast.programs.placement.memory import KeptBytes, Smallest, combine, energy_total, place_within
+from narrowcast.programs.placement.memory import _in_range as in_range
+from narrowcast.programs.placement.place import PlacedCall, Placement, as_given, as_high, as_the_policy
+from narrowcast.programs.placement.question import Question
+from narrowcast.programs.program import Operand, Step, Value
 
 BOTH = (bf16, fp32)
 # In bf16 each of three calls keeps 80 bytes less, and takes 1, 10 and 100 ns more.

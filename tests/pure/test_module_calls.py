@@ -3,11 +3,11 @@
 import pytest
 
 from narrowcast import Policy, Region, Rule, Site
+from narrowcast.core.module_calls import Inside, ModuleCall
+from narrowcast.core.policy import MODULE_CALL_OP
+from narrowcast.core.refusals import refusal
 from narrowcast.errors import Origin
 from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.module_calls import Inside, ModuleCall
-from narrowcast.policy import MODULE_CALL_OP
-from narrowcast.refusals import refusal
 
 HERE = Site("encoder.pool", ("models.Pool",))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowcast.ops import multiplications
+from narrowcast.core.ops import multiplications
 
 PRODUCTS = [
     ("aten.mm.default", [(2, 3), (3, 5)], [(2, 5)], 30),

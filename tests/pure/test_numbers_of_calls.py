@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 import narrowcast as nc
-from narrowcast.decide import Argument, Call, Region, decide
+from narrowcast.core.decide import Argument, Call, Region, decide
+from narrowcast.core.ledger import CallKind, Cast
+from narrowcast.core.policy import Policy, Rule, Site, find_allowance, lint_policy
+from narrowcast.core.policy.table import Table
+from narrowcast.core.refusals import check_counted
 from narrowcast.errors import Origin, PolicyError, RefusedError
 from narrowcast.formats import bf16, fp32
-from narrowcast.ledger import CallKind, Cast, Ledger
-from narrowcast.passes import BEFORE_AUTOGRAD, run_passes
-from narrowcast.policy import Policy, Rule, Site, find_allowance, lint_policy
-from narrowcast.policy.table import Table
-from narrowcast.program import print_program
-from narrowcast.refusals import check_counted
+from narrowcast.programs.passes import BEFORE_AUTOGRAD, run_passes
+from narrowcast.programs.program import print_program
+from narrowcast.reports.results.ledger import Ledger
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

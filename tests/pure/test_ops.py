@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 import narrowcast
-from narrowcast.ops import FAMILIES, called_by, named, op_kind
+from narrowcast.core.ops import FAMILIES, called_by, named, op_kind
 
 FOLDER = Path(narrowcast.__file__).parent
-TABLE = tomllib.loads((FOLDER / "ops/facts.toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads((FOLDER / "core/ops/facts.toml").read_text(encoding="utf-8"))
 FACTS = [f"{table}.{key}" for table, rows in TABLE.items() for key in rows if table != "calls"]
 
 
 def packets():
     """The names of all ops of all supported torches."""
-    listed = (FOLDER / "policy/builtin/aten_ops.txt").read_text(encoding="utf-8")
+    listed = (FOLDER / "core/policy/builtin/aten_ops.txt").read_text(encoding="utf-8")
     return {line.split()[0].split(".")[1] for line in listed.splitlines()[1:]}
 
 
@@ -30,7 +30,7 @@ def test_every_name_is_that_of_an_op(fact):
 
 def test_what_an_op_calls_is_an_op():
     """Overloads, all of them, of some supported torch; and none that is called stands for another in turn."""
-    listed = (FOLDER / "policy/builtin/aten_ops.txt").read_text(encoding="utf-8").split()
+    listed = (FOLDER / "core/policy/builtin/aten_ops.txt").read_text(encoding="utf-8").split()
     assert TABLE["calls"] and {*TABLE["calls"], *TABLE["calls"].values()} <= set(listed)
     assert all(called_by(op) == called and called_by(called) is None for op, called in TABLE["calls"].items())
 

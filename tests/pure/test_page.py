@@ -30,16 +30,16 @@ from page_results import (
 )
 from program_text import parse_program
 
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
-from narrowcast.ledger.identity import CallId
-from narrowcast.page.html import BUILT
-from narrowcast.page.model import OUTSIDE, Node
-from narrowcast.page.read import page_of
-from narrowcast.page.rules import call_rule, rule_text, shared_modules
-from narrowcast.page.words import split_identity
-from narrowcast.policy import Policy
-from narrowcast.report import CompiledGraph
-from narrowcast.report.flow import graph_flow
+from narrowcast.reports.documents.model import OUTSIDE, Node
+from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.rules import call_rule, rule_text, shared_modules
+from narrowcast.reports.documents.words import split_identity
+from narrowcast.reports.render.html import BUILT
+from narrowcast.reports.results.flow import graph_flow
+from narrowcast.reports.results.graphs import CompiledGraph
 
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
@@ -199,7 +199,7 @@ def test_a_ledger_has_a_node_for_each_kind_of_call_and_its_casts_from_outside():
 
 def test_a_ledger_whose_casts_are_only_counted_shows_how_many_there_were(monkeypatch):
     """As many on edges and in the table as were made."""
-    monkeypatch.setattr("narrowcast.ledger.ledger.LISTED", 2)
+    monkeypatch.setattr("narrowcast.reports.results.ledger.LISTED", 2)
     ledger = a_ledger(3)
     assert ledger.counted
     made = page(ledger)
@@ -352,9 +352,9 @@ def test_a_graph_flows_through_casts_and_views():
 
 def test_nothing_of_the_page_is_imported_before_one_is_made():
     """A program that shows none does not pay for it."""
-    code = "import sys, narrowcast; print([n for n in sys.modules if n.startswith('narrowcast.page.')])"
+    code = "import sys, narrowcast; print([n for n in sys.modules if n.startswith('narrowcast.reports.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['narrowcast.page.shown']"
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

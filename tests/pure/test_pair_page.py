@@ -10,12 +10,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from page_results import LINEAR, SCRIPT, a_pair, a_side, saved, two_runs
 
-from narrowcast.page.model import OUTSIDE, Edge, Graph, Node
-from narrowcast.page.read import page_of
-from narrowcast.page.run_sides import merged_turns
-from narrowcast.report.mapping import RunMapping
-from narrowcast.report.saved import load_saved
-from narrowcast.two_runs.compare import compare_runs
+from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
+from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.run_sides import merged_turns
+from narrowcast.reports.results.mapping import RunMapping
+from narrowcast.reports.results.saved import load_saved
 
 
 def page(found):

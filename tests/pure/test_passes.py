@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import narrowcast as nc
 from narrowcast.errors import RefusedError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.passes import (
+from narrowcast.programs.passes import (
     AFTER_AUTOGRAD,
     BEFORE_AUTOGRAD,
     assign_casts,
@@ -19,7 +19,7 @@ from narrowcast.passes import (
     run_passes,
     share_casts,
 )
-from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, print_program, verify
+from narrowcast.programs.program import Block, Operand, Program, Step, Value, apply_edits, print_program, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from narrowcast.placement.memory import KeptBytes
-from narrowcast.placement.peak import peak_of
-from narrowcast.profiles.workspaces import Workspaces
+from narrowcast.programs.placement.memory import KeptBytes
+from narrowcast.programs.placement.peak import peak_of
+from narrowcast.runtime.devices.workspaces import Workspaces
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 
 import narrowcast as nc
+from narrowcast.core.ops import op_kind
 from narrowcast.formats import FORMATS, bf16, fp32
-from narrowcast.ops import op_kind
-from narrowcast.passes import AFTER_AUTOGRAD, BEFORE_AUTOGRAD, assign_casts, drop_casts, move_casts, share_casts
-from narrowcast.placement import Optimum, minimise
-from narrowcast.placement.memory import KeptBytes, Smallest, place_within
-from narrowcast.placement.place import as_high, as_the_policy, place_formats
-from narrowcast.placement.prices import CastBytes, ValuePrice
-from narrowcast.placement.question import EXACT, FREE, TRIPS, find_choices
-from narrowcast.program import Block, Operand, Program, Step, Value, apply_edits, verify
+from narrowcast.programs.passes import (
+    AFTER_AUTOGRAD,
+    BEFORE_AUTOGRAD,
+    assign_casts,
+    drop_casts,
+    move_casts,
+    share_casts,
+)
+from narrowcast.programs.placement import Optimum, minimise
+from narrowcast.programs.placement.memory import KeptBytes, Smallest, place_within
+from narrowcast.programs.placement.place import as_high, as_the_policy, place_formats
+from narrowcast.programs.placement.prices import CastBytes, ValuePrice
+from narrowcast.programs.placement.question import EXACT, FREE, TRIPS, find_choices
+from narrowcast.programs.program import Block, Operand, Program, Step, Value, apply_edits, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

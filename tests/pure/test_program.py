@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import narrowcast as nc
 from narrowcast.errors import ProgramError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.program import (
+from narrowcast.programs.program import (
     ASSIGNED,
     Block,
     CastResult,
@@ -36,8 +36,8 @@ from narrowcast.program import (
     print_program,
     verify,
 )
-from narrowcast.program.aliases import reaching
-from narrowcast.program.model import element_bytes
+from narrowcast.programs.program.aliases import reaching
+from narrowcast.programs.program.model import element_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program

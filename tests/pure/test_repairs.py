@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from narrowcast.policy import MODULE_CALL, Kind, Policy, Rule
-from narrowcast.repairs.rules import folded, rule_about, rule_about_module, rule_about_result, with_repairs
-from narrowcast.repairs.search import Dropping, choose, may_run
-from narrowcast.report.repair import (
+from narrowcast.analysis.repair.rules import folded, rule_about, rule_about_module, rule_about_result, with_repairs
+from narrowcast.analysis.repair.search import Dropping, choose, may_run
+from narrowcast.core.policy import MODULE_CALL, Kind, Policy, Rule
+from narrowcast.reports.results.repair import (
     BEYOND,
     CLEAN,
     ERROR,

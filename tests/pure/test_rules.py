@@ -4,11 +4,11 @@ from importlib import metadata
 
 import pytest
 
+from narrowcast.core.policy import Lack, Policy, Rule, Site, as_policy, installed_torch, lint_policy, parse_action
+from narrowcast.core.policy.rules import did_you_mean
+from narrowcast.core.policy.unmatched import nearest_name
 from narrowcast.errors import Origin, PolicyError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.policy import Lack, Policy, Rule, Site, as_policy, installed_torch, lint_policy, parse_action
-from narrowcast.policy.rules import did_you_mean
-from narrowcast.policy.unmatched import nearest_name
 
 
 def test_what_rules_inside_is_inherited_unless_given():

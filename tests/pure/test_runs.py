@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import LedgerError, RunError
-from narrowcast.ledger.identity import CallId
-from narrowcast.report.differences import CallError, Differences, GradientError, NotFinite, OutputError
-from narrowcast.report.findings import Finding, Watching
-from narrowcast.report.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
-from narrowcast.report.run import Run
-from narrowcast.report.run_records import CallRecord, Histogram, TensorFacts
-from narrowcast.report.saved import load_saved
+from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
+from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
+from narrowcast.reports.results.saved import load_saved
 
 LINEAR = CallId("encoder.layer.0", "aten.linear.default")
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from narrowcast.errors import RunError
-from narrowcast.page.scales import scaler_page
-from narrowcast.scales.history import KEPT, History, ScaledStep
-from narrowcast.scales.stuck import AT_FLOOR, Streak, advice_text, found_text, why_skipped
+from narrowcast.reports.documents.scales import scaler_page
+from narrowcast.training.scaler.history import KEPT, History, ScaledStep
+from narrowcast.training.scaler.stuck import AT_FLOOR, Streak, advice_text, found_text, why_skipped
 
 
 def streaks(rows, floor=1.0, patience=6):

@@ -8,10 +8,18 @@ import pytest
 import narrowcast as nc
 from narrowcast.errors import RefusedError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.passes import assign_casts, call_of, drop_casts, fold_casts, hoist_casts, run_passes, share_casts
-from narrowcast.passes.pipeline import _record, before_autograd
-from narrowcast.passes.readers import count_readers
-from narrowcast.program import (
+from narrowcast.programs.passes import (
+    assign_casts,
+    call_of,
+    drop_casts,
+    fold_casts,
+    hoist_casts,
+    run_passes,
+    share_casts,
+)
+from narrowcast.programs.passes.pipeline import _record, before_autograd
+from narrowcast.programs.passes.readers import count_readers
+from narrowcast.programs.program import (
     CastResult,
     CastReturn,
     CastTogether,

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
+from narrowcast.core.ledger import CallKind, Cast
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Policy
 from narrowcast.errors import SnapshotError
-from narrowcast.ledger import CallKind, Cast, Ledger
-from narrowcast.ledger.identity import CallId
-from narrowcast.policy import Policy
-from narrowcast.report.agreement import RanCall, compare_calls, disagreement_lines
-from narrowcast.report.explanation import Explained
-from narrowcast.report.snapshot import CallFormats, Found, Snapshot, Snapshots, check_versions, holds_for, snapshot_of
-from narrowcast.report.snapshot_changes import SHOWN, check_text, compare_snapshots, unmet, unmet_text
-from narrowcast.report.snapshot_text import call_text, load_snapshots, parse_snapshots, save_snapshots, snapshots_text
+from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.testing.agreement import RanCall, compare_calls, disagreement_lines
+from narrowcast.testing.snapshot import CallFormats, Found, Snapshot, Snapshots, check_versions, holds_for, snapshot_of
+from narrowcast.testing.snapshot_changes import SHOWN, check_text, compare_snapshots, unmet, unmet_text
+from narrowcast.testing.snapshot_text import call_text, load_snapshots, parse_snapshots, save_snapshots, snapshots_text
 
 TORCH = "2.13.0+cpu"
 LOW = ("fp32", "bf16", "bf16", "lower")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import narrowcast
+from narrowcast.core.policy import Policy, Rule, lint_policy
+from narrowcast.core.policy.known_ops import declared_ops, listed_ops, unknown_op
+from narrowcast.core.policy.versions import in_range
 from narrowcast.errors import Origin, PolicyConflictError, PolicyError, UnknownOpError
-from narrowcast.policy import Policy, Rule, lint_policy
-from narrowcast.policy.known_ops import declared_ops, listed_ops, unknown_op
-from narrowcast.policy.versions import in_range
 
 TEXT = """\
 # Our training policy.
@@ -322,7 +322,9 @@ def test_ops_are_those_that_torch_declares_and_those_that_are_listed():
     assert "aten.zeros_like.out" in declared and "aten.ones_like.out" in declared  # generated ones
     assert all("aten.mm.default" in ops for ops in listed.values())
     assert listed["2.11.0"] != listed["2.15.0"]
-    lines = (Path(narrowcast.__file__).parent / "policy/builtin/aten_ops.txt").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (Path(narrowcast.__file__).parent / "core/policy/builtin/aten_ops.txt").read_text(encoding="utf-8").splitlines()
+    )
     assert all(lines[1].split()[0] in ops for ops in listed.values()) and len(listed["2.13.0"]) > 0.9 * len(lines)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import narrowcast as nc
-from narrowcast.decide import Argument, Call, Region, decide
+from narrowcast.core.decide import Argument, Call, Region, decide
+from narrowcast.core.policy import Kind
 from narrowcast.errors import NarrowcastError
 from narrowcast.formats import bf16, fp16, fp32, fp64
-from narrowcast.passes import BEFORE_AUTOGRAD, hoist_casts, run_passes
-from narrowcast.policy import Kind
-from narrowcast.program import apply_edits, print_program, verify
+from narrowcast.programs.passes import BEFORE_AUTOGRAD, hoist_casts, run_passes
+from narrowcast.programs.program import apply_edits, print_program, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from program_text import parse_program
@@ -144,7 +144,7 @@ def test_a_call_in_regions_of_two_device_types():
 
 def test_an_edit_that_does_not_fit_is_refused():
     """A step that is not there."""
-    from narrowcast.program import CastTogether, Why
+    from narrowcast.programs.program import CastTogether, Why
 
     with pytest.raises(NarrowcastError):
         apply_edits(parse(LOOP), [CastTogether(99, (0,), Why("test", "none"))])

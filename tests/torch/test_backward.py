@@ -8,7 +8,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import BackwardError, RegionError
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 KEYWORDS = {"device_type": "cpu", "dtype": torch.bfloat16}
 

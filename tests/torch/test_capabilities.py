@@ -13,12 +13,12 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast import formats
+from narrowcast.core.policy.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
 from narrowcast.errors import NarrowcastError, ProfileError, RegionError
-from narrowcast.policy.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
-from narrowcast.profiles import abilities
-from narrowcast.profiles.device import device_now
-from narrowcast.profiles.profile import Device, Profile, profile_path
-from narrowcast.torch_surface.fx import FakeTensorMode
+from narrowcast.runtime.devices import abilities
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.profile import Device, Profile, profile_path
+from narrowcast.runtime.torch_surface.fx import FakeTensorMode
 
 BF16, F16 = torch.bfloat16, torch.float16
 LSTM = "aten.mkldnn_rnn_layer.default"

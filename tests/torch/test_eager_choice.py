@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.eager import registered
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.policy import as_policy, parse_action
-from narrowcast.race import eager_ops as eager_choice
-from narrowcast.race.remembered import Choice
+from narrowcast.core.policy import as_policy, parse_action
+from narrowcast.frontends.eager import registered
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.frontends.race import eager_ops as eager_choice
+from narrowcast.frontends.race.remembered import Choice
 
 BF16 = torch.bfloat16
 NATIVE = as_policy(None).repairing()

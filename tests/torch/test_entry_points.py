@@ -75,7 +75,7 @@ def test_explain_takes_a_region():
 
 def test_a_name_and_a_value_are_one_goal():
     """What is said of a goal belongs to it, so that nothing is given to a goal that does not know it."""
-    from narrowcast.goals import as_goal
+    from narrowcast.core.goals import as_goal
 
     assert as_goal("fast") == nc.fast() and as_goal("memory") == nc.memory()
     assert nc.fast(verify=False).races is False and nc.fast().races and not nc.memory().races

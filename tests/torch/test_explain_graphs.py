@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.ledger import CallKind, Ledger
-from narrowcast.program import print_program
-from narrowcast.report import decision_differences
-from narrowcast.report.graph_text import program_parts
+from narrowcast.core.ledger import CallKind
+from narrowcast.programs.program import print_program
+from narrowcast.reports.results.graph_text import program_parts
+from narrowcast.reports.results.graphs import decision_differences
+from narrowcast.reports.results.ledger import Ledger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from program_text import parse_program
@@ -118,7 +119,7 @@ def test_a_function_that_is_left_to_python_is_listed_with_line_and_reason():
 
 def test_a_difference_from_eager_is_a_bug_row(monkeypatch):
     """Shown a graph that decides otherwise."""
-    import narrowcast.explaining.explain as explainer
+    import narrowcast.analysis.explain.explain as explainer
 
     real = explainer.graph_ledger
 

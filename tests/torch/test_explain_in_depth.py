@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.core.policy.capabilities import one_format
 from narrowcast.errors import NarrowcastError, RegionWarning
-from narrowcast.policy.capabilities import one_format
-from narrowcast.torch_bridge import find_op
+from narrowcast.runtime.torch_bridge import find_op
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X, W = torch.linspace(-1, 1, 80).reshape(2, 5, 8), torch.linspace(-1, 1, 128).reshape(16, 8)

@@ -12,7 +12,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import CaptureError, RegionError
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 CUSTOM = nc.Policy.native().with_rules(
     nc.Rule("aten.gelu", "to(fp16)"), nc.Rule("aten.linear", "full", module="last"), nc.Rule("aten.relu", "inside")
@@ -376,7 +376,7 @@ class TestErrors:
 
     def test_a_fault_of_ours_is_refused(self, monkeypatch):
         """Rather than a program that lost its region."""
-        import narrowcast.api.exported_program as exported
+        import narrowcast.frontends.exported.exported_program as exported
 
         def broken(*_):
             raise AssertionError("a fault of ours")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.goals import as_goal
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.placement.peak import Peak
-from narrowcast.race import candidates, placing
+from narrowcast.core.goals import as_goal
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.frontends.race import candidates, placing
+from narrowcast.programs.placement.peak import Peak
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -131,7 +131,7 @@ def test_formats_that_do_not_fit_are_not_taken(monkeypatch):
 
 def test_a_race_ends_with_the_time_it_is_given(monkeypatch):
     """A few rounds in any case; no more where compiling took a moment."""
-    from narrowcast.race import choosing, rounds, sides
+    from narrowcast.frontends.race import choosing, rounds, sides
 
     monkeypatch.setattr(sides, "time_call", lambda run, args, trains: 1e7)
     both = [sides.Side(name, name) for name in ("placed", "policy")]

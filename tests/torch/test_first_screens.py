@@ -19,7 +19,7 @@ from rich.console import Console
 import narrowcast as nc
 from narrowcast.output import progress
 from narrowcast.output.console import print_all
-from narrowcast.report.explain_text import explanation_parts
+from narrowcast.reports.results.explain_text import explanation_parts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -76,8 +76,8 @@ SCREENS = {"explain-minilm": explained, "record": recorded, "progress": in_progr
 def test_the_first_screen_is_as_it_is_kept(name, monkeypatch):
     """But for what a machine says of itself, and what the installed torch's lists are."""
     for module in (
-        "narrowcast.eager.record",
-        "narrowcast.explaining.explain",
+        "narrowcast.analysis.record.record",
+        "narrowcast.analysis.explain.explain",
     ):  # packages have functions of these names
         monkeypatch.setattr(importlib.import_module(module), "slow_note", lambda device_type, low: "")
     make = SCREENS[name]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

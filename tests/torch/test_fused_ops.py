@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 MASKS = {
     "none": {},

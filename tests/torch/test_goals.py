@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.core.goals import as_goal
 from narrowcast.errors import EnergyError, GoalError, ProfileError
-from narrowcast.goals import as_goal
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.profiles.device import device_now
-from narrowcast.profiles.known import known_profile
-from narrowcast.profiles.profile import Device, Profile
-from narrowcast.race import placing
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.frontends.race import placing
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.known import known_profile
+from narrowcast.runtime.devices.profile import Device, Profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -57,7 +57,7 @@ def prefer(monkeypatch):
     """Costs under which one format is free, whatever the machine: what is placed is known."""
 
     def choose(name):
-        from narrowcast.profiles.prices import TimePrices
+        from narrowcast.runtime.devices.prices import TimePrices
 
         def call(self, step, operands, format):
             return 0.0 if format.name == name else 1e6
@@ -200,7 +200,7 @@ def test_the_kept_candidate_is_what_was_measured_to_be_fastest(monkeypatch):
 )
 def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
     """A candidate takes the predicted one's place only if that is no chance. Times in ms."""
-    from narrowcast.race import rounds, sides
+    from narrowcast.frontends.race import rounds, sides
 
     left = {name: iter([1e7] * 3 + [ms * 1e6 for ms in found * 60]) for name, found in times.items()}
     monkeypatch.setattr(sides, "time_call", lambda run, args, trains: next(left[run]))
@@ -211,7 +211,7 @@ def test_the_race_is_won_by_more_and_by_most_rounds(monkeypatch, times, chosen):
 
 def test_short_sides_run_more_often_in_a_round(monkeypatch):
     """What takes 0.4 ms runs once untimed and five times in a round, which counts their median."""
-    from narrowcast.race import rounds, sides
+    from narrowcast.frontends.race import rounds, sides
 
     calls = []
 
@@ -443,9 +443,9 @@ def test_the_profile_grows_with_the_models_own_calls():
 def test_fusion_decides_what_a_cast_is_worth():
     """A cast between two pointwise calls is a pass through memory op by op, and a conversion inside a fused loop."""
     from narrowcast.formats import bf16, fp32
-    from narrowcast.profiles.model import CostModel
-    from narrowcast.profiles.prices import TimePrices
-    from narrowcast.program import Operand, Step, Value
+    from narrowcast.programs.program import Operand, Step, Value
+    from narrowcast.runtime.devices.model import CostModel
+    from narrowcast.runtime.devices.prices import TimePrices
 
     value = Value(1, "fp32", (4096, 1024), "cpu")
     maker = Step(value, "aten.gelu.default", (Operand("self", 0),), computes=True)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.program import ASSIGNED, print_program, verify
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.programs.program import ASSIGNED, print_program, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from program_text import parse_program
@@ -560,7 +560,7 @@ class TestFallback:
 
     def test_a_fault_of_ours_runs_as_eager_would(self, monkeypatch):
         """The original graph, in its region; the backward as in eager."""
-        import narrowcast.api.backend as backend
+        import narrowcast.frontends.compiled.backend as backend
 
         def broken(*_):
             raise KeyError("a fault of ours")
@@ -582,10 +582,10 @@ class TestFallback:
 
     def test_a_wrong_decision_is_found_out(self, monkeypatch):
         """A graph whose formats are not those of the region's own kernels is not used."""
-        import narrowcast.graphs.edit as edit
+        import narrowcast.frontends.graphs.edit as edit
 
         monkeypatch.setattr(edit, "run_passes", lambda program, passes, *_: __import__(
-            "narrowcast.passes", fromlist=["run_passes"]).run_passes(program, passes, None))  # fmt: skip
+            "narrowcast.programs.passes", fromlist=["run_passes"]).run_passes(program, passes, None))  # fmt: skip
         layer, x = nn.Linear(8, 8), torch.randn(2, 8)
         with pytest.warns(UserWarning, match="CaptureError"), nc.autocast("cpu", policy="safe"):
             found = torch.compile(layer, backend="narrowcast", options={"backend": "aot_eager"})(x)

@@ -12,7 +12,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import narrowcast as nc
 from narrowcast.errors import CaptureError
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -31,10 +31,14 @@ def new_modules(code):
 def test_what_takes_long_to_import_waits(step):
     """Neither the import, the first regions, nor the first recording load scipy, Dynamo, sympy or the reports."""
     found = new_modules(STEPS[step])
-    assert "narrowcast.eager.region" in found
+    assert "narrowcast.frontends.eager.region" in found
     slow = [n for n in found if any(n == name or n.startswith(f"{name}.") for name in SLOW)]
     assert not slow
-    assert not [n for n in found if n.startswith(("narrowcast.report", "narrowcast.passes", "narrowcast.program"))]
+    assert not [
+        n
+        for n in found
+        if n.startswith(("narrowcast.reports.documents", "narrowcast.reports.results.explan", "narrowcast.programs"))
+    ]
     assert len(found) < 130
 
 

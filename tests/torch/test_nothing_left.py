@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.torch_surface.patches import standing
-from narrowcast.torch_surface.state import autocast_nesting
+from narrowcast.runtime.torch_surface.patches import standing
+from narrowcast.runtime.torch_surface.state import autocast_nesting
 
 POLICY = nc.Policy.native().with_rules(nc.Rule("aten.gelu", "full", reason="a rule"))
 PINNING = nc.Policy.native().with_rules(nc.Rule("module.call", "to(fp32)", argument="result", reason="a rule"))

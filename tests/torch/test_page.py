@@ -3,9 +3,9 @@
 import torch
 
 import narrowcast as nc
-from narrowcast.page.model import OUTSIDE
-from narrowcast.page.read import page_of
-from narrowcast.report.saved import load_saved
+from narrowcast.reports.documents.model import OUTSIDE
+from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.results.saved import load_saved
 
 
 class Block(torch.nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.torch_surface.patches import held, standing
+from narrowcast.runtime.torch_surface.patches import held, standing
 
 
 def doubling(function):
@@ -194,7 +194,7 @@ def test_nothing_is_replaced_by_the_import_alone():
         "before = [dict(vars(o)) for o in owners]\n"
         "import narrowcast as nc\n"
         "for name in ('autocast', 'compile', 'export', 'explain', 'script', 'record', 'pin'): getattr(nc, name)\n"
-        "from narrowcast.torch_surface.patches import standing\n"
+        "from narrowcast.runtime.torch_surface.patches import standing\n"
         "assert not standing(), standing()\n"
         "for owner, was in zip(owners, before):\n"
         "    for name, value in was.items():\n"

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.page.read import page_of
-from narrowcast.page.rules import alike_module, rule_text
-from narrowcast.policy import Policy, Site
-from narrowcast.policy.lint import lint_policy
+from narrowcast.core.policy import Policy, Site
+from narrowcast.core.policy.lint import lint_policy
+from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.rules import alike_module, rule_text
 
 BLOCK = re.compile(r"^\[\[rule\]\]\n(?:\w+ = .*(?:\n|$))+", re.MULTILINE)
 IN_LINE = re.compile(r'\[\[rule\]\] with ((?:\w+ = "(?:[^"\\]|\\.)*"(?:, )?)+)')

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import narrowcast as nc
-from narrowcast.eager.watch import present_device_types
 from narrowcast.errors import RefusedError
+from narrowcast.frontends.eager.watch import present_device_types
 
 x = torch.randn(4, 8)
 

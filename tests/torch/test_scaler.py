@@ -11,8 +11,8 @@ import torch
 
 import narrowcast as nc
 from narrowcast.errors import ScalerError, ScalerWarning
-from narrowcast.scaling.gradients import Culprits, check
-from narrowcast.scaling.readings import Reading
+from narrowcast.training.scaler.gradients import Culprits, check
+from narrowcast.training.scaler.readings import Reading
 
 INF = float("inf")
 
@@ -195,8 +195,8 @@ class Late(Reading):
 @pytest.fixture
 def late(monkeypatch):
     """Every reading is late until it is said to have come."""
-    monkeypatch.setattr("narrowcast.scaling.scaler.Reading", Late)
-    monkeypatch.setattr("narrowcast.scaling.gradients.Reading", Late)
+    monkeypatch.setattr("narrowcast.training.scaler.scaler.Reading", Late)
+    monkeypatch.setattr("narrowcast.training.scaler.gradients.Reading", Late)
     monkeypatch.setattr(Late, "has_come", False)
     monkeypatch.setattr(Late, "waits", 0)
     return Late

@@ -19,7 +19,7 @@ from narrowcast.integrations.ignite import IgnitePrecision
 from narrowcast.integrations.lightning import FabricPrecision, LightningPrecision
 from narrowcast.integrations.training import TrainingPrecision
 from narrowcast.integrations.transformers import PrecisionMixin
-from narrowcast.sites.python_stack import loop_line
+from narrowcast.runtime.sites.python_stack import loop_line
 
 _spec = importlib.util.spec_from_file_location("framework_stand_ins", Path(__file__).parent / "framework_stand_ins.py")
 stand_ins = importlib.util.module_from_spec(_spec)

@@ -10,7 +10,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import narrowcast as nc
-from narrowcast.scaling.scaler import Scaler
+from narrowcast.training.scaler.scaler import Scaler
 
 FOLDER, INF = sys.argv[1], float("inf")
 

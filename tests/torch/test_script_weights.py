@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.eager.record import _native_ops
-from narrowcast.eager.registered import install_visiting, remove_visiting
+from narrowcast.analysis.record.record import _native_ops
+from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import narrowcast as nc
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RegionError, RunError
-from narrowcast.ledger.identity import CallId
-from narrowcast.report.run import Run
-from narrowcast.report.trace import TimedCall, trace_text
+from narrowcast.reports.render.trace import TimedCall, trace_text
+from narrowcast.reports.results.run import Run
 
 
 class Block(torch.nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.weights.at_rest import at_rest
+from narrowcast.runtime.weights.at_rest import at_rest
 
 BF16 = torch.bfloat16
 

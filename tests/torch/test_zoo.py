@@ -10,8 +10,8 @@ import torch
 
 import narrowcast as nc
 from narrowcast.errors import CheckError, SnapshotError
-from narrowcast.report.snapshot_text import load_snapshots
 from narrowcast.testing import assert_formats
+from narrowcast.testing.snapshot_text import load_snapshots
 
 ROOT = Path(__file__).parents[2]
 needs = {}

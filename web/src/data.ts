@@ -1,4 +1,4 @@
-// The data of the page (narrowcast.page/1, see src/narrowcast/page/model.py), and what is asked of it.
+// The data of the page (narrowcast.page/1, see src/narrowcast/reports/documents/model.py), and what is asked of it.
 import { identity } from "./words";
 
 export interface Figure { name: string; value: string; detail: string; tone: string }

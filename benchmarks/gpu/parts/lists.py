@@ -11,8 +11,8 @@ from same import mirror
 from sweeping import is_repeatable, same_results, stand_in_for_expecttest
 
 import narrowcast as nc
-from narrowcast.torch_bridge import find_op
-from narrowcast.torch_surface.dispatch import registered_ops
+from narrowcast.runtime.torch_bridge import find_op
+from narrowcast.runtime.torch_surface.dispatch import registered_ops
 
 
 def run(context: Context) -> None:

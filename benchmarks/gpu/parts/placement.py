@@ -23,7 +23,7 @@ from same import off_by, quiet_dynamo
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.06

@@ -7,11 +7,11 @@ import statistics
 from context import Context
 
 from narrowcast.output.files import replace_text
-from narrowcast.profiles.device import device_now
-from narrowcast.profiles.measure import measure
-from narrowcast.profiles.profile import Profile
-from narrowcast.profiles.show import rows_of
-from narrowcast.profiles.sweep import sweep
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.measure import measure
+from narrowcast.runtime.devices.profile import Profile
+from narrowcast.runtime.devices.show import rows_of
+from narrowcast.runtime.devices.sweep import sweep
 
 
 def run(context: Context) -> None:

@@ -14,7 +14,7 @@ from context import Context
 from same import off_by, quiet_dynamo, values_of
 
 import narrowcast as nc
-from narrowcast.graphs.compiled import watch_graphs
+from narrowcast.frontends.graphs.compiled import watch_graphs
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.06

@@ -13,9 +13,9 @@ from narrowcast.cli.target import AllOption, check_folder, load_subject
 from narrowcast.output.console import print_text
 from narrowcast.output.files import is_there, replace_text
 from narrowcast.output.screen import columns, shortened
-from narrowcast.report.snapshot_changes import check_screen, check_text
-from narrowcast.report.snapshot_text import load_snapshots
 from narrowcast.testing.formats import check_formats
+from narrowcast.testing.snapshot_changes import check_screen, check_text
+from narrowcast.testing.snapshot_text import load_snapshots
 
 
 def check_command(

@@ -8,17 +8,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from narrowcast.api.export import export
+from narrowcast.analysis.explain.explain import explain
 from narrowcast.cli.target import AllOption, TraceOption, check_folder, load_subject, write_page, write_trace
+from narrowcast.core.goals import FAST, MEMORY, Goal, fast, memory
 from narrowcast.errors import GoalError, TargetError
-from narrowcast.explaining.explain import explain
-from narrowcast.goals import FAST, MEMORY, Goal, fast, memory
+from narrowcast.frontends.exported.export import export
+from narrowcast.observation.trial.subject import Subject
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.files import replace_text
 from narrowcast.output.screen import columns
-from narrowcast.report.explain_text import Explanation, explanation_parts
-from narrowcast.report.graph_text import program_parts
-from narrowcast.runs.subject import Subject
+from narrowcast.reports.results.explain_text import Explanation, explanation_parts
+from narrowcast.reports.results.graph_text import program_parts
 
 
 def explain_command(

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from narrowcast.cli.target import AllOption
+from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
 from narrowcast.errors import PolicyError
 from narrowcast.output.console import print_text
 from narrowcast.output.screen import Part, columns, first_screen, wrapped
-from narrowcast.policy import DEVICE_TYPES, Policy, as_policy, lint_policy
-from narrowcast.torch_bridge import check_ops
+from narrowcast.runtime.torch_bridge import check_ops
 
 policy_app = typer.Typer(help="Show, check and compare policies.", no_args_is_help=True)
 PolicyName = Annotated[str, typer.Argument(help="native, safe, ipex, native:DEVICE, or a policy file.")]

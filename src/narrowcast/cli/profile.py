@@ -14,12 +14,18 @@ from narrowcast.cli.target import AllOption, check_folder, write_page
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, shortened, wrapped
-from narrowcast.profiles.abilities import capabilities
-from narrowcast.profiles.device import device_now, is_here
-from narrowcast.profiles.measure import machine_load, measure
-from narrowcast.profiles.profile import Profile, load_profile, profile_path
-from narrowcast.profiles.show import comparison_parts, comparison_screen, plot_profile, profile_parts, profile_screen
-from narrowcast.profiles.sweep import sweep
+from narrowcast.runtime.devices.abilities import capabilities
+from narrowcast.runtime.devices.device import device_now, is_here
+from narrowcast.runtime.devices.measure import machine_load, measure
+from narrowcast.runtime.devices.profile import Profile, load_profile, profile_path
+from narrowcast.runtime.devices.show import (
+    comparison_parts,
+    comparison_screen,
+    plot_profile,
+    profile_parts,
+    profile_screen,
+)
+from narrowcast.runtime.devices.sweep import sweep
 
 profile_app = typer.Typer(help="Measure what ops cost on a device; show and compare profiles.")
 DeviceType = Annotated[str, typer.Option(help="Device type to measure: cpu or cuda.")]

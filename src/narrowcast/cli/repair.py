@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from narrowcast.analysis.repair.repair import repair
 from narrowcast.cli.runs import (
     BackwardOption,
     DeviceOption,
@@ -19,10 +20,9 @@ from narrowcast.cli.runs import (
     show,
 )
 from narrowcast.cli.target import AllOption, check_folder, load_subject
+from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TargetError
-from narrowcast.mending.repair import repair
-from narrowcast.policy import Policy
-from narrowcast.report.repair import Repair
+from narrowcast.reports.results.repair import Repair
 
 
 def repair_command(

@@ -11,21 +11,21 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from narrowcast.analysis.capture.capture import capture
+from narrowcast.analysis.compare.compare import compare
+from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.watch.watch import watch
 from narrowcast.cli.target import AllOption, TraceOption, check_folder, load_subject, write_page, write_trace
 from narrowcast.errors import NotFiniteError, Origin, TargetError
 from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES, columns, shortened
-from narrowcast.report.fit import fit
-from narrowcast.report.run import Run
-from narrowcast.report.run_differences import NOT_COMPARED, VALUES_DIFFER
-from narrowcast.report.saved import load_saved
-from narrowcast.report.verdicts import AT_FAULT
-from narrowcast.report.verdicts import NOT_COMPARED as NOTHING_COMPARED
-from narrowcast.runs.capture import capture
-from narrowcast.runs.compare import compare
-from narrowcast.runs.watch import watch
-from narrowcast.two_runs.compare import compare_runs
+from narrowcast.reports.results.fit import fit
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_differences import NOT_COMPARED, VALUES_DIFFER
+from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.verdicts import AT_FAULT
+from narrowcast.reports.results.verdicts import NOT_COMPARED as NOTHING_COMPARED
 
 _SAVED = (".gz", ".json")
 Target = Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")]

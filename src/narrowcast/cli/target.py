@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 
 from narrowcast.errors import Origin, TargetError
+from narrowcast.observation.trial.subject import Subject
 from narrowcast.output.files import replace_text
-from narrowcast.page.shown import Shown
-from narrowcast.report.explanation import Explained
-from narrowcast.report.run import Run
-from narrowcast.runs.subject import Subject
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.run import Run
 
 AllOption = Annotated[bool, typer.Option("--all", help="All of it, not only the first screen.")]
 TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a trace there, for Perfetto.")]

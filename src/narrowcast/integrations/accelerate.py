@@ -10,8 +10,8 @@ from typing import Any, Unpack
 
 import torch
 
-from narrowcast.eager.region import autocast
 from narrowcast.errors import Origin, TrainingError
+from narrowcast.frontends.eager.region import autocast
 from narrowcast.integrations.resuming import load_precision, save_precision
 from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
 

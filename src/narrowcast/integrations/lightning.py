@@ -15,8 +15,8 @@ import torch
 
 from narrowcast.errors import TrainingError
 from narrowcast.integrations.training import Settings, TrainingPrecision, find_framework
-from narrowcast.scaling.scaler import Scaler
-from narrowcast.torch_surface.state import caches
+from narrowcast.runtime.torch_surface.state import caches
+from narrowcast.training.scaler.scaler import Scaler
 
 PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 """How Lightning calls these low formats; another one is `32-true`."""

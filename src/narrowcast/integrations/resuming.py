@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-from narrowcast.eager.region import autocast
+from narrowcast.core.policy import Policy
 from narrowcast.errors import Origin, TrainingError, TrainingWarning
-from narrowcast.policy import Policy
-from narrowcast.sites.python_stack import loop_line
-from narrowcast.sites.warned import warn_at
-from narrowcast.torch_bridge import FORMATS
+from narrowcast.frontends.eager.region import autocast
+from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.torch_bridge import FORMATS
 
 SCHEMA = "narrowcast.training/1"
 BARE_SCALER = {"scale", "growth_factor", "backoff_factor"}

@@ -14,19 +14,19 @@ from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 
-from narrowcast.eager.asked import AnyDtype
-from narrowcast.eager.record import record
-from narrowcast.eager.region import autocast
+from narrowcast.analysis.record.record import record
+from narrowcast.analysis.watch.watch import watch as open_watch
+from narrowcast.core.policy import Policy, as_policy
 from narrowcast.errors import Origin, RegionError, TrainingError, TrainingWarning
+from narrowcast.frontends.eager.asked import AnyDtype
+from narrowcast.frontends.eager.region import autocast
 from narrowcast.integrations.resuming import precision_state, take_up
-from narrowcast.ledger import Ledger
-from narrowcast.policy import Policy, as_policy
-from narrowcast.report.findings import Watching
-from narrowcast.runs.watch import watch as open_watch
-from narrowcast.scaling.scaler import Scaler
-from narrowcast.sites.python_stack import loop_line
-from narrowcast.sites.warned import warn_at
-from narrowcast.torch_bridge import FORMATS
+from narrowcast.reports.results.findings import Watching
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.training.scaler.scaler import Scaler
 
 LedgerTo = Callable[[int, Ledger], None] | str | Path | None
 

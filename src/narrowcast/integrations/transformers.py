@@ -9,7 +9,7 @@ from narrowcast.errors import Origin, TrainingError
 from narrowcast.integrations.accelerate import attach, run_in_region
 from narrowcast.integrations.resuming import load_precision, save_precision
 from narrowcast.integrations.training import TrainingPrecision, find_framework
-from narrowcast.sites.python_stack import loop_line
+from narrowcast.runtime.sites.python_stack import loop_line
 
 FLAGS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 OVERRIDDEN = ("create_accelerator_and_postprocess", "_save_scaler", "_load_scaler")

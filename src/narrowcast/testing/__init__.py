@@ -10,17 +10,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from narrowcast.report.agreement import Agreement
-    from narrowcast.report.snapshot import CallFormats, Snapshot
-    from narrowcast.report.snapshot_changes import SnapshotCheck
+    from narrowcast.testing.agreement import Agreement
     from narrowcast.testing.formats import assert_formats, assert_no_new_casts, check_formats, take_snapshot
     from narrowcast.testing.front_ends import assert_front_ends_agree
     from narrowcast.testing.numbers import assert_close_to, assert_finite
+    from narrowcast.testing.snapshot import CallFormats, Snapshot
+    from narrowcast.testing.snapshot_changes import SnapshotCheck
 
 _ROOMS = {
-    "report.agreement": ("Agreement",),
-    "report.snapshot": ("CallFormats", "Snapshot"),
-    "report.snapshot_changes": ("SnapshotCheck",),
+    "testing.agreement": ("Agreement",),
+    "testing.snapshot": ("CallFormats", "Snapshot"),
+    "testing.snapshot_changes": ("SnapshotCheck",),
     "testing.formats": ("assert_formats", "assert_no_new_casts", "check_formats", "take_snapshot"),
     "testing.front_ends": ("assert_front_ends_agree",),
     "testing.numbers": ("assert_close_to", "assert_finite"),

@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowcast.eager import autocast
-from narrowcast.eager.asked import AnyDtype, AnyPolicy, asked_or_around
+from narrowcast.analysis.explain.explain import explain
+from narrowcast.core.policy import installed_torch
 from narrowcast.errors import CheckError, Origin, SnapshotError
-from narrowcast.explaining.explain import explain
 from narrowcast.formats import parse_format
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy, asked_or_around
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import Trial
 from narrowcast.output.files import is_there
-from narrowcast.policy import installed_torch
-from narrowcast.profiles.abilities import slow_note
-from narrowcast.report.snapshot import Snapshot, Snapshots, check_versions, minor_of, snapshot_of
-from narrowcast.report.snapshot_changes import SnapshotCheck, check_text, compare_snapshots, unmet, unmet_text
-from narrowcast.report.snapshot_text import load_snapshots, save_snapshots, snapshots_text
-from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Trial
+from narrowcast.runtime.devices.abilities import slow_note
+from narrowcast.testing.snapshot import Snapshot, Snapshots, check_versions, minor_of, snapshot_of
+from narrowcast.testing.snapshot_changes import SnapshotCheck, check_text, compare_snapshots, unmet, unmet_text
+from narrowcast.testing.snapshot_text import load_snapshots, save_snapshots, snapshots_text
 from narrowcast.testing.updating import is_updating
 
 Model = Callable[..., Any] | Subject

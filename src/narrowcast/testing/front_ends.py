@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from narrowcast.api.compile import compile
-from narrowcast.api.export import export
-from narrowcast.api.script import script
-from narrowcast.eager import autocast
-from narrowcast.eager.asked import AnyDtype, AnyPolicy
-from narrowcast.eager.words import format_names
+from narrowcast.analysis.capture.capture import observed_region
+from narrowcast.core.policy import Policy
 from narrowcast.errors import CheckError, CheckWarning, NarrowcastError
-from narrowcast.graphs.compiled import watch_graphs
-from narrowcast.policy import Policy
-from narrowcast.report.agreement import Agreement, Compared, RanCall, compare_calls, disagreement_lines
-from narrowcast.runs.capture import observed_region
-from narrowcast.runs.observer import Observer
-from narrowcast.runs.raising import first_line
-from narrowcast.runs.seen_call import SeenCall
-from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Trial
-from narrowcast.torch_surface.dynamo import forget_compiled_code
+from narrowcast.frontends.compiled.compile import compile
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.frontends.exported.export import export
+from narrowcast.frontends.graphs.compiled import watch_graphs
+from narrowcast.frontends.scripts.script import script
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.observer.words import format_names
+from narrowcast.observation.trial.raising import first_line
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import Trial
+from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
+from narrowcast.testing.agreement import Agreement, Compared, RanCall, compare_calls, disagreement_lines
 
 FRONT_ENDS = ("compile", "export", "script")
 

@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from narrowcast.eager import autocast
-from narrowcast.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.analysis.capture.capture import NOTHING, observed_region
+from narrowcast.analysis.compare.compare import REFERENCES, compare
+from narrowcast.analysis.watch.watch import watch
 from narrowcast.errors import CheckError, NarrowcastError
-from narrowcast.report.differences import CallError, OutputError
-from narrowcast.runs.capture import NOTHING, observed_region
-from narrowcast.runs.compare import REFERENCES, compare
-from narrowcast.runs.output_errors import output_errors
-from narrowcast.runs.subject import Subject
-from narrowcast.runs.trial import Loss, Trial, tensors_of
-from narrowcast.runs.watch import watch
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.observation.trial.output_errors import output_errors
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import Loss, Trial, tensors_of
+from narrowcast.reports.results.differences import CallError, OutputError
 
 _NAMED = 3
 

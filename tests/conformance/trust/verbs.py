@@ -17,7 +17,7 @@ from loops import Loop, Step, moved_by
 from program import Made, Program, tensors_of
 
 import narrowcast as nc
-from narrowcast.report.verdicts import EXACT, ROUND_OFF
+from narrowcast.reports.results.verdicts import EXACT, ROUND_OFF
 
 SOUND = (EXACT, ROUND_OFF)
 ALIKE = ("alike", "round-off", "formats differ")

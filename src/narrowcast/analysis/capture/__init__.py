@@ -1,0 +1,1 @@
+"""`nc.capture`: what a run computes, call by call, as data."""

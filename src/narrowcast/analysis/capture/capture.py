@@ -1,0 +1,269 @@
+"""`nc.capture`: what a run computes, call by call, as data that can be saved, read and compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+
+from narrowcast.analysis.capture.token_probabilities import log_probabilities_of
+from narrowcast.core.policy import Policy
+from narrowcast.errors import RunError
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy, asked_or_around
+from narrowcast.observation.observer.door import Door
+from narrowcast.observation.observer.observer import Observer, quietly
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.observer.turns import names_of_parameters
+from narrowcast.observation.observer.words import format_names
+from narrowcast.observation.observer.written import Weights
+from narrowcast.observation.statistics.arguments import others_as_text, results_by_name, tensors_by_name
+from narrowcast.observation.statistics.statistics import Statistics, folder_for
+from narrowcast.observation.trial.environment import environment
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord
+from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
+from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+
+STATISTICS = ("sampled", "whole")
+
+
+@overload
+def capture(
+    model: None = None, *, statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
+    tensor_limit_bytes: int = ..., times: bool = ...,
+) -> Capturing: ...  # fmt: skip
+@overload
+def capture(
+    model: Callable[..., Any] | Subject, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
+    policy: AnyPolicy = ..., dtype: AnyDtype = ..., device_type: str | None = ..., region: autocast | None = ...,
+    backward: bool | Loss = ..., statistics: str = ..., checksums: bool = ..., tensors: str | Path | None = ...,
+    tensor_limit_bytes: int = ..., tokens: torch.Tensor | None = ..., times: bool = ...,
+) -> Run: ...  # fmt: skip
+def capture(
+    model: Callable[..., Any] | Subject | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    backward: bool | Loss = False,
+    statistics: str = "sampled",
+    checksums: bool = False,
+    tensors: str | Path | None = None,
+    tensor_limit_bytes: int = 1 << 30,
+    tokens: torch.Tensor | None = None,
+    times: bool = False,
+) -> Run | Capturing:
+    """Capture what `model(*args, **kwargs)` computes; or, without a model, what runs in `with capture() as run:`.
+
+    Each call is listed with its identity, place, rule, formats, arguments that are no tensors, and facts of its
+    tensors: finite range, mean, rms, shares of zeros, subnormal, saturated and non-finite values, a histogram of
+    exponents. With them come gradients of parameters, moments of optimizers that step in the block, and the
+    environment. Inside a block the regions that are open hold; nothing of the user's code changes.
+
+    model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject. It runs on a copy
+            that shares its weights, and leaves gradients and random state alone.
+    policy, dtype, device_type, region: as for `explain`; without any, and no region around the call, the model runs in
+            one that casts nothing, in which calls have the identities that they have under a policy.
+    backward: also differentiate: True for a scalar output, an output's `loss`, or else a fixed random sum of the
+            outputs; or a function that makes the loss of the output.
+    statistics: `sampled`, the range exactly and the rest of at most 4,096 elements of each tensor; or `whole`.
+    checksums: also one of each tensor's bytes. tensors: a folder to write the tensors themselves into, as long as
+            tensor_limit_bytes last (their raw bytes, as .npy files that need no pickle).
+    tokens: ids [..., T] of a language model whose logits are [..., T, V]: the run keeps the log-probability of each
+            given those before it, for `compare_runs`. In a block, or where an engine samples: `run.keep_tokens`.
+    times:  also how long each call takes, and each cast of its arguments, as eager code and observed: some microseconds
+            of each are ours. `run.to_trace()` shows them.
+
+    Nothing waits for an accelerator before the block ends, unless checksums, tensors or times are asked for. Raises
+    RunError.
+    """
+    if statistics not in STATISTICS:
+        raise RunError(
+            f"capture(statistics={statistics!r})", "no such statistics", advice=f"Give one of {', '.join(STATISTICS)}."
+        )
+    folder = None if tensors is None else folder_for(tensors)
+    table = Statistics(statistics == "whole", checksums, folder, tensor_limit_bytes)
+    if model is None:
+        given = {"args": args or None, "kwargs": kwargs, "policy": policy, "dtype": dtype, "region": region,
+                 "device_type": device_type, "backward": backward or None, "tokens": tokens}  # fmt: skip
+        _refuse_without_model(given)
+        return Capturing(table, times=times)
+    trial = Trial.of("capture", model, args, kwargs, backward)
+    opened = observed_region("capture", trial, policy, dtype, device_type, region)
+    weights = Weights(parameters_of(trial.model))
+    made = Capturing(table, (opened.policy,), weights, opened.policy is not NOTHING, times)
+    try:
+        outcome = trial.run(opened, made)
+    finally:
+        with quietly():
+            changed = weights.put_back()
+        made.run.notes += [f"{note_of_changed(changed)}: they are put back."] if changed else []
+    if tokens is not None:
+        made.run.keep_tokens(*log_probabilities_of(outcome.output, tokens))
+    policy_asked = None if opened.policy is NOTHING else opened.policy
+    made.run.environment = environment(opened.device, policy_asked, str(FORMATS[opened.fast_dtype]))
+    made.note_folder()
+    return made.run
+
+
+def note_of_changed(names: list[str]) -> str:
+    """`The model changes its own weights while it runs (linear.weight)`."""
+    shown = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
+    return f"The model changes its own weights while it runs ({shown})"
+
+
+def _refuse_without_model(given: dict[str, Any]) -> None:
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise RunError(f"capture({wrong[0]}=...) without a model", "the block runs what it runs",
+                       advice="Give a model, or open the region inside the block.")  # fmt: skip
+
+
+NOTHING = Policy("fp32", extends=())
+"""A policy without a rule: calls run as their inputs are."""
+
+
+def observed_region(
+    verb: str, trial: Trial, policy: AnyPolicy, dtype: AnyDtype, device_type: str | None, region: autocast | None,
+    default: AnyPolicy = None,
+) -> autocast:  # fmt: skip
+    """The region that was asked for, or the one around the call; or else under `default`, or one that casts nothing."""
+    asked = asked_or_around(verb, policy, dtype, device_type, region, trial.device_type)
+    device = asked.device_type or trial.device_type
+    if not asked.is_there:
+        return autocast(device, policy=default or NOTHING)
+    chosen = asked.policy
+    fast = default_dtype(chosen, device) if asked.dtype is None else to_dtype(asked.dtype)
+    return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)
+
+
+class Capturing:
+    """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
+
+    def __init__(
+        self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
+        casts_scripts: bool = True, times: bool = False,
+    ) -> None:  # fmt: skip
+        self.run = Run()
+        self._table = table
+        self._observer = _Capture(self.run, table, policies, times)
+        self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
+        self._door = self._observer.door = Door(self.run.notes)
+        self._stack = ExitStack()
+        self._is_entered = False
+        self._optimizers: dict[int, Any] = {}
+
+    def __enter__(self) -> Run:
+        if self._is_entered:
+            raise RunError("entering a capture again", "it is open, or has ended", advice="Make another: nc.capture().")
+        self._is_entered = True
+        self._stack.enter_context(told_of_optimizer_steps(partial(self._door.run, "a step", self._stepped)))
+        self._stack.enter_context(self._observer.observing())
+        return self.run
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        with quietly():
+            self._door.run("parameters", self._note_parameters, self._observer)
+            tensors = self._door.run("the values of tensors", self._table.table)
+            self.run.tensors = self._table.without_values() if tensors is None else tensors
+        self._door.run("the environment", self._note_environment)
+        if error is not None:
+            self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        if self._table.not_written:
+            self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def _note_environment(self) -> None:
+        self.run.environment = environment(self._observer.device_type or "cpu")
+        self.note_folder()
+
+    def note_folder(self) -> None:
+        """Where the tensors themselves are, if they were asked for."""
+        if self._table.folder is not None:
+            self.run.environment["tensors"] = str(self._table.folder.resolve())
+
+    def _stepped(self, optimizer: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _note_parameters(self, observer: _Capture) -> None:
+        names = names_of_parameters(observer.roots)
+        for root in observer.roots:
+            for parameter in root.parameters():
+                if parameter.grad is not None:
+                    self.run.parameters[names[id(parameter)]] = {
+                        "value": self._table.number(parameter), "gradient": self._table.number(parameter.grad),
+                    }  # fmt: skip
+        for optimizer in self._optimizers.values():
+            for parameter, state in optimizer.state.items():
+                moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+                row = self.run.parameters.setdefault(names.get(id(parameter), f"parameter {len(names)}"), {})
+                row.update({name: self._table.number(value) for name, value in moments.items()})
+
+
+class _Capture(Observer):
+    """Enters each call into a run."""
+
+    def __init__(self, run: Run, table: Statistics, policies: tuple[Policy, ...], times: bool) -> None:
+        super().__init__(policies)
+        self._times = self.sees_inside = times
+        self._run, self._table = run, table
+        self.device_type = ""
+
+    def before(self, call: SeenCall) -> None:
+        """The facts of its tensors, before an op may write to them."""
+        tensors = tensors_by_name(call.facts, call.args, call.kwargs)
+        self.device_type = self.device_type or device_type_of([t for _, t in tensors]) or ""
+        call.notes["inputs"] = tuple((name, self._table.number(tensor)) for name, tensor in tensors)
+        if self._times:
+            call.notes["began"] = self._now()
+
+    def after(self, call: SeenCall) -> None:
+        """The line in the run."""
+        if self._times:
+            self._run.elapsed_ns.append(self._now() - call.notes["began"])
+            number = len(self._run.calls)
+            self._run.cast_elapsed_ns += [(number, *cast) for cast in call.notes.get("casts", ())]
+        if call.facts.writes:
+            for tensor in call.results:
+                self._table.written(tensor)
+        outputs = tuple((name, self._table.number(tensor)) for name, tensor in results_by_name(call.results))
+        given = others_as_text(call.facts, call.args, call.kwargs)
+        rule, reason = (call.rule.label, call.rule.reason) if call.rule is not None else ("", "")
+        self._run.calls.append(
+            CallRecord(
+                call.id, call.site.file, call.site.line, call.came, call.computes, rule, reason,
+                call.notes["inputs"], outputs, given, call.forward, call.is_cast,
+            )
+        )  # fmt: skip
+
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op; a cast inside a call that is decided is timed by itself."""
+        around = self._local.decided[0] if self._local.decided else None
+        if not self._times or around is None or func is not TO_COPY:
+            return super()._execute(func, args, kwargs)
+        began = self._now()
+        result = super()._execute(func, args, kwargs)
+        formats = (format_names([tensor.dtype]) for tensor in (args[0], result))
+        around.notes.setdefault("casts", []).append((*formats, self._now() - began))
+        return result
+
+    def _now(self) -> int:
+        """Nanoseconds, once what was given to an accelerator is done."""
+        if self.device_type not in ("", "cpu"):
+            torch.accelerator.synchronize()
+        return time.perf_counter_ns()

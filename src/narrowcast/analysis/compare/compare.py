@@ -1,0 +1,393 @@
+"""`nc.compare`: a model under a policy against a reference, call by call: which op adds which error, and is it a fault.
+
+The model runs twice as the reference (what differs there is nondeterminism; in the second run each call also runs alone
+in its low formats), under the policy, where kernels are judged by what bounds their errors (`kernel_bounds`), and with
+everything moved by one unit in the last place of the formats that the policy gives it: that says how far round-off may
+go in outputs (TTrace, arXiv 2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.capture.capture import NOTHING, note_of_changed, observed_region
+from narrowcast.analysis.compare.alone import Alone, RunAlone
+from narrowcast.analysis.compare.bands import Bands, Moved, cast_formats, moved_formats
+from narrowcast.analysis.compare.isolating import low_alone
+from narrowcast.analysis.compare.judging import (
+    OUTPUT_FACTOR,
+    TINY,
+    about_underflow,
+    about_unmatched,
+    came_to_something,
+    has_same_shapes,
+    is_low_in_both,
+    judge_call,
+    judge_gradients,
+    name_cause,
+    off_by_compiler,
+    other_arguments,
+    scale_of_loss,
+    without_sums,
+)
+from narrowcast.analysis.compare.reference import Keep, Kept
+from narrowcast.analysis.watch.culprit import first_not_finite
+from narrowcast.analysis.watch.watch import watch
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import NarrowcastError, RunError
+from narrowcast.formats import fp32
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy
+from narrowcast.observation.observer.door import Door, passes
+from narrowcast.observation.observer.observer import Observer, quietly
+from narrowcast.observation.observer.written import Weights
+from narrowcast.observation.trial.environment import environment
+from narrowcast.observation.trial.output_errors import dense, has_nan, output_errors
+from narrowcast.observation.trial.raising import first_line, said_of
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import Loss, Outcome, Trial, check_reference, parameters_of, tensors_of
+from narrowcast.output.progress import Step, long_work
+from narrowcast.reports.results.differences import Differences
+from narrowcast.reports.results.verdicts import (
+    EXACT,
+    FAULT,
+    KERNEL,
+    NONDETERMINISTIC,
+    NOT_COMPARED,
+    NOT_FINITE,
+    NOT_JUDGED,
+    ROUND_OFF,
+    verdict_of,
+)
+from narrowcast.runtime.torch_bridge import FORMATS, is_random
+from narrowcast.runtime.torch_surface.state import autocast_off
+
+REFERENCES = {"fp32": None, "fp64": torch.float64}
+BY = ("op", "module")
+_SEEDS, _MORE_SEEDS = (11, 12), (13, 14, 15, 16, 17, 18)
+"""Where two runs leave a doubt, so many more decide: of a scalar, two say little."""
+
+
+def compare(
+    model: Callable[..., Any] | Subject,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    reference: str | Callable[..., Any] = "fp32",
+    by: str = "op",
+    backward: bool | Loss = False,
+    isolate: int = 16,
+    limit_bytes: int = 1 << 30,
+) -> Differences:
+    """Compare `model(*args, **kwargs)` in a region with a reference run, call by call.
+
+    model:  a Module, compiled or not, a script, an exported program, any callable, or a Subject.
+    policy, dtype, device_type, region: as for `explain`; without any, and no region around the call, the policy native,
+            or no region for a model that has its own (compiled, exported) or where the reference is another model.
+    reference: `fp32`, the same model in a region that casts nothing: a copy in fp32 of one whose weights are low, the
+            original of one that was compiled; `fp64`, a copy of it in fp64; or another model that takes the same
+            arguments, run in the same region if it has none of its own: exported code against what it was made of.
+    by:     what the first screen lists: `op` or `module`.
+    backward: also differentiate, as for `capture`; then gradients are compared, too.
+    isolate: the model runs so many times more, unobserved, with single ops of single modules alone in the low format,
+            which shows what they do to the output (`alone`). Where there are more ops than that, modules are tried as
+            groups first, and then the ops of those that moved the output most.
+    limit_bytes: how much may be kept of results; beyond half of it 4,096 elements of each are, before 65,536.
+
+    Six runs of the model, `isolate` more; six to nine where two leave a doubt whether an output is beyond round-off,
+    and two where one is not finite, to find where. Nothing of it is left behind: weights that it changes itself are put
+    back. Raises RunError for a model that gives no tensor, or a reference whose output is nothing but NaN.
+    """
+    _check(reference, by)
+    trial = Trial.of("compare", model, args, kwargs, backward)
+    is_own = isinstance(reference, str)
+    default = "native" if is_own and not trial.is_made else None
+    opened = observed_region("compare", trial, policy, dtype, device_type, region, default)
+    other = trial.original() if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
+    name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
+    found = _nothing_yet(name, opened, str(reference) if is_own else "another model", by)
+    around = autocast(opened.device, policy=NOTHING) if is_own else opened
+    dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)
+    _Comparing(trial, other, opened, around, dtype, limit_bytes, found).run(isolate)
+    return found
+
+
+def compare_with_fp32(subject: Subject, region: autocast, limit_bytes: int = 1 << 30) -> Differences:
+    """`compare` with fp32 in a region that is made, without ops alone, and whatever fp32 gives: NaN, no tensor."""
+    trial = Trial.of("explain", subject, (), None, False)
+    found = _nothing_yet(subject.name, region, "fp32", "op")
+    other, around = trial.original(), autocast(region.device, policy=NOTHING)
+    comparing = _Comparing(trial, other, region, around, other.fp32_for_low(), limit_bytes, found, accepts_any=True)
+    comparing.run(isolate=0)
+    return found
+
+
+def _nothing_yet(name: str, region: autocast, reference: str, by: str) -> Differences:
+    low, nothing = str(FORMATS[region.fast_dtype]), region.policy is NOTHING
+    return Differences(
+        subject=name, device_type=region.device, policy="" if nothing else region.policy.name,
+        low="" if nothing else low, reference=reference, by=by,
+        environment=environment(region.device, region.policy, low),
+    )  # fmt: skip
+
+
+def _check(reference: Any, by: str) -> None:
+    if isinstance(reference, str) and reference not in REFERENCES:
+        raise RunError(
+            f"compare(reference={reference!r})", "no such reference",
+            advice=f"Give one of {', '.join(REFERENCES)}, or another model.",
+        )  # fmt: skip
+    if by not in BY:
+        raise RunError(f"compare(by={by!r})", "no such grouping", advice=f"Give one of {', '.join(BY)}.")
+
+
+class _Comparing:
+    """One comparison on its way."""
+
+    def __init__(
+        self, trial: Trial, other: Trial, region: autocast, around: autocast, dtype: torch.dtype | None,
+        limit_bytes: int, found: Differences, accepts_any: bool = False,
+    ) -> None:  # fmt: skip
+        self._accepts_any = accepts_any
+        self._trial, self._other, self._region, self._around = trial, other, region, around
+        self._is_own, self._is_named = other.model is trial.model, found.reference in REFERENCES
+        self._dtype, self._limit_bytes, self._found = dtype, limit_bytes, found
+        self._weights = Weights(parameters_of(trial.model), {} if self._is_own else parameters_of(other.model))
+        self._policies = (region.policy,)
+        self._casts = region.policy is not NOTHING
+        self._changed: set[str] = set()
+        self._step: Step = lambda: None
+        self._bands, self._underflow = Bands(), frozenset[str]()
+        self._door = Door(found.notes)
+
+    def run(self, isolate: int) -> None:
+        """All runs, and what they show."""
+        with long_work(f"comparing {self._found.subject}", 6 + isolate * self._is_own) as self._step:
+            self._run_all(isolate)
+
+    def _run_all(self, isolate: int) -> None:
+        found = self._found
+        reference = Keep(self._policies, self._limit_bytes // 2, checksums=True)
+        expected = self._run_reference(reference)
+        if not self._accepts_any:
+            check_reference(expected, self._found.reference)
+        under = Keep(self._policies, self._limit_bytes // 2, checksums=True, judges=True)
+        under.casts_scripts = self._casts
+        seen = self._run(self._trial, self._region, self._observed(under))
+        again = RunAlone(self._policies, reference.calls, under.calls)
+        repeated = self._run_reference(again)
+        actual = self._run(self._trial, self._region if self._casts else autocast_off(), None)
+        self._move(reference, under, expected, _SEEDS)
+        with quietly():
+            self._read_calls(reference.calls, under.calls, again.found)
+            if found.unmatched:
+                found.notes.append(about_unmatched(found.unmatched, under.saw_scripts and self._is_own))
+            is_beyond = self._read_outputs(expected, actual)
+        if is_beyond:
+            is_beyond = self._look_closer(reference, under, expected, actual)
+        if self._trial.is_compiled and not any(is_random(kept.call.facts.op) for kept in under.calls.values()):
+            with quietly():
+                found.compiled = off_by_compiler(seen, actual, self._bands)
+        with quietly():
+            self._conclude(is_beyond, expected, repeated)
+            name_cause(found, reference, under)
+        self._find_not_finite(expected)
+        if self._is_own and isolate and not under.saw_scripts:  # rules do not say what is low in these
+            self._isolate(isolate, expected)
+        if found.verdict == EXACT and self._is_own and not any(row.is_low for row in found.rows):
+            self._note(
+                "No call computes in another format than in the reference: the policy casts nothing of the model."
+            )
+        if self._changed:
+            self._note(
+                f"{note_of_changed(list(self._changed))}: each run began with the same ones, which are put back."
+            )
+
+    def _note(self, note: str) -> None:
+        """Say it once."""
+        self._found.notes += [note] * (note not in self._found.notes)
+
+    def _observed(self, observer: Observer) -> AbstractContextManager[None]:
+        """What a run is watched by, which keeps the weights that are written to, too."""
+        observer.weights, observer.door = self._weights, self._door
+        return observer.observing()
+
+    def _run(
+        self, trial: Trial, region: Any, watching: AbstractContextManager[Any] | None,
+        dtype: torch.dtype | None = None,
+    ) -> Outcome:  # fmt: skip
+        try:
+            outcome = trial.run(region, watching, dtype)
+        finally:
+            with quietly():
+                self._changed.update(self._weights.put_back())
+        self._found.runs += 1
+        self._step()
+        return outcome
+
+    def _run_reference(self, observer: Observer) -> Outcome:
+        """A run of the reference. RunError if it is to be in fp64, and does not run there."""
+        observer.casts_scripts = self._casts and not self._is_own
+        try:
+            return self._run(self._other, self._around, self._observed(observer), self._dtype)
+        except RuntimeError as error:
+            if self._dtype is None or isinstance(error, NarrowcastError):
+                raise
+            if self._dtype is torch.float32:  # it names the formats of its weights: they stay, and nothing is compared
+                self._dtype = None
+                return self._run_reference(observer)
+            raise RunError(
+                "compare(reference='fp64')", f"the model does not run in fp64: {said_of(error)}",
+                advice="Use reference='fp32': functions that close over their weights, frozen scripts, and code that "
+                "names dtypes keep the formats that they have.",
+            ) from error  # fmt: skip
+
+    def _find_not_finite(self, expected: Outcome) -> None:
+        """Where an output is not finite: the first call that makes it so here, and not in the reference."""
+        found, has_nan_itself = self._found, has_nan(expected.output)
+        floating = [dense(t) for t in tensors_of(expected.output) if t.is_floating_point()]
+        if any(not bool(torch.isfinite(t).all()) for t in floating):
+            found.notes.append(f"The reference ({found.reference}) itself has values that are not finite.")
+        if not has_nan_itself and not any(math.isnan(error.sqnr_db) for error in found.outputs):
+            return
+        reference, here = watch(at="op"), watch(at="op")
+        self._run(self._other, self._around, reference, self._dtype)
+        self._run(self._trial, self._region, here)
+        found.not_finite, found.reference_not_finite = first_not_finite(reference.found, here.found, has_nan_itself)
+
+    def _move(
+        self, reference: Keep, under: Keep, expected: Outcome, seeds: tuple[int, ...], underflows: bool = False
+    ) -> None:
+        """The reference with each call's results moved by one unit in the last place. Where that raises, values decide
+        of shapes, and the runs that are compared went through.
+        """
+        formats = moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own)
+        kept = {identity: kept.samples for identity, kept in reference.calls.items()}
+        for seed in seeds:
+            moved = Moved(self._policies, formats, cast_formats(under), kept, seed, self._is_own, underflows)
+            try:
+                outcome = self._run_reference(moved)
+            except Exception as error:
+                if passes(error):
+                    raise
+                self._note(
+                    f"With every result moved by one unit in the last place the model raises {first_line(error)}"
+                )
+            else:
+                self._bands.add(expected, outcome)
+            self._bands.add_calls(moved.errors)
+
+    def _look_closer(self, reference: Keep, under: Keep, expected: Outcome, actual: Outcome) -> bool:
+        """Whether outputs or gradients are beyond round-off after more runs; noted, if underflow explains them."""
+        self._move(reference, under, expected, _MORE_SEEDS)
+        with quietly():
+            is_beyond = self._read_outputs(expected, actual)
+        small = [f for f in moved_formats(reference, under, FORMATS[self._region.fast_dtype], self._is_own).values()
+                 if f.exponent_bits < fp32.exponent_bits]  # fmt: skip
+        if not is_beyond or not small:
+            return is_beyond
+        scale = scale_of_loss(reference.calls, under.calls)
+        if scale > 1.0 and any(g.verdict == FAULT for g in self._found.gradients):
+            scaled = self._run(replace(self._trial, scale=scale), self._region if self._casts else autocast_off(), None)
+            with quietly():
+                rows = judge_gradients(expected, scaled, self._bands, frozenset())
+                self._underflow = frozenset(g.parameter for g in rows if g.verdict not in (FAULT, NOT_FINITE))
+                is_beyond = self._read_outputs(expected, actual)
+        if is_beyond:
+            self._move(reference, under, expected, _SEEDS, underflows=True)
+            with quietly():
+                is_beyond = self._read_outputs(expected, actual)
+        if not is_beyond:
+            self._note(about_underflow(self._found.rows, small[0]))
+        return is_beyond
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _read_calls(self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone]) -> None:
+        found = self._found
+        reference, under = without_sums(reference), without_sums(under)
+        elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}
+        for identity, kept in under.items():
+            expected, alone = reference.get(identity), again.get(identity)
+            if expected is None:
+                found.unmatched.append(f"{identity}: only under the policy")
+                continue
+            is_same = has_same_shapes(kept, expected) and not other_arguments(kept, expected)
+            if not is_same and identity.module_path in elsewhere:
+                found.unmatched.append(f"{identity}: another call, in a module that makes other calls, too")
+                continue
+            band = self._bands.calls.get(identity)
+            found.rows.append(judge_call(identity, kept, expected, alone, band, self._is_own))
+        found.unmatched += [f"{identity}: only in the reference" for identity in reference if identity not in under]
+        shaky = [row for row in found.rows if row.verdict == NONDETERMINISTIC]
+        if shaky:
+            first = shaky[0]
+            found.notes.append(
+                f"{len(shaky)} calls differ between two runs of the reference with the same random state, the first "
+                f"is {first.id} ({first.file}:{first.line}): they are no fault of the policy."
+            )
+
+    def _read_outputs(self, expected: Outcome, actual: Outcome) -> bool:
+        """The errors of outputs and gradients; whether one is beyond its band."""
+        found, bands = self._found, self._bands
+        found.outputs, found.band = output_errors(expected.output, actual.output), bands.output
+        found.gradients = judge_gradients(expected, actual, bands, self._underflow)
+        worst = max((o.relative_error for o in found.outputs if not math.isnan(o.sqnr_db)), default=0.0)
+        is_beyond = bool(bands.runs) and worst > max(OUTPUT_FACTOR * bands.output, TINY)
+        return is_beyond or any(g.verdict == FAULT for g in found.gradients)
+
+    def _conclude(self, is_beyond: bool, expected: Outcome, repeated: Outcome) -> None:
+        """The verdict, from three facts; or why there is none."""
+        found = self._found
+        is_lost = any(math.isnan(o.sqnr_db) for o in found.outputs)
+        if is_lost or any(g.verdict == NOT_FINITE for g in found.gradients):
+            found.rows = list(map(came_to_something, found.rows))
+        verdicts = {row.verdict for row in found.rows}
+        is_not_finite = is_lost or NOT_FINITE in verdicts | {g.verdict for g in found.gradients}
+        worst = max((o.relative_error for o in found.outputs), default=0.0)
+        found.verdict = verdict_of(
+            is_beyond or bool(found.compiled) or FAULT in verdicts,
+            is_not_finite,
+            KERNEL in verdicts,
+            bool(worst or found.differing),
+        )
+        shaky = max((e.relative_error for e in output_errors(expected.output, repeated.output)), default=0.0)
+        if shaky and found.verdict in (ROUND_OFF, FAULT) and not found.faults and worst <= OUTPUT_FACTOR * shaky:
+            found.verdict = NONDETERMINISTIC
+            found.notes.append(f"Two runs of the reference are {shaky:.1e} apart: nothing can be said of the output.")
+        elif found.verdict == ROUND_OFF and not self._bands.runs and found.outputs and worst > TINY:
+            found.verdict = NOT_JUDGED
+            self._note("No run says how far round-off carries to the output: only kernels were judged.")
+        elif (
+            found.verdict == EXACT and found.reference in REFERENCES and is_low_in_both(found.rows, self._trial.is_made)
+        ):
+            found.verdict = NOT_COMPARED
+            self._note(
+                "The reference computes in the same low formats, which the model brings with it: nothing is compared. "
+                "Give reference=the model without them."
+            )
+
+    def _isolate(self, often: int, expected: Outcome) -> None:
+        """What single ops of single modules do to the output."""
+
+        def run(region: autocast) -> float | None:
+            try:
+                made = self._run(replace(self._trial, backward=False), region, None)
+            except Exception:  # alone it may meet formats that the model never has
+                return None
+            return max((e.relative_error for e in output_errors(expected.output, made.output)), default=None)
+
+        failed = low_alone(self._found.rows, often, self._region, run)
+        if failed:
+            path, op = failed[0]
+            self._note(f"{len(failed)} ops could not run low alone, the first is {op} in {path or 'the root'}")

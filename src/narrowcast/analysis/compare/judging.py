@@ -1,0 +1,309 @@
+"""Is an error round-off, a kernel's, or neither? Kernels are judged by bounds (`kernel_bounds`), what is inherited by
+bands that are measured (TTrace, arXiv 2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from narrowcast.analysis.compare.alone import Alone, Samples
+from narrowcast.analysis.compare.bands import Bands
+from narrowcast.analysis.compare.kernel_bounds import Judged
+from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, Kept, sample_like
+from narrowcast.core.ledger.identity import BACKWARD, CallId
+from narrowcast.core.ops.bounds import NAMED
+from narrowcast.formats import FORMATS as FORMATS_BY_NAME
+from narrowcast.formats import Format, fp16, fp32
+from narrowcast.observation.trial.output_errors import (
+    decibels,
+    difference,
+    error_of,
+    flat,
+    gradient_error,
+    output_errors,
+)
+from narrowcast.observation.trial.trial import Outcome
+from narrowcast.reports.results.differences import CallError, Differences, GradientError
+from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.verdicts import (
+    EXACT,
+    FAULT,
+    KERNEL,
+    NONDETERMINISTIC,
+    NOT_FINITE,
+    NOT_JUDGED,
+    PASSED_ON,
+    ROUND_OFF,
+    UNKNOWN,
+)
+from narrowcast.runtime.torch_bridge import FORMATS, is_random, short_type
+
+OUTPUT_FACTOR = 4.0
+"""What inherits, and whole outputs, are beyond round-off from so many times the band on."""
+TINY = 8 * FORMATS[torch.float32].epsilon
+"""What two orders of summation in fp32 make."""
+
+
+_NOT_FINITE = "NaN or infinity where the reference has none"
+_AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and nothing came of it"
+
+
+def judge_call(
+    identity: CallId, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool
+) -> CallError:
+    """The errors of one call under the policy (`kept`) against the reference, and the verdict.
+
+    band: how far runs in which everything moved were off here; None without any. is_own: both are the same program,
+    where other shapes come of other values, and other numbers are a fault only if what they give is beyond the band.
+    """
+    r = [s.double() for s in expected.samples]
+    call = kept.call
+    row = CallError(
+        identity, call.site.file, call.site.line, call.computes, expected.call.computes, EXACT, forward=call.forward,
+        band=band or 0.0,
+    )  # fmt: skip
+    if not has_same_shapes(kept, expected):
+        why = "its results have other shapes than in the reference"
+        return replace(row, verdict=NOT_JUDGED if is_own else FAULT, why=why)
+    got = [x for x in _at_places_of(kept, expected) if x is not None]
+    total = error_of(got, r)
+    row = replace(row, total=total, inherited=total, sqnr_db=decibels(1.0, total * total))
+    low = alone.low if alone is not None else []
+    if low:
+        row = replace(row, own=error_of(low, r), inherited=error_of(got, low))
+    row = _with_shares(row, low or got, r, kept)
+    if kept.judged is not None:
+        row = _with_kernel(row, kept.judged)
+    verdict, why = _verdict(row, kept, expected, alone, band, is_own, _lost(got, r))
+    return replace(row, verdict=verdict, why=why)
+
+
+def came_to_something(row: CallError) -> CallError:
+    """The row, where outputs or gradients are not finite: a limit of an op is then what made them so."""
+    return replace(row, verdict=NOT_FINITE, why=_NOT_FINITE) if row.why == _AT_LIMIT else row
+
+
+def _verdict(
+    row: CallError, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool, is_lost: bool
+) -> tuple[str, str]:
+    """The verdict about a call, and why."""
+    judged = kept.judged
+    if judged is not None and judged.is_beyond:
+        return KERNEL, _about_kernel(judged)
+    if alone is not None and not alone.is_same:
+        return NONDETERMINISTIC, ""
+    is_far = band is None or row.total > max(OUTPUT_FACTOR * band, TINY)
+    is_formula = is_own and kept.call.forward is not None  # autograd's, which adds up other axes in other formats
+    other = other_arguments(kept, expected) if row.total and (is_far or not is_own) and not is_formula else []
+    if other:
+        (name, was), (_, now) = other[0]
+        return FAULT, f"its argument {name} is {now}, {was} in the reference"
+    if is_lost and kept.nonfinite == MADE:
+        return NOT_FINITE, _NOT_FINITE
+    if is_lost and kept.nonfinite == LIMIT:
+        return PASSED_ON, _AT_LIMIT
+    if is_lost and kept.nonfinite == PASSED:
+        return PASSED_ON, "NaN or infinity came with its inputs"
+    if not row.total and not row.own:
+        return EXACT, ""
+    if judged is not None or not is_far:
+        is_drawn = judged is None and row.is_low and is_random(kept.call.facts.op)
+        return UNKNOWN if is_drawn else ROUND_OFF, ""
+    return NOT_JUDGED, ""
+
+
+def name_cause(found: Differences, reference: Keep, under: Keep) -> None:
+    """Where outputs of two models are further apart than their band, and no call is at fault: name the casts that one
+    alone makes, to formats in which it computes nothing, or else the first call that leaves its band. Nothing where a
+    call has no partner, which is told of as such.
+    """
+    if found.verdict != FAULT or found.faults or found.unmatched or found.reference in ("fp32", "fp64"):
+        return
+    there, here = ({call.id: (call, short_type(d)) for call, d in keep.strange_casts()} for keep in (reference, under))
+    for casts, others, where in ((there, here, "in the reference"), (here, there, "here")):
+        for call, format in (casts[identity] for identity in casts if identity not in others):
+            formats, why = (format, "-") if casts is here else ("-", format), f"only {where} it rounds to {format}"
+            found.rows.append(CallError(call.id, call.site.file, call.site.line, *formats, FAULT, why))
+    far = (n for n, row in enumerate(found.rows) if row.band and row.total > max(OUTPUT_FACTOR * row.band, TINY))
+    first = next(far, None)
+    if not found.faults and first is not None:
+        why = "it is the first beyond what round-off may make, and not by its kernel: it reads something else"
+        found.rows[first] = replace(found.rows[first], verdict=FAULT, why=why)
+
+
+def _about_kernel(judged: Judged) -> str:
+    if judged.sign and judged.share < 2:
+        return f"its roundings have a sign: {judged.sign:+.2f} units in the last place on average"
+    return (
+        f"its kernel is off by {judged.error:.1e} from the same op in fp64 on the same inputs: of one element by "
+        f"{judged.share:.1f} times what its formats and sums allow"
+    )
+
+
+def has_same_shapes(kept: Kept, expected: Kept) -> bool:
+    """Whether two calls gave results of the same shapes."""
+    y = _at_places_of(kept, expected)
+    return all(x is not None for x in y) and len(kept.samples) == len(expected.samples)
+
+
+def other_arguments(kept: Kept, expected: Kept) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Arguments that are no tensors, nor dtypes, and differ: as the reference has them, and as they are here.
+
+    None where the tensors are others, too: a mask is given where the reference says `is_causal`. Numbers that are alike
+    in the formats of the call, or what masks are filled with, are the same.
+    """
+    if len(kept.dtypes) != len(expected.dtypes):
+        return []
+    unit = max(
+        (FORMATS[d].epsilon for d in [*kept.dtypes, *kept.output, *expected.output] if d in FORMATS), default=0.0
+    )
+    pairs = zip(expected.given, kept.given, strict=False)
+    return [(a, b) for a, b in pairs if a != b and "dtype" not in a[0] and not _are_alike(a[1], b[1], unit)]
+
+
+def _are_alike(a: str, b: str, unit: float) -> bool:
+    try:
+        x, y = torch.tensor([float(a)]).double(), torch.tensor([float(b)]).double()
+    except ValueError:
+        return False
+    return bool(torch.maximum(x, y) <= _MASKED_OUT) or bool((x - y).abs() <= unit * x.abs())
+
+
+_MASKED_OUT = -0.99 * fp16.max
+"""What is lower than any score: with whatever number a program masks in each format, it says the same."""
+
+
+def _at_places_of(kept: Kept, expected: Kept) -> list[torch.Tensor | None]:
+    return [sample_like(s.double(), want) for s, want in zip(kept.samples, expected.samples, strict=False)]
+
+
+def _with_kernel(row: CallError, judged: Judged) -> CallError:
+    return replace(
+        row, kernel=judged.error, bound=judged.share, largest_ulps=judged.largest_ulps, mean_ulps=judged.mean_ulps,
+        bias_ulps=judged.sign,
+    )  # fmt: skip
+
+
+def _with_shares(row: CallError, got: Samples, r: Samples, kept: Kept) -> CallError:
+    """The row with the shares of elements that the format lost."""
+    elements = sum(x.numel() for x in r) or 1
+    over = under = saturated = 0
+    for x, want, dtype in zip(got, r, kept.output, strict=False):
+        over += int((torch.isinf(x) & torch.isfinite(want)).sum())
+        under += int(((x == 0) & (want != 0)).sum())
+        saturated += int(((x.abs() == FORMATS[dtype].max) & (want.abs() != FORMATS[dtype].max)).sum())
+    return replace(row, overflow=over / elements, underflow=under / elements, saturated=saturated / elements)
+
+
+def _lost(got: Samples, r: Samples) -> bool:
+    """Whether a value is not finite where the reference's is; what masks are filled with is no matter."""
+    pairs = [(difference(want, x), want) for x, want in zip(got, r, strict=False)]
+    return any(bool((~torch.isfinite(off) & torch.isfinite(want)).any()) for off, want in pairs)
+
+
+def root_mean_square(gradient: torch.Tensor) -> float:
+    """Of a gradient, which may be sparse or empty."""
+    values = flat(gradient)
+    return float(values.norm()) / math.sqrt(values.numel()) if values.numel() else 0.0
+
+
+def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow: frozenset[str]) -> list[GradientError]:
+    """A row for each parameter. underflow: those that are within their bands where the loss is scaled."""
+    largest = max(map(root_mean_square, expected.gradients.values()), default=0.0)
+    rows = [
+        judge_gradient(name, gradient, actual.gradients[name], bands.gradients.get(name, 0.0), largest)
+        for name, gradient in expected.gradients.items()
+        if name in actual.gradients
+    ]
+    return [replace(g, verdict=ROUND_OFF) if g.verdict == FAULT and g.parameter in underflow else g for g in rows]
+
+
+def scale_of_loss(expected: Mapping[CallId, Kept], calls: Mapping[CallId, Kept]) -> float:
+    """The scale, a power of two, with which the largest gradient in fp16 is 4,096: nothing that matters is lost then,
+    and sums have room. 1, where there is none. expected: the reference's, of which none is lost.
+    """
+    backward = [
+        (kept, expected.get(identity, kept)) for identity, kept in calls.items() if identity.direction == BACKWARD
+    ]
+    pairs = [pair for kept, of in backward for pair in zip(of.samples, kept.output, strict=False)]
+    sizes = [float(s.abs().max()) for s, dtype in pairs if dtype is torch.float16 and s.numel()]
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    return 2.0 ** math.floor(math.log2(_ROOM / largest)) if largest else 1.0
+
+
+_ROOM = 4096.0
+
+
+def judge_gradient(name: str, r: torch.Tensor, x: torch.Tensor, band: float, largest: float) -> GradientError:
+    """The error of a parameter's gradient x against the reference's r. band: how far it is off where every call's
+    result moves. largest: the root mean square of the model's largest gradient.
+    """
+    ref, got = flat(r), flat(x)
+    error = gradient_error(r, x)
+    size = float(ref.norm() * got.norm())
+    cosine = float(ref @ got) / size if size else float(not ref.any() and not got.any())
+    under = float(((got == 0) & (ref != 0)).double().mean()) if ref.numel() else 0.0
+    share = root_mean_square(r) / largest if largest else 1.0
+    format = short_type(x.dtype)
+    row = GradientError(name, format, error, cosine, under, ROUND_OFF if error else EXACT, band, share)
+    if _lost([got], [ref]) or math.isnan(error):
+        return replace(row, verdict=NOT_FINITE)
+    is_there = float(ref.abs().max()) > fp32.smallest_normal / fp32.epsilon if ref.numel() else False
+    is_far = band and error > OUTPUT_FACTOR * band and error > TINY and is_there
+    return replace(row, verdict=FAULT) if is_far and not row.is_round_off_alone else row
+
+
+def off_by_compiler(seen: Outcome, actual: Outcome, bands: Bands) -> float:
+    """How far what a compiled program gave is from what its calls gave one by one, where that is named: both compute in
+    the same formats, and a compiler may but round less often. 0 where nothing is.
+    """
+    pairs = [(e.relative_error, bands.output) for e in output_errors(seen.output, actual.output)]
+    pairs += [(gradient_error(gradient, actual.gradients[name]), bands.gradients.get(name, 0.0))
+              for name, gradient in seen.gradients.items() if name in actual.gradients]  # fmt: skip
+    return max((error for error, band in pairs if bands.runs and error > max(NAMED * band, TINY)), default=0.0)
+
+
+def is_low_in_both(rows: list[CallError], is_made: bool) -> bool:
+    """Whether no call is lower than in the reference, and the reference is low, or nothing is known of it (is_made)."""
+    formats = {name for row in rows for name in row.reference.split(",")}
+    low = any(name in FORMATS_BY_NAME and FORMATS_BY_NAME[name].bits < fp32.bits for name in formats)
+    return not any(row.is_low for row in rows) and (low or (is_made and not rows))
+
+
+def about_underflow(rows: list[CallError], format: Format) -> str:
+    """That values below what a format holds explain the error, who makes them, and what helps."""
+    lost = next((row for row in rows if row.underflow >= 0.01), None)
+    backward = [row for row in rows if row.underflow >= 0.01 and row.id.direction == BACKWARD]
+    where = f", first in {lost.id} ({lost.file}:{lost.line}; {lost.underflow:.0%} become zero)" if lost else ""
+    in_backward = lost is None or (bool(backward) and backward[0] is lost)
+    advice = "Scale the loss (nc.Scaler), or use bf16." if in_backward else "Keep that call in fp32, or use bf16."
+    if lost is None:
+        advice = "Use bf16; in a backward scale the loss (nc.Scaler)."
+    return (
+        f"Underflow: values near {number_text(format.smallest)}, where {format} ends, explain what is off by more than "
+        f"round-off{where}. {advice}"
+    )
+
+
+def without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
+    """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
+    return {
+        identity: kept for identity, kept in calls.items()
+        if identity.direction != BACKWARD or identity.op != "aten.add.Tensor"
+    }  # fmt: skip
+
+
+def about_unmatched(unmatched: list[str], in_scripts: bool) -> str:
+    """What a reader has to know of calls that one side alone made."""
+    first = f"{len(unmatched)} calls have no partner, the first is {unmatched[0]}: "
+    if in_scripts:
+        return first + (
+            "a script that TorchScript casts itself makes other calls than in fp32, and is judged by what it gives. "
+            "Call by call: nc.compare(nc.convert(script, dtype=...), args, "
+            "reference=nc.convert(script, policy=nc.Policy('fp32', extends=())))."
+        )
+    return first + "modules compute by other ops here than in the reference, and are judged by what they give."

@@ -1,0 +1,180 @@
+"""Kernels judged: what a call of a run really gave, element by element, against its op in fp64 on the same inputs.
+
+The bounds are those of `ops.bounds`. A call that nothing bounds, and one whose op has no kernel in fp64, is not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.compare.kernel_inputs import Inputs, Samples
+from narrowcast.analysis.compare.kernel_slacks import SLACK, slack_of_low_means, with_flushed_inputs
+from narrowcast.core.ops.bounds import (
+    NAMED,
+    PRODUCT,
+    bound_kind,
+    judged_results,
+    rounded_between,
+    rounding,
+    rounds_means,
+    unit,
+)
+from narrowcast.formats import Format, fp32
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.rounding import round_to
+from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.observation.trial.rerun import can_run_again
+from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
+
+_BIAS, _SIGMAS, _VALUES, _SAMPLE = 0.05, 6.0, 48, 1 << 16
+"""A mean error of so many units in the last place, so many standard errors from zero, over so many different values at
+least, is no accident: a systematic sign is what breaks attention in bf16 (arXiv 2510.04212).
+"""
+_PROBED = 32
+"""Products of this size are the library's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A kernel. share: the largest error over its bound; of samples: error, relative, L2; the largest and mean error
+    in units in the last place; sign: the mean of roundings that have one, in the same; overflows: it gives infinity or
+    NaN where fp64 does not.
+    """
+
+    share: float = 0.0
+    error: float = 0.0
+    largest_ulps: float = 0.0
+    mean_ulps: float = 0.0
+    sign: float = 0.0
+    overflows: bool = False
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is named."""
+        return self.share >= NAMED or self.sign != 0.0
+
+
+def is_low(call: SeenCall) -> bool:
+    """Whether it reads or gives a format of less than 32 bits."""
+    planned = call.plan.formats if call.plan is not None else ()
+    found = [FORMATS[t.dtype] for t in [*tensors_in(call.args, call.kwargs), *call.results] if t.dtype in FORMATS]
+    return any(format.bits < fp32.bits for format in [*found, *(f for f in planned if f is not None)])
+
+
+def judge_kernel(call: SeenCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged | None:
+    """Judge a call that has run. args, kwargs: as it read them, before it wrote to any."""
+    kind = bound_kind(call.facts.id, is_pointwise(call.facts.op))
+    if not kind or not can_run_again(call):
+        return None
+    inputs = Inputs(call.facts, args, kwargs)
+    results, exact = [t for t in call.results if is_floating(t)], inputs.run()
+    if exact is None or [t.shape for t in exact] != [t.shape for t in results]:
+        return None
+    count = judged_results(call.facts.id, len(results))
+    slack = SLACK[kind](inputs, exact[:count], results[:count])
+    if slack is not None and rounds_means(call.facts.id, [FORMATS[t.dtype] for t in results[1:]]):
+        slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * slack_of_low_means(inputs, exact)
+    results, exact = results[:count], exact[:count]
+    flushed = [_flushes(kind, t.device, t.dtype) for t in results]
+    if slack is not None and any(flushed) and kind == PRODUCT:
+        slack = with_flushed_inputs(inputs, slack, FORMATS[results[0].dtype])
+    if slack is None:
+        return None
+    is_twice = rounded_between(call.facts.id, 1.0) > 0 and inputs.with_rounded_numbers(results[0].dtype) is None
+    return _judged(results, exact, slack, flushed, is_twice)
+
+
+def _flushes(kind: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether values below the smallest normal become zero here: units for products do that, and a mode does."""
+    if device.type != "cpu":
+        return False
+    size = (_PROBED, _PROBED) if kind == PRODUCT else (_PROBED,)
+    tiny = torch.full(size, FORMATS[dtype].smallest_normal / 4, dtype=torch.float64).to(dtype)
+    try:
+        found = tiny @ torch.eye(_PROBED, dtype=dtype) if kind == PRODUCT else tiny * 1.0
+    except (RuntimeError, NotImplementedError):  # a format of 8 bits
+        return False
+    return not bool(found.any())
+
+
+# -- against the bound -------------------------------------------------------------------------------------------------
+
+
+def _judged(results: Samples, exact: Samples, slack: Samples, flushed: list[bool], is_twice: bool) -> Judged:
+    share = largest = total = noise = signal = 0.0
+    count, overflows, sign = 0, False, 0.0
+    for y, y64, s, flushes in zip(results, exact, slack, flushed, strict=True):
+        if not y.numel():
+            continue
+        format, x = FORMATS[y.dtype], y.detach().double()
+        error = (x - y64).abs_()
+        known = torch.isfinite(error)
+        if not bool(known.all()):
+            overflows = overflows or bool((torch.isfinite(y64) & ~torch.isfinite(x)).any())
+            error = torch.where(known, error, 0.0)
+            y64 = torch.where(known, y64, 0.0)
+        u, least = rounding(format, flushes)
+        bound = y64.abs().mul_(u).add_(s).add_(least)
+        share = max(share, float((error / bound).nan_to_num_(0.0, 0.0, 0.0).max()))
+        step = -(-y64.numel() // _SAMPLE)
+        x, y64, s, error = (t.expand_as(y64).flatten()[::step] for t in (x, y64, s, error))
+        noise, signal = noise + float(error.square().sum()), signal + float(y64.square().sum())
+        units = error / units_in_last_place(y64, format)
+        largest, total, count = max(largest, float(units.max())), total + float(units.sum()), count + units.numel()
+        sign = max(sign, _sign(x, y64, s, format, is_twice), key=abs)
+    relative = 0.0 if not noise else math.sqrt(noise / signal) if signal else math.inf
+    return Judged(share, relative, largest, total / count if count else 0.0, sign, overflows)
+
+
+def units_in_last_place(reference: torch.Tensor, format: Format) -> torch.Tensor:
+    """The distance between neighbours of a format at each value."""
+    _, exponents = torch.frexp(reference)
+    steps = (exponents.to(torch.int64) - 1).clamp(min=format.min_exponent, max=format.max_exponent)
+    return torch.ldexp(torch.ones_like(reference), steps - format.mantissa_bits)
+
+
+def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Format, is_twice: bool) -> float:
+    """The mean of what sets results apart from the exact ones rounded once, to nearest, ties to even, where it is no
+    accident: in units in the last place, towards +infinity or away from zero, whichever is the larger; else 0.
+
+    What is so near to a tie that the kernel's slack takes it across says nothing, unless it is one and fp32 has it; nor
+    do values that come twice. Those that are off by more than one and a half units are no matter of rounding. is_twice:
+    what is rounded on the way, too, is set apart from the exact result itself: to nearest, no rounding has a sign.
+    """
+    if format not in (FORMATS[d] for d in (torch.float16, torch.bfloat16)):
+        return 0.0
+    rounded = y64 if is_twice else round_to(y64, format).double()
+    units = units_in_last_place(y64, format)
+    e = (x - rounded) / units
+    if float(e.abs().mean()) <= _BIAS:
+        return 0.0
+    away_from_tie = ((y64 - rounded).abs() - units / 2).abs()
+    is_tie = (away_from_tie == 0) & (slack <= 4 * unit(fp32) * y64.abs())
+    is_normal = y64.abs() >= format.smallest_normal  # what is smaller may flush to zero
+    is_exact = (y64 == round_to(y64, format).double()) & (x == y64)  # in whatever direction a kernel rounds
+    settled = is_normal & ~is_exact & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie | is_twice)
+    e, y64 = e[settled], y64[settled]
+    firsts = _firsts_of(y64)
+    e, y64 = e[firsts], y64[firsts]
+    if e.numel() < _VALUES:
+        return 0.0
+    means = []
+    for signed in (e, torch.where(y64 < 0, -e, e)):
+        mean, spread = float(signed.mean()), float(signed.std()) / math.sqrt(signed.numel())
+        means.append(mean if abs(mean) > max(_BIAS, _SIGMAS * spread) else 0.0)
+    return max(means, key=abs)
+
+
+_ROUNDING = 1.5
+
+
+def _firsts_of(values: torch.Tensor) -> torch.Tensor:
+    """Where each of the different values comes first."""
+    found, numbers = torch.unique(values, return_inverse=True)
+    firsts = torch.full((found.numel(),), values.numel(), dtype=torch.int64, device=values.device)
+    firsts.scatter_reduce_(0, numbers, torch.arange(values.numel(), device=values.device), "amin")
+    return firsts

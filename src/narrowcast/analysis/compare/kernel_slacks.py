@@ -1,0 +1,260 @@
+"""What a sound kernel may be off before it rounds its result, by what bounds it (`ops.bounds`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from narrowcast.analysis.compare.kernel_inputs import Inputs, Samples, shapes_of
+from narrowcast.core.ops.bounds import (
+    PRODUCT,
+    SCATTER,
+    STEPS,
+    SUM,
+    WEIGHTS,
+    WEIGHTS_BACKWARD,
+    WIDE,
+    WIDE_FACTOR,
+    absolute_error,
+    accumulated,
+    cancels,
+    gamma,
+    rounded_between,
+    steps_in_between,
+    terms_of,
+    unit,
+    weights_error,
+)
+from narrowcast.formats import Format, fp32
+from narrowcast.observation.trial.finiteness import is_floating
+from narrowcast.observation.trial.noise import Noise
+from narrowcast.runtime.torch_bridge import FORMATS, is_pointwise, tensors_in
+
+_MASKED_OUT = 200.0
+"""What a mask adds of this size or more leaves a weight of zero, however it is rounded."""
+_SPLITS = 32
+"""Into so many parts an inner dimension is split at most."""
+_BLOCK = 32
+"""So many rows of scores are taken together at least; what each block adds to a gradient is rounded."""
+_LOST = 1.0
+"""Scores that are off by more leave nothing of the weights that their differences make."""
+_MOVED = 4 * fp32.epsilon
+"""So far inputs are moved to see what cancels."""
+
+
+def _slack_of_sums(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    size = inputs.on_absolute_values()
+    if size is None:
+        return None
+    factor = accumulated(terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results)))
+    return [s * factor for s in size[: len(results)]]
+
+
+def _slack_of_products(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    found = _slack_of_sums(inputs, exact, results)
+    if found is None or not found:
+        return found
+    low = unit(FORMATS[results[0].dtype])
+    terms = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
+    found = [f + terms * fp32.smallest_normal for f in found]  # below it units for products have no numbers
+    if _splits_sums(results[0]):
+        size = inputs.on_absolute_values() or []
+        found = [f + s * gamma(_SPLITS, low) for f, s in zip(found, size, strict=False)]
+    shapes = shapes_of(inputs.args, inputs.kwargs)
+    steps = steps_in_between(inputs.facts.id, shapes, inputs.is_transposed) if results[0].is_cpu else 0
+    if steps:
+        size, least = inputs.on_absolute_values() or [], FORMATS[results[0].dtype].smallest
+        found = [f + s * gamma(steps, low) + steps * least / 2 for f, s in zip(found, size, strict=False)]
+    bias, weight = inputs.given("bias"), inputs.given("weight")
+    if isinstance(bias, torch.Tensor) and isinstance(weight, torch.Tensor):  # the product was rounded before
+        wide = bias.detach().double().abs().view(-1, *[1] * (weight.dim() - 2))
+        found[0] = found[0] + low * (exact[0].abs() + wide)
+    return found
+
+
+def _slack_of_scattered(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    size, counts = inputs.on_absolute_values(), inputs.run(change=torch.ones_like)
+    if size is None or counts is None:
+        return None
+    terms = int(max((float(t.abs().max()) for t in counts if t.numel()), default=1.0)) + 1
+    if "nll_loss" in inputs.facts.id:  # a mean counts as one term
+        terms = max(terms, inputs.given("target").numel() + 1)
+    return [s.abs() * gamma(terms, unit(FORMATS[t.dtype])) for s, t in zip(size, results, strict=False)]
+
+
+def _slack_of_steps(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    """Each factor's product is rounded; nothing bounds what leaves the format on its way."""
+    format = FORMATS[results[0].dtype]
+    if "backward" not in inputs.facts.id:
+        small, large = (inputs.run(change=change) for change in (_at_most_one, _at_least_one))
+        if small is None or large is None or not results[0].numel():
+            return None
+        if float(small[0].abs().min()) < format.smallest_normal or float(large[0].abs().max()) > format.max:
+            return None
+    steps = terms_of(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), shapes_of(results))
+    return [exact[0].abs() * gamma(steps, unit(format)) + format.smallest]
+
+
+def _at_most_one(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == 0, 1.0, x.abs().clamp(max=1.0))
+
+
+def _at_least_one(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().clamp(min=1.0)
+
+
+def _slack_in_fp32(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    """How far the op in fp32 is off, at most over all elements, and what it makes that numbers are rounded."""
+    others = [inputs.run(torch.float32)]
+    if cancels(inputs.facts.id):
+        others.append(inputs.run(change=lambda t: _noise().moved(t, _MOVED)))
+    if any(found is None for found in others):
+        return None
+    low = unit(FORMATS[results[0].dtype])
+    more = absolute_error(inputs.facts.id, shapes_of(inputs.args, inputs.kwargs), low)
+    between = rounded_between(inputs.facts.id, low)
+    slack = []
+    for n, y64 in enumerate(exact):
+        off = [_distance(found[n], y64) for found in others if found is not None]
+        largest = max((float(each.max()) for each in off if each.numel()), default=0.0)
+        slack.append(y64.abs().mul_(2 * unit(fp32) + between).add_(WIDE_FACTOR * largest + more))
+    if "layer_norm_backward" in inputs.facts.id:
+        _add_sums_of_rows(inputs, results, slack)
+    if "batch_norm_backward" in inputs.facts.id and inputs.given("save_mean") is not None:
+        _add_held_projection(inputs, results, slack)
+    if is_pointwise(inputs.facts.op):
+        rounded = inputs.with_rounded_numbers(results[0].dtype)
+        numbers = rounded.run() if rounded is not None else None
+        if numbers is not None:
+            slack[0] += _distance(numbers[0], exact[0])
+        if inputs.kwargs.get("alpha", 1) != 1 and isinstance(inputs.args[0], torch.Tensor):  # that product is rounded
+            slack[0] += low * _distance(inputs.args[0], exact[0])
+    return slack
+
+
+def _add_sums_of_rows(inputs: Inputs, results: Samples, slack: Samples) -> None:
+    """The gradients of a norm's weight and bias: sums over all rows, in the format that they have, or that comes in.
+    Where gradients are next to nothing, each term is off by half the smallest number, of the input's gradient too.
+    """
+    names = ("grad_out", "input", "mean", "rstd")
+    grad, x, mean, rstd = (inputs.given(name).detach().double() for name in names)
+    leading = tuple(range(x.dim() - len(inputs.args[2])))
+    size = (grad.abs() * (1 + ((x - mean) * rstd).abs())).sum(leading)
+    came, rows = FORMATS[inputs.given("grad_out").dtype], mean.numel()
+    for n, result in enumerate(results):
+        if result.shape == x.shape:
+            slack[n] = slack[n] + came.smallest * (1 + rstd)
+        elif leading and result.shape == size.shape:
+            factor = gamma(rows, max(unit(FORMATS[result.dtype]), unit(came)))
+            slack[n] = slack[n] + factor * size + rows * came.smallest
+
+
+def _add_held_projection(inputs: Inputs, results: Samples, slack: Samples) -> None:
+    """What a batch norm's backward takes away from an input's gradient: the cpu holds it in that gradient's format."""
+    given = [inputs.given(name) for name in ("grad_out", "input", "save_mean", "save_invstd")]
+    if any(t is None or not t.numel() for t in given) or results[0].shape != given[1].shape:
+        return
+    grad, x, mean, scale = (t.detach().double() for t in given)
+    weight = inputs.given("weight")
+    size = (1, -1, *[1] * (x.dim() - 2))
+    others = [axis for axis in range(x.dim()) if axis != 1]
+    normal = (x - mean.view(size)) * scale.view(size)
+    taken = (normal * (grad * normal).mean(others, keepdim=True)).abs() + grad.mean(others, keepdim=True).abs()
+    held = taken * scale.view(size) * (1.0 if weight is None else weight.detach().double().view(size))
+    slack[0] = slack[0] + unit(FORMATS[results[0].dtype]) * held.abs()
+
+
+def slack_of_low_means(inputs: Inputs, exact: Samples) -> torch.Tensor:
+    """What a batch norm is off that holds means, deviations, or what it makes of them, in the format of its result."""
+    y64, mean, scale = exact[:3]
+    if not mean.numel():
+        mean = inputs.given("running_mean").detach().double()
+        scale = (inputs.given("running_var").detach().double() + inputs.args[-1]).rsqrt()
+    weight, bias = (inputs.given(name) for name in ("weight", "bias"))
+    scale = scale if weight is None else scale * weight.detach().double()
+    size = 4 * (mean * scale).abs() + (0.0 if bias is None else 2 * bias.detach().double().abs())
+    return size.view(-1, *[1] * (y64.dim() - 2)) + 3 * y64.abs()
+
+
+def _distance(x: torch.Tensor, y64: torch.Tensor) -> torch.Tensor:
+    """|x - y64|, 0 where that is not finite."""
+    return (x.double() - y64).abs_().nan_to_num_(0.0, 0.0, 0.0)
+
+
+@cache
+def _noise() -> Noise:
+    return Noise(1)
+
+
+def _slack_of_weights(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    """Attention: its weights are rounded to the low format, and its scores are off as sums of products are."""
+    query, key, mask = (inputs.given(name) for name in ("query", "key", "attn_mask"))
+    position = next(slot.position for slot in inputs.facts.slots if slot.name == "value")
+    if position >= len(inputs.args) or not query.numel() or not key.numel():
+        return None
+    args = tuple(v.abs() if n == position else v for n, v in enumerate(inputs.args))
+    size = Inputs(inputs.facts, args, inputs.kwargs).run()
+    if size is None:
+        return None
+    low, scale = unit(FORMATS[query.dtype]), inputs.kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
+    scores = abs(scale) * float(query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max())
+    if isinstance(mask, torch.Tensor) and mask.dtype in FORMATS and mask.numel():
+        sizes = mask.detach().double().abs()
+        scores += float(torch.where(sizes < _MASKED_OUT, sizes, 0.0).max())
+    reduces_low = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    off = scores * (accumulated(query.shape[-1]) + 4 * (low if reduces_low else unit(fp32)))
+    factor = weights_error(off, 2 * low + accumulated(key.shape[-2]))
+    return [size[0] * factor]
+
+
+def _slack_of_weights_backward(inputs: Inputs, exact: Samples, results: Samples) -> Samples | None:
+    """Attention's backward: its weights, and what their gradients are, are rounded before they are multiplied."""
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    grad, query, key, value, out, logsumexp = (inputs.given(name).detach().double() for name in names)
+    mask, scale = inputs.kwargs.get("attn_mask"), inputs.kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
+    scores = scale * query @ key.transpose(-1, -2)
+    if isinstance(mask, torch.Tensor):
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.double()
+    if inputs.args[7]:  # is_causal
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    weights = (scores - logsumexp[..., None]).exp().nan_to_num(0.0)
+    format, length = FORMATS[results[0].dtype], max(query.shape[-2], key.shape[-2])
+    least = max(format.smallest, fp32.smallest_normal)  # what weights and their gradients are off near zero
+    lengths = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * abs(scale)
+    off = (lengths + float(logsumexp[logsumexp.isfinite()].abs().max())) * accumulated(query.shape[-1] + 4)
+    if off > _LOST:
+        return None
+    factor = weights_error(off, gamma(4 + length // _BLOCK, unit(format)) + 2 * accumulated(length))
+    inner = grad.abs() @ value.abs().transpose(-1, -2) + (grad * out).abs().sum(-1, keepdim=True)
+    off_weights = factor * weights + least
+    inner = abs(scale) * (off_weights * inner + least)
+    sizes = inner @ key.abs(), inner.transpose(-1, -2) @ query.abs(), off_weights.transpose(-1, -2) @ grad.abs()
+    return [size + (1 + length // _BLOCK) * least for size in sizes]
+
+
+SLACK: dict[str, Callable[[Inputs, Samples, Samples], Samples | None]] = {
+    SUM: _slack_of_sums, PRODUCT: _slack_of_products, SCATTER: _slack_of_scattered, WIDE: _slack_in_fp32,
+    WEIGHTS: _slack_of_weights, STEPS: _slack_of_steps, WEIGHTS_BACKWARD: _slack_of_weights_backward,
+}  # fmt: skip
+
+
+def with_flushed_inputs(inputs: Inputs, slack: Samples, format: Format) -> Samples | None:
+    """The slack of a product whose inputs below the smallest normal count as zero."""
+    given = [t for t in tensors_in(inputs.args, inputs.kwargs) if is_floating(t)]
+    if not any(bool(((t != 0) & (t.abs() < format.smallest_normal)).any()) for t in given):
+        return slack
+    size, more = inputs.on_absolute_values(), inputs.on_absolute_values(format.smallest_normal)
+    if size is None or more is None:
+        return None
+    return [s + (b - a) for s, a, b in zip(slack, size, more, strict=False)]
+
+
+def _splits_sums(result: torch.Tensor) -> bool:
+    """Whether a product on cuda may add partial sums in its low format: a setting, on unless it is turned off."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(result.dtype)
+    if not result.is_cuda or name is None:
+        return False
+    return bool(getattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction"))

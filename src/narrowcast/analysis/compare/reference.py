@@ -1,0 +1,146 @@
+"""What a comparison keeps of a reference run: samples of what each call gave, and checksums."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.compare.kernel_bounds import Judged, is_low, judge_kernel
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import others_as_text, tensors_by_name
+from narrowcast.observation.statistics.statistics import checksum, sample_of
+from narrowcast.observation.trial.finiteness import is_finite, is_floating, mask_like, numbers_not_finite
+from narrowcast.observation.trial.rerun import can_run_again, copies_of_written, mends, planned_arguments, run_wide
+from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import tree_map
+
+MADE, PASSED, MEANT, LIMIT = "made", "passed", "meant", "limit"
+WHOLE, SMALL = 1 << 16, 1 << 12
+"""So many elements of each result are compared; the fewer when those kept take half of the bytes allowed."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64.
+
+    judged: its kernel, where that was asked for and something bounds it. nonfinite: where its results are not finite,
+    whether it MADE that, PASSED it on, whether it is MEANT, or a LIMIT of the op, which fp64 has, too.
+    """
+
+    call: SeenCall
+    dtypes: list[torch.dtype | None]
+    given: tuple[tuple[str, str], ...]
+    samples: list[torch.Tensor]
+    checksums: tuple[int, ...]
+    output: list[torch.dtype] = field(default_factory=list)
+    judged: Judged | None = None
+    nonfinite: str = ""
+
+
+class Keep(Observer):
+    """Keeps what each call of a run gave. judges: also how good the kernels of those in low formats are."""
+
+    def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
+        super().__init__(policies)
+        self.calls: dict[CallId, Kept] = {}
+        self._casts: list[tuple[SeenCall, torch.dtype]] = []
+        self._left = self._allowed = limit_bytes
+        self._checksums, self._judges = checksums, judges
+
+    def before(self, call: SeenCall) -> None:
+        """What it reads, before it writes to that."""
+        if self._judges and call.facts.overwrites and not call.is_cast:
+            call.notes["read"] = copies_of_written(call.facts, *planned_arguments(call))
+
+    def after(self, call: SeenCall) -> None:
+        """What it gave."""
+        results = [t for t in call.results if is_floating(t)]
+        if not results:
+            return
+        if call.is_cast:
+            self._casts.append((call.without_tensors(), results[0].dtype))
+            return
+        samples = [self._sample(t) for t in results]
+        sums = tuple(checksum(t) for t in results) if self._checksums else ()
+        self.calls[call.id] = kept = kept_of(call, results, samples, sums)
+        if self._judges:
+            if is_low(call):
+                read = call.notes.get("read") or planned_arguments(call)
+                with suppress(RuntimeError, NotImplementedError, ValueError):  # of an op that has no such kernel
+                    kept.judged = judge_kernel(call, *read)
+            if not all(map(is_finite, results)):
+                kept.nonfinite = _who_made(call, results, kept.judged)
+
+    def strange_casts(self) -> list[tuple[SeenCall, torch.dtype]]:
+        """Casts to formats in which no call of the run computes, nor gives a result."""
+        known = {dtype for kept in self.calls.values() for dtype in (*kept.dtypes, *kept.output)}
+        return [cast for cast in self._casts if cast[1] not in known]
+
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        wanted = WHOLE if self._left > self._allowed // 2 else SMALL
+        sample = sample_of(tensor.detach(), wanted).clone()
+        self._left -= sample.nbytes
+        return sample
+
+
+def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None) -> str:
+    """Of a call whose results are not finite, who made them so."""
+    if numbers_not_finite(call) or mask_like(call, results):
+        return MEANT
+    if judged is not None and judged.overflows:
+        return MADE
+    came = call.notes.get("read", (call.args, call.kwargs))
+    if not all(is_finite(t) for t in tensors_in(came) if is_floating(t)):
+        return PASSED
+    args, kwargs = call.notes.get("read") or planned_arguments(call)
+    exact = run_wide(call.facts, args, kwargs, torch.float64) if can_run_again(call) else None
+    return MADE if exact is None or mends(exact, call.results) else LIMIT
+
+
+def kept_of(
+    call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
+) -> Kept:
+    """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
+    light = _light(call)
+    read = tensors_by_name(call.facts, *planned_arguments(light))
+    given = others_as_text(call.facts, call.args, call.kwargs)
+    return Kept(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
+
+
+def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+    """The sample of a tensor at the places of another's, in fp64; None if the two are not of one size."""
+    for elements in (WHOLE, SMALL):
+        found = sample_of(tensor.detach(), elements)
+        if found.shape == kept.shape:
+            return found.double()
+    return None
+
+
+def _light(call: SeenCall) -> SeenCall:
+    """The call without its tensors, of which dtypes alone are left."""
+    return SeenCall(
+        call.who.known(), call.facts, *_emptied(call.args, call.kwargs), (call.came, call.computes), call.plan,
+        call.rule, call.forward, call.is_cast,
+    )  # fmt: skip
+
+
+def _emptied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def of(value: Any) -> Any:
+        return torch.empty(0, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+    found: tuple[Any, Any] = tree_map(of, (args, kwargs))
+    return found
+
+
+def reads_opaque(facts: OpFacts) -> bool:
+    """Whether an op reads what only a forward in the same formats can have left."""
+    return any(slot.name in _OPAQUE for slot in facts.slots)
+
+
+_OPAQUE = ("workspace", "reserve", "reserveSpace")
+"""What a forward kernel left for its backward, in the formats that it ran in: no other format can read it."""

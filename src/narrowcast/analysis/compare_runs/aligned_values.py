@@ -1,0 +1,355 @@
+"""What two runs kept of calls that are pairs, compared: results, inputs, and how much rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from narrowcast.analysis.compare_runs.alignment import TOLD_APART, Aligned, ranges_apart
+from narrowcast.analysis.compare_runs.conditions import growth, passes_on
+from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
+from narrowcast.analysis.compare_runs.pieces import (
+    NOTHING,
+    Distance,
+    Piece,
+    Whole,
+    beside,
+    distance,
+    in_best_turns,
+    stacked,
+)
+from narrowcast.analysis.compare_runs.sides import Bundle, Placed, Side, read_by
+from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.ops.bounds import rounding
+from narrowcast.core.ops.facts import CONV, GEMM
+from narrowcast.formats import FORMATS, Format, tf32
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord
+
+BAND = 4.0
+"""A call's results may differ by this many units of rounding of both sides' formats: its inputs are rounded to them,
+sums are taken in another order, and its results are rounded.
+"""
+GAIN, GAIN_OF_PASSING = 16.0, 4.0
+"""How many times larger a relative difference may come out of a sound call than it went in, beside what its sizes say:
+what exceeds that, beside the call's own rounding, it made itself. The second of ops that change no relative error.
+"""
+LEAST_BAND = 2.0**-21
+"""Sketches are kept in fp32, ranges in nine digits."""
+
+Pick = Callable[[Placed], int | None]
+Join = Callable[[Sequence[Piece]], Piece | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How far apart results are. growth: how many times larger relative errors come out than they went in."""
+
+    relative: float
+    by: str
+    is_part: bool
+    growth: float = 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything could be compared."""
+        return self.by != NOTHING
+
+
+class Values:
+    """The values of two sides."""
+
+    def __init__(self, a: Side, b: Side, kept: KeptTensors) -> None:
+        self.sides = (a, b)
+        self._whole: Whole | None = kept.distance if len(a.runs) == len(b.runs) == 1 else None
+
+    def results(self, pair: Aligned, is_equal: bool = False) -> Compared:
+        """Of what the calls gave: all results of one op that anything but a backward reads, the first of two. is_equal:
+        they read the same bits in the same formats.
+        """
+        if self._is_of_its_rank(pair) or is_sum_of_gradients(pair):
+            return Compared(math.nan, NOTHING, False)
+        first = pair.a[0].call, pair.b[0].call
+        is_same = len(pair.a) == len(pair.b) == 1 and first[0].id.op == first[1].id.op
+        count = min(len(call.outputs) for call in first) if is_same else 1
+        found = []
+        for n in range(count):
+            if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
+                for turn in _turns_of(pair):
+                    apart = self._between(turn, _output(n), beside)
+                    found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(turn, n, is_equal)))
+        known = [one for one in found if one.is_known]
+        return max(known, key=lambda one: one.relative / one.growth, default=Compared(math.nan, NOTHING, False))
+
+    def band_of(self, side: int, bundle: Bundle) -> float:
+        """What rounding explains of one call's result."""
+        return _band([_coarsest(_formats_of(self.sides[side].runs[0], bundle.call))])
+
+    def band_of_inputs(self, pair: Aligned) -> float:
+        """What rounding explains of what both read: casts are no pairs."""
+        numbers = [(side, n) for side, bundles in self._both(pair)
+                   for _, n in (*bundles[0].call.inputs, *bundles[0].call.outputs)]  # fmt: skip
+        formats = [side.runs[0].tensors[n].format for side, n in numbers]
+        known = [name for name in formats if name in FORMATS]
+        return _band([_coarsest(known)] * 2) if known else LEAST_BAND
+
+    @staticmethod
+    def gain(*bundles: Bundle) -> float:
+        """By how much differences may grow in calls."""
+        return GAIN_OF_PASSING if all(passes_on(bundle.id.op) for bundle in bundles) else GAIN
+
+    def growth_of(self, side: int, call: CallRecord, position: int = 0) -> float:
+        """How many times larger errors come out of one call of a first rank, in the result at that position."""
+        if position >= len(call.outputs):
+            return 1.0
+        came = {name: self.sides[side].piece(0, number) for name, number in call.inputs}
+        gave = self.sides[side].piece(0, call.outputs[position][1])
+        return growth(call.id.op, position, came, gave, gave.rms, call.id.direction == BACKWARD)
+
+    def _is_read(self, pair: Aligned, position: int) -> bool:
+        """Whether a call of a forward reads the result at that position."""
+        return any(side.is_read(bundle.call.outputs[position][1])
+                   for side, bundles in self._both(pair) for bundle in bundles)  # fmt: skip
+
+    def _growth(self, pair: Aligned, position: int, is_equal: bool) -> float:
+        """The larger of both sides'."""
+        known = [(side, bundle) for side, bundles in self._both(pair) for bundle in bundles[:1]
+                 if position < len(bundle.call.outputs)]  # fmt: skip
+        gave = [side.piece(bundle.turns[0][0].rank, bundle.call.outputs[position][1]) for side, bundle in known]
+        out = max((piece.rms for piece in gave), default=0.0)
+        found = [1.0]
+        for (side, bundle), piece in zip(known, gave, strict=True):
+            came = {name: side.piece(bundle.turns[0][0].rank, number) for name, number in bundle.call.inputs}
+            is_backward = bundle.id.direction == BACKWARD
+            found.append(growth(bundle.id.op, position, came, piece, out, is_backward, is_equal))
+        return max(found)
+
+    def inputs(self, pair: Aligned) -> dict[str, Distance]:
+        """Of what the calls were given besides weights, by name; without a name of what two ops compute on."""
+        a, b = pair.a[0], pair.b[0]
+        if len(pair.a) == len(pair.b) == 1 and a.id.op == b.id.op:
+            names = [name for name in self._names(pair) if not self._is_given(pair, name)]
+            return {name: self._between(pair, _input(name), _first) for name in names}
+        if a.family == b.family and a.family in TOLD_APART:
+            return {"": self._between(pair, _read, _first)}
+        return {}
+
+    def given(self, pair: Aligned, before: float) -> tuple[tuple[str, str, str], ...]:
+        """Numbers and weights that differ: name, in a, in b. before: how far apart calls' results were so far; so may
+        be what they keep for the backward.
+        """
+        a, b = pair.a[0].call, pair.b[0].call
+        is_same = pair.a[0].family == pair.b[0].family and pair.a[0].family in TOLD_APART
+        numbers_a, numbers_b = (dict(call.given) if is_same or a.id.op == b.id.op else {} for call in (a, b))
+        found = [(n, x, y) for n, x in numbers_a.items()
+                 if (y := numbers_b.get(n)) is not None and x != y and _is_number(x, y)]  # fmt: skip
+        if a.id.op != b.id.op:
+            return (*found, *self._other_weight(pair.a, pair.b))
+        before = before if a.id.direction == BACKWARD else 0.0
+        for name in self._names(pair):
+            if self._is_given(pair, name):
+                apart = _worst(self._between(pair, _input(name), join) for join in (stacked, beside))
+                formats = [side.runs[0].tensors[dict(call.inputs)[name]].format
+                           for side, call in zip(self.sides, (a, b), strict=True)]  # fmt: skip
+                if apart.is_known and apart.relative > max(before, _band(formats)):
+                    found.append(_apart(name, formats[0], formats[1], apart.relative))
+        return tuple(found)
+
+    def _other_weight(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> tuple[tuple[str, str, str], ...]:
+        """The weights of two ops, by whatever names they take them; one may be turned, so ranges are compared."""
+        one, other = (_joined([bundle.weight for bundle in bundles]) for bundles in (a, b))
+        if one is None or other is None or one.elements != other.elements:
+            return ()
+        apart = ranges_apart(one, other)
+        return (_apart("weight", one.format, other.format, apart),) if apart > _band([one.format, other.format]) else ()
+
+    def band(self, pair: Aligned) -> float:
+        """What rounding explains of the results' difference, where nothing cancels."""
+        formats: list[str] = []
+        for side, bundles in self._both(pair):
+            coarse = [_coarsest([*_formats_of(side.runs[0], x.call), *_tf32(side.runs[0], x)]) for x in bundles]
+            formats.append(max(coarse, key=lambda name: FORMATS[name].epsilon))
+        smallest = min(self._smallest(side, bundles[0]) for side, bundles in self._both(pair))  # one may have none left
+        return _band(formats) + BAND * sum(rounding(FORMATS[name], False)[1] for name in formats) / smallest
+
+    @staticmethod
+    def _smallest(side: Side, bundle: Bundle) -> float:
+        """The smallest size of what a call reads and of what it gives first: what lies below a format's end is lost."""
+        first = bundle.turns[0][0]
+        numbers = [n for _, n in (*first.call.inputs, *first.call.outputs[:1])]
+        return min((rms for n in numbers if (rms := side.piece(first.rank, n).rms)), default=math.inf)
+
+    def between(self, a: int, b: int) -> Distance:
+        """Of two tensors, by their numbers in the first ranks' runs."""
+        return distance(self.sides[0].piece(0, a), self.sides[1].piece(0, b), self._whole)
+
+    def gradients(self, a: Sequence[str], b: Sequence[str]) -> tuple[Distance, float]:
+        """Of parameters, several of one side as rows of one of the other; and by how much errors grow where these are
+        made: a bias before a norm has one that is zero, but for them.
+        """
+        pieces: list[list[Piece]] = []
+        grown = 1.0
+        for n, (side, names) in enumerate(zip(self.sides, (a, b), strict=True)):
+            rows = [side.runs[0].parameters[name] for name in names]
+            numbers = [row["gradient"] for row in rows if "gradient" in row]
+            pieces.append([side.piece(0, number) for number in numbers])
+            made = [found for number in numbers if (found := side.place_in_maker(number)) is not None]
+            grown = max([grown, *(self.growth_of(n, *found) for found in made)])
+        if not all(pieces):
+            return Distance(), grown
+        join = beside if pieces[0][0].dimensions < 2 else stacked
+        return distance(join(pieces[0]), join(pieces[1]), self._whole), grown
+
+    def _is_of_its_rank(self, pair: Aligned) -> bool:
+        """Whether ranks in other numbers give something else: sums over their part of a batch, and what comes of the
+        loss that each has of its own.
+        """
+        if len(self.sides[0].runs) == len(self.sides[1].runs):
+            return False
+        came, gave = ([self._turns(side, bundles[:1], pick, _first) for side, bundles in self._both(pair)]
+                      for pick in (_read, _output(0)))  # fmt: skip
+        if pair.a[0].id.direction == BACKWARD or not all((*came, *gave)):
+            return True
+        (a, b), (x, y) = ([_size(turns[0][0]) for turns in found] for found in (came, gave))
+        return a != b and x == y
+
+    def _both(self, pair: Aligned) -> tuple[tuple[Side, tuple[Bundle, ...]], tuple[Side, tuple[Bundle, ...]]]:
+        return (self.sides[0], pair.a), (self.sides[1], pair.b)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _names(self, pair: Aligned) -> list[str]:
+        there = {name for name, _ in pair.b[0].call.inputs}
+        return [name for name, _ in pair.a[0].call.inputs if name in there]
+
+    def _is_given(self, pair: Aligned, name: str) -> bool:
+        turns = ((side, turn) for side, bundles in self._both(pair) for turn in bundles[0].turns)
+        return all(side.is_given(turn[0], name) for side, turn in turns)  # an inner step may have made a later one
+
+    def _between(self, pair: Aligned, pick: Pick, join: Join) -> Distance:
+        """The largest distance over turns and ranks; of turns in other numbers, of all of them as one."""
+        a, b = (self._turns(side, bundles, pick, join) for side, bundles in self._both(pair))
+        if not a or not b:
+            return Distance()
+        if len(a) == len(b):
+            return _worst(self._ranks(x, y) for x, y in zip(a, b, strict=True))
+        for at in (0, -1):  # the same in each turn; or what a cache has grown to
+            if 1 in (len(a), len(b)) and _size(a[at][0]) == _size(b[at][0]):
+                return self._ranks(a[at], b[at])
+        whole_a, whole_b = ([stacked(ranks) for ranks in turns] for turns in (a, b))
+        one, other = ([p for p in whole if p is not None] for whole in (whole_a, whole_b))
+        if len(one) < len(a) or len(other) < len(b):
+            return Distance()
+        return in_best_turns(one, other, self._whole)
+
+    def _ranks(self, a: list[Piece], b: list[Piece]) -> Distance:
+        if len(a) == len(b):
+            return _worst(distance(x, y, self._whole) for x, y in zip(a, b, strict=True))
+        if _size(a[0]) == _size(b[0]):  # the same on all ranks
+            return _worst(distance(x, y) for x in a for y in b)
+        return distance(stacked(a), stacked(b))
+
+    def _turns(self, side: Side, bundles: Sequence[Bundle], pick: Pick, join: Join) -> list[list[Piece]]:
+        """By turn and rank; none if a part lacks anywhere."""
+        found = []
+        for turn in zip(*(bundle.turns for bundle in bundles), strict=False):
+            ranks = []
+            for placed in zip(*turn, strict=False):
+                numbers = [pick(one) for one in placed]
+                known = [side.piece(one.rank, n) for one, n in zip(placed, numbers, strict=True) if n is not None]
+                piece = join(known) if len(known) == len(numbers) else None
+                if piece is None:
+                    return []
+                ranks.append(piece)
+            found.append(ranks)
+        return found
+
+
+def is_sum_of_gradients(pair: Aligned) -> bool:
+    """Whether autograd adds up a tensor's gradients: in which order, that depends on the casts."""
+    return pair.a[0].id.direction == BACKWARD and pair.a[0].id.op == "aten.add.Tensor"
+
+
+def _turns_of(pair: Aligned) -> list[Aligned]:
+    """The turns of a pair one by one, where there are as many on both sides: a sum may cancel in one of them alone."""
+    bundles = (*pair.a, *pair.b)
+    count = len(bundles[0].turns)
+    if any(len(bundle.turns) != count for bundle in bundles):
+        return [pair]
+    sides = ([tuple(replace(x, turns=x.turns[n : n + 1]) for x in side) for n in range(count)]
+             for side in (pair.a, pair.b))  # fmt: skip
+    return [Aligned(a, b, pair.by) for a, b in zip(*sides, strict=True)]
+
+
+def _output(position: int) -> Pick:
+    return lambda placed: placed.call.outputs[position][1] if position < len(placed.call.outputs) else None
+
+
+def _input(name: str) -> Pick:
+    return lambda placed: dict(placed.call.inputs).get(name)
+
+
+def _read(placed: Placed) -> int | None:
+    return read_by(placed.call)
+
+
+def _first(pieces: Sequence[Piece]) -> Piece | None:
+    """Parts of a fused projection read one tensor."""
+    return pieces[0]
+
+
+def _joined(pieces: Sequence[Piece | None]) -> Piece | None:
+    known = [piece for piece in pieces if piece is not None]
+    return stacked(known) if known and len(known) == len(pieces) else None
+
+
+def _size(piece: Piece) -> tuple[int, int, int]:
+    return piece.sequences, piece.tokens, piece.columns
+
+
+def _worst(found: Iterable[Distance]) -> Distance:
+    known = [one for one in found if one.is_known]
+    return max(known, key=lambda one: one.relative) if known else Distance()
+
+
+def _apart(name: str, a: str, b: str, apart: float) -> tuple[str, str, str]:
+    return name, a, f"{b}, {apart:.1e} apart"
+
+
+def _is_number(a: str, b: str) -> bool:
+    """Whether both say a float, a flag or a word; whole numbers are sizes and dimensions, which layouts change."""
+    for text in (a, b):
+        if text.startswith("'"):
+            return True
+        try:
+            float(text)
+        except ValueError:
+            return {a, b} == {"True", "False"}
+    return any(mark in text for text in (a, b) for mark in ".en")
+
+
+def _formats_of(run: Run, call: CallRecord) -> list[str]:
+    named = [*call.computes.split(","), *(run.tensors[n].format for _, n in call.outputs)]
+    return [name for name in named if name in FORMATS] or ["fp32"]
+
+
+def _tf32(run: Run, bundle: Bundle) -> list[str]:
+    """`tf32`, where an accelerator may take products in it."""
+    flags = run.environment.get("flags") or {}
+    if run.environment.get("device_type") != "cuda" or bundle.family not in (GEMM, CONV):
+        return []
+    lowers = flags.get("get_float32_matmul_precision", "highest") != "highest"
+    is_on = lowers or flags.get("backends.cuda.matmul.allow_tf32")
+    if bundle.family == CONV:
+        is_on = flags.get("backends.cudnn.allow_tf32")
+    return [tf32.name] if is_on else []
+
+
+def _coarsest(names: Sequence[str]) -> str:
+    found: Format = max((FORMATS[name] for name in names), key=lambda format: format.epsilon)
+    return found.name
+
+
+def _band(formats: Sequence[str]) -> float:
+    return max(LEAST_BAND, BAND * sum(FORMATS[name].epsilon / 2 for name in formats if name in FORMATS))

@@ -1,0 +1,272 @@
+"""Which calls of one run are those of another: by hand, by module path, weights, order and op, and by values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from narrowcast.analysis.compare_runs.pieces import Piece, distance, stacked
+from narrowcast.analysis.compare_runs.sequences import aligned_sequences, in_order_on_both
+from narrowcast.analysis.compare_runs.sides import Bundle, Side
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
+from narrowcast.formats import FORMATS
+from narrowcast.reports.results.mapping import Entry, RunMapping
+
+BY_HAND, BY_PATH, BY_WEIGHTS, BY_ORDER, BY_VALUES = "mapping", "path", "weights", "order", "values"
+TOLD_APART = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])
+"""Families whose members do the same by different names; pointwise ops do not."""
+_CLOSE = 0.05
+"""By how much of the largest magnitude the ranges of equal values may differ, faults upstream included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """Calls of a that are calls of b: one of each, or several on one side. by: what says so."""
+
+    a: tuple[Bundle, ...]
+    b: tuple[Bundle, ...]
+    by: str
+
+
+def align(a: Side, b: Side, mapping: RunMapping | None = None) -> tuple[list[Aligned], dict[Bundle, str]]:
+    """The pairs, in the order of a; and the calls that a line of the mapping leaves without a partner, with that line.
+
+    RunError where the mapping names what is not there.
+    """
+    made = _Aligner(a, b)
+    if mapping is not None:
+        made.by_hand(mapping)
+    made.by_equal_modules()
+    made.by_weights()
+    made.by_modules()
+    made.in_gaps()
+    return sorted(made.pairs, key=lambda pair: pair.a[0].position), made.left_out
+
+
+class _Aligner:
+    def __init__(self, a: Side, b: Side) -> None:
+        self._a, self._b = a, b
+        self._free_a = dict.fromkeys(a.bundles)
+        self._free_b = dict.fromkeys(b.bundles)
+        self.pairs: list[Aligned] = []
+        self.left_out: dict[Bundle, str] = {}
+
+    def _pair(self, a: Iterable[Bundle], b: Iterable[Bundle], by: str) -> None:
+        pair = Aligned(tuple(a), tuple(b), by)
+        self.pairs.append(pair)
+        for bundle in pair.a:
+            del self._free_a[bundle]
+        for bundle in pair.b:
+            del self._free_b[bundle]
+
+    # -- by hand -------------------------------------------------------------------------------------------------------
+
+    def by_hand(self, mapping: RunMapping) -> None:
+        """Calls first, then modules."""
+        for names_a, names_b, line in mapping.calls():
+            a = [self._named(self._free_a, name, "a", mapping, line) for name in names_a]
+            b = [self._named(self._free_b, name, "b", mapping, line) for name in names_b]
+            if a and b:
+                self._pair(a, b, BY_HAND)
+            else:
+                self._leave_out([*a, *b], mapping, line)
+        for entry in mapping.modules(self._a.by_path, self._b.by_path):
+            self._modules(entry, mapping)
+
+    def _named(self, free: dict[Bundle, None], name: CallId, run: str, mapping: RunMapping, line: int) -> Bundle:
+        for bundle in free:
+            if any(placed.call.id == name for turn in bundle.turns for placed in turn):
+                return bundle
+        raise mapping.refused(line, f"run {run} has no call {name}, or a line above takes it", "List run.calls.")
+
+    def _modules(self, entry: Entry, mapping: RunMapping) -> None:
+        a = [[x for x in self._a.by_path[path] if x in self._free_a] for path in entry.a]
+        b = [[x for x in self._b.by_path[path] if x in self._free_b] for path in entry.b]
+        if not a or not b:
+            self._leave_out([x for found in (*a, *b) for x in found], mapping, entry.line)
+        elif len(a) == len(b) == 1:
+            self._in_order(a[0], b[0], BY_HAND)
+        else:
+            for sides in zip(*a, *b, strict=False):  # the n-th call of each part is that of the whole
+                if len({bundle.family for bundle in sides}) == 1:
+                    self._pair(sides[: len(a)], sides[len(a) :], BY_HAND)
+
+    def _leave_out(self, bundles: list[Bundle], mapping: RunMapping, line: int) -> None:
+        for bundle in bundles:
+            self.left_out[bundle] = f"{mapping.file}:{line}"
+            self._free_a.pop(bundle, None)
+            self._free_b.pop(bundle, None)
+
+    # -- by module -----------------------------------------------------------------------------------------------------
+
+    def _shared_modules(self) -> Iterator[tuple[list[Bundle], list[Bundle]]]:
+        for path, bundles in self._a.by_path.items():
+            a = [x for x in bundles if x in self._free_a]
+            b = [x for x in self._b.by_path.get(path, ()) if x in self._free_b]
+            if a and b:
+                yield a, b
+
+    def by_equal_modules(self) -> None:
+        """Modules of one path that make the same calls, one after the other."""
+        for a, b in self._shared_modules():
+            if [(x.id.op, x.id.direction) for x in a] == [(x.id.op, x.id.direction) for x in b]:
+                for pair in zip(a, b, strict=True):
+                    self._pair(pair[:1], pair[1:], BY_PATH)
+
+    def by_modules(self) -> None:
+        """Modules of one path, whatever calls they make."""
+        for a, b in self._shared_modules():
+            self._in_order(a, b, BY_PATH)
+
+    def _in_order(self, a: list[Bundle], b: list[Bundle], by: str = "") -> None:
+        for i, j in aligned_sequences(len(a), len(b), lambda i, j: likeness(a[i], b[j], bool(by))):
+            self._pair([a[i]], [b[j]], by or (BY_ORDER if a[i].id.op == b[j].id.op else BY_VALUES))
+
+    def in_gaps(self) -> None:
+        """What lies between calls that have their partner."""
+        known = sorted((p.a[0].position, p.b[0].position) for p in self.pairs)
+        at_a = at_b = -1
+        for end_a, end_b in [*in_order_on_both(known), (len(self._a.bundles), len(self._b.bundles))]:
+            a = [x for x in self._a.bundles[at_a + 1 : end_a] if x in self._free_a]
+            b = [x for x in self._b.bundles[at_b + 1 : end_b] if x in self._free_b]
+            for parts in _siblings(a):
+                self._fused(parts, b, True, _same_size)
+            for parts in _siblings(b):
+                self._fused(parts, a, False, _same_size)
+            self._in_order([x for x in a if x in self._free_a], [x for x in b if x in self._free_b])
+            at_a, at_b = end_a, end_b
+
+    # -- by weights ----------------------------------------------------------------------------------------------------
+
+    def by_weights(self) -> None:
+        """Products with the same weight, also where one run has several in one."""
+        for a in [x for x in self._free_a if x.weight is not None]:
+            found = [b for b in self._free_b if _same_direction(a, b) and _same_weight(a.weight, b.weight)]
+            if found:
+                self._pair([a], [min(found, key=lambda b: _apart(a.weight, b.weight))], BY_WEIGHTS)
+        for parts in _siblings(self._free_a):
+            self._fused(parts, list(self._free_b), True, _same_weights)
+        for parts in _siblings(self._free_b):
+            self._fused(parts, list(self._free_a), False, _same_weights)
+
+    def _fused(self, parts: list[Bundle], wholes: list[Bundle], is_a: bool, is_same: _IsFused) -> None:
+        """Pair neighbours among parts with the one product of the other run that they are."""
+        free, others = (self._free_a, self._free_b) if is_a else (self._free_b, self._free_a)
+        for whole in wholes:
+            left = [p for p in parts if p in free]
+            ends = [(m, n) for m in range(len(left)) for n in range(m + 2, len(left) + 1)]
+            can_be = whole.weight is not None and whole in others
+            some = next((left[m:n] for m, n in ends if can_be and is_same(left[m:n], whole)), None)
+            if some is not None:
+                by = BY_WEIGHTS if is_same is _same_weights else BY_ORDER
+                self._pair(*((some, [whole]) if is_a else ([whole], some)), by)
+
+
+_IsFused = Callable[[Sequence[Bundle], Bundle], bool]
+
+
+def _same_weights(parts: Sequence[Bundle], whole: Bundle) -> bool:
+    """Whether the weights of the parts, one under the other, are that of the whole."""
+    weight = stacked([p.weight for p in parts if p.weight is not None])
+    return _same_direction(parts[0], whole) and _same_weight(weight, whole.weight)
+
+
+def _same_size(parts: Sequence[Bundle], whole: Bundle) -> bool:
+    """Whether the results of the parts, side by side, are as wide as that of the whole, whatever the weights are."""
+    sizes = [(sum(p.columns for p in parts), sum(p.elements for p in parts)), (whole.columns, whole.elements)]
+    return _same_direction(parts[0], whole) and sizes[0] == sizes[1]
+
+
+def _same_direction(a: Bundle, b: Bundle) -> bool:
+    return a.id.direction == b.id.direction and a.family == b.family
+
+
+def _same_weight(a: Piece | None, b: Piece | None) -> bool:
+    if a is None or b is None or a.elements != b.elements:
+        return False
+    coarsest = max(FORMATS[p.format].epsilon for p in (a, b))
+    return ranges_apart(a, b) <= (1e-6 if a.format == b.format else 2 * coarsest)
+
+
+def _apart(a: Piece | None, b: Piece | None) -> float:
+    """The distance of two weights; far for those whose rows are not the same ones (one is transposed)."""
+    found = distance(a, b)
+    return found.relative if found.is_known else math.inf
+
+
+def _siblings(free: Iterable[Bundle]) -> list[list[Bundle]]:
+    """Products that read the same tensor, as those for q, k and v do."""
+    found: dict[tuple[int, str, str], list[Bundle]] = {}
+    for bundle in free:
+        if bundle.weight is not None:
+            found.setdefault((bundle.read, bundle.id.op, bundle.id.direction), []).append(bundle)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def likeness(a: Bundle, b: Bundle, same_module: bool = False) -> float:
+    """How much two calls look like the same one; 0 if they cannot be.
+
+    Calls of one op; or of two, if they belong to one family, or give the same values.
+    """
+    if a.id.direction != b.id.direction:
+        return 0.0
+    same_op, same_elements, same_columns = a.id.op == b.id.op, a.elements == b.elements, a.columns == b.columns
+    alike = same_elements and _tells(a) and _tells(b) and ranges_apart(a, b) < _CLOSE
+    is_told_apart = a.family == b.family and a.family in TOLD_APART
+    if not (same_op or alike or (is_told_apart and same_elements)):
+        return 0.0
+    if same_op and not (is_told_apart or alike or same_module or (same_elements and same_columns)):
+        return 0.0
+    same_name = a.path.rpartition(".")[2] == b.path.rpartition(".")[2] != ""
+    points = 4.0 * same_op + is_told_apart + same_elements + 0.5 * same_columns + 2 * alike
+    points += 1.0 if a.path == b.path else 0.5 * same_name
+    clash = same_elements and _tells(a) and ranges_apart(a, b) > 0.5
+    return points - clash
+
+
+def _tells(x: Bundle) -> bool:
+    return x.low < x.high
+
+
+def ranges_apart(a: Bundle | Piece, b: Bundle | Piece) -> float:
+    """How far apart the smallest and the largest values are, relatively to the largest magnitude."""
+    largest = max(abs(a.low), abs(a.high), abs(b.low), abs(b.high))
+    return max(abs(a.low - b.low), abs(a.high - b.high)) / largest if largest else 0.0
+
+
+def mapping_of(pairs: list[Aligned]) -> tuple[Entry, ...]:
+    """Entries from which the same pairs come: modules, and the calls whose modules do not say it."""
+    votes: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+    for pair in pairs:
+        key = (_paths(pair.a), _paths(pair.b))
+        votes[key] = votes.get(key, 0) + 1
+    taken_a: set[str] = set()
+    taken_b: set[str] = set()
+    modules: list[Entry] = []
+    for a, b in sorted(votes, key=lambda key: -votes[key] - 1000 * (len(key[0]) + len(key[1]) - 2)):
+        if taken_a.isdisjoint(a) and taken_b.isdisjoint(b):
+            modules.append(Entry(a, b))
+            taken_a.update(a)
+            taken_b.update(b)
+    said = {(entry.a, entry.b) for entry in modules}
+    order = {key: n for n, key in enumerate(votes)}
+    modules.sort(key=lambda entry: order[entry.a, entry.b])
+    calls = [Entry(_ids(p.a), _ids(p.b)) for p in pairs
+             if (_paths(p.a), _paths(p.b)) not in said or not _is_told_apart(p)]  # fmt: skip
+    return (*modules, *calls)
+
+
+def _is_told_apart(pair: Aligned) -> bool:
+    """Whether their module says which calls they are."""
+    families = {x.family for x in (*pair.a, *pair.b)}
+    return len({x.id.op for x in (*pair.a, *pair.b)}) == 1 or (len(families) == 1 and families <= TOLD_APART)
+
+
+def _paths(bundles: tuple[Bundle, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(bundle.path for bundle in bundles))
+
+
+def _ids(bundles: tuple[Bundle, ...]) -> tuple[str, ...]:
+    return tuple(str(bundle.id) for bundle in bundles)

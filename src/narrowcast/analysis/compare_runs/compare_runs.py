@@ -1,0 +1,383 @@
+"""`nc.compare_runs`: two runs that need not be alike, call by call: formats, values, who makes a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from narrowcast.analysis.compare_runs.aligned_values import (
+    BAND,
+    GAIN,
+    GAIN_OF_PASSING,
+    Compared,
+    Values,
+    is_sum_of_gradients,
+)
+from narrowcast.analysis.compare_runs.alignment import Aligned, align, mapping_of
+from narrowcast.analysis.compare_runs.conditions import jump, moves
+from narrowcast.analysis.compare_runs.environments import environments
+from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
+from narrowcast.analysis.compare_runs.makers import Makers, Upstream
+from narrowcast.analysis.compare_runs.sides import Bundle, Side, read_name
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
+from narrowcast.core.ops.facts import NORM, SOFTMAX
+from narrowcast.errors import RunError
+from narrowcast.reports.results.mapping import RunMapping, generalised
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_differences import (
+    DIFFERS,
+    EQUAL,
+    INHERITED,
+    NOT_COMPARED,
+    ROUND_OFF,
+    GradientRow,
+    RunDifferences,
+    RunRow,
+    TokenDifference,
+    Unaligned,
+)
+
+_BAND_OF_LOW = 1e-3
+Runs = Run | str | Path | Sequence[Run | str | Path]
+
+
+def compare_runs(
+    a: Runs, b: Runs, *, mapping: RunMapping | str | Path | None = None, names: tuple[str, str] | None = None
+) -> RunDifferences:
+    """Compare two runs that need not be alike: eager and compiled, two policies, versions or devices, a trainer and
+    its inference engine.
+
+    a, b: runs that `nc.capture` made, or the files of such; a sequence of them is one run of as many ranks, whose
+    batch is divided among them. mapping: pairs of modules or calls by hand (RunMapping, or its file). names: of the
+    runs, in what is printed, if not those of the files.
+
+    Calls are paired by module path, by weights, by order and op, by values; several with one where a projection is
+    fused, and one with several where a cache divides a sequence (turns of a module). Each pair is compared as well as
+    what both runs kept allows: whole tensors, sketches, statistics, ranges. Nothing runs again, and torch is not
+    needed. Raises RunError for what is no run, and for a mapping that names what is not there.
+    """
+    names = names or (_name_of(a, "a"), _name_of(b, "b"))
+    sides = Side(_runs_of(a, names[0])), Side(_runs_of(b, names[1]))
+    asked = mapping if isinstance(mapping, RunMapping | None) else RunMapping.load(mapping)
+    pairs, left_out = align(sides[0], sides[1], asked)
+    kept = KeptTensors(sides[0].runs[0], sides[1].runs[0])
+    judging = _Judging(Values(sides[0], sides[1], kept), pairs)
+    found = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
+    found.rows = [judging.row(pair) for pair in pairs]
+    found.rows = judging.ends(found.rows)
+    found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
+    found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
+    found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
+    found.notes = [*_notes(sides, found), *kept.notes]
+    comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
+    found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
+    found.by_hand = asked or RunMapping()
+    found.compared_runs = tuple(side.runs[0] for side in sides)
+    return found
+
+
+def _name_of(given: Runs, otherwise: str) -> str:
+    several = [given] if isinstance(given, Run | str | Path) else given
+    return " + ".join(Path(one).name for one in several if not isinstance(one, Run)) or otherwise
+
+
+def _runs_of(given: Runs, name: str) -> list[Run]:
+    several = [given] if isinstance(given, Run | str | Path) else list(given)
+    runs = [one if isinstance(one, Run) else Run.load(one) for one in several]
+    if not runs or not any(run.calls for run in runs):
+        raise RunError(f"compare_runs: {name}", "a run without calls", advice="Capture the model while it runs.")
+    return runs
+
+
+class _Judging:
+    """Rows, one after the other: what earlier ones differed by stands for inputs that cannot be compared."""
+
+    def __init__(self, values: Values, pairs: Sequence[Aligned]) -> None:
+        self.values = values
+        self.apart: dict[Bundle, float] = {}
+        """Of calls without a partner that make a difference: how far apart is what comes of them."""
+        self._makers = Makers(values.sides[0]), Makers(values.sides[1])
+        self._paired = [{bundle: pair for pair in pairs for bundle in (pair.a, pair.b)[n]} for n in range(2)]
+        self._found: dict[Aligned, float] = {}
+        self._read: dict[Aligned, float] = {}
+        self._largest = self._jumped = 0.0
+
+    def row(self, pair: Aligned) -> RunRow:
+        """The row of a pair."""
+        given, band = self.values.given(pair, self._largest), self.values.band(pair)
+        inputs = {} if is_sum_of_gradients(pair) else self.values.inputs(pair)
+        (format_a, format_b), (place_a, place_b) = (
+            [what(side) for side in (pair.a, pair.b)] for what in (_formats, _place)
+        )
+        is_one = format_a == format_b and pair.a[0].id.op == pair.b[0].id.op
+        names = [{name for name, _ in bundles[0].call.inputs} for bundles in (pair.a, pair.b)]
+        is_equal = names[0] == names[1] and all(one.relative == 0 for one in inputs.values())
+        gave = self.values.results(pair, is_one and is_equal)
+        is_by_row = pair.a[0].family == NORM  # rows of any size become alike there
+        known = [max(one.relative, one.row * is_by_row) for one in inputs.values() if one.is_known]
+        is_of_a_part = any(one.is_part for one in inputs.values()) and not gave.is_part  # others came to it, too
+        came = max(known) if known and not is_of_a_part else math.nan
+        reads_other = [self._reads_other(pair, name, one.relative) for name, one in inputs.items() if one.is_known]
+        before = max(self._largest if math.isnan(came) else came, self._jumped)
+        if all(moves(bundle.id.op) for bundle in (pair.a[0], pair.b[0])):  # perhaps of a part that is further off
+            before = max(before, self._largest)
+        if pair.a[0].id.direction == BACKWARD:  # rows are added up there, of which some alone are looked at
+            before = max(before, self._largest)
+        self._read[pair] = before
+        jumped = jump(pair.a[0].id.op, 0.0 if math.isnan(came) else came, max(self._chosen_by(pair), default=0.0))
+        if pair.a[0].id.direction == FORWARD:  # in whichever rows, of which some alone are looked at
+            self._jumped = max(self._jumped, jumped)
+        before = max(before, jumped)
+        if is_one and 0.0 in (before, self._largest) and band > _BAND_OF_LOW:
+            band /= BAND  # nothing differs before it, and both round alike: what is left is another order of sums
+        band *= gave.growth
+        reason = next(filter(None, reads_other), "")
+        verdict, why = self._verdict(pair, gave, band, before, bool(given), bool(given) and is_equal, reason)
+        self._found[pair] = gave.relative if gave.is_known else math.nan
+        self._largest = max(self._largest, gave.relative if gave.is_known else 0.0, before)
+        return RunRow(
+            _ids(pair.a), _ids(pair.b), place_a, place_b, format_a, format_b, pair.by, verdict, gave.relative, came,
+            band, gave.by, gave.is_part, given, why,
+        )  # fmt: skip
+
+    def _verdict(
+        self,
+        pair: Aligned,
+        gave: Compared,
+        band: float,
+        came: float,
+        is_given: bool,
+        is_proved: bool,
+        reads_other: str,
+    ) -> tuple[str, str]:
+        if not gave.is_known:
+            return NOT_COMPARED, "what both runs kept of it cannot be compared"
+        if gave.relative == 0:
+            return EQUAL, ""
+        if gave.relative <= band and not is_proved:
+            return ROUND_OFF, ""
+        if pair.a[0].id.direction == RECOMPUTATION:
+            return INHERITED, "it repeats a call of the forward, which is compared"
+        if reads_other:
+            return DIFFERS, reads_other
+        if is_given and gave.relative > came:
+            return DIFFERS, "it was given something else"
+        if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
+            return INHERITED, ""
+        is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
+        if self._chosen_by(pair) and (self._largest or is_among_others):
+            return INHERITED, "it chooses by values that differ" if self._largest else "it chooses among other rows"
+        return DIFFERS, _UNEXPLAINED
+
+    def _chosen_by(self, pair: Aligned) -> list[float]:
+        """How far apart the floats are of which the conditions and places were made that the calls read."""
+        made = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
+        return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in made]
+
+    # -- between calls that are pairs ----------------------------------------------------------------------------------
+
+    def _reads_other(self, pair: Aligned, name: str, apart: float) -> str:
+        """Why an argument differs by more than what made it explains: because of calls without a partner, which are
+        noted; or, as the text says, since another call made it, or none.
+        """
+        read = [makers.read(bundles[0], name or read_name(bundles[0].call))
+                for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]  # fmt: skip
+        a, b = self._upstream(read)
+        if apart <= self._explained(pair, a, b) or self._is_by_casts(read, apart):
+            return ""
+        if a.alone or b.alone:
+            for bundle in (*a.alone, *b.alone):
+                self.apart.setdefault(bundle, apart)
+            return ""
+        if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
+            return "its inputs differ already, and no call of the runs made them"
+        made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
+        return "" if made[0] & made[1] or not all(made) else "its inputs are what other calls gave"
+
+    def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
+        """What made these tensors of both runs."""
+        (a, b), (m, n), (one, other) = numbers, self._makers, self._paired
+        return m.upstream(a, one), n.upstream(b, other)
+
+    def _is_by_casts(self, numbers: Sequence[Sequence[int]], apart: float) -> bool:
+        """Whether tensors are that far apart since one run alone rounds them to a format in which it computes nothing;
+        its casts are noted.
+        """
+        sides = self.values.sides
+        casts = [side.strange_casts(read) for side, read in zip(sides, numbers, strict=True)]
+        if len(casts[0]) == len(casts[1]):
+            return False
+        more = max((0, 1), key=lambda n: len(casts[n]))
+        for cast in casts[more]:
+            self.apart.setdefault(sides[more].by_itself(cast), apart)
+        return True
+
+    def _explained(self, pair: Aligned, a: Upstream, b: Upstream) -> float:
+        """How far apart tensors may be that these calls made; those that no call made may be copies of any."""
+        if not (a.alone or a.known or b.alone or b.known) and pair.a[0].id.direction == FORWARD:
+            return self.values.band_of_inputs(pair) + GAIN_OF_PASSING * self._largest
+        before = [self._found.get(self._paired[n][x], 0.0) for n, side in enumerate((a, b)) for x in side.known]
+        came = max((self._largest if math.isnan(each) else each for each in before), default=0.0)
+        alone = [(n, x) for n, side in enumerate((a, b)) for x in side.alone]
+        bands = sum(self.values.band_of(n, x) for n, x in alone)
+        growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
+        return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
+
+    def ends(self, rows: list[RunRow]) -> list[RunRow]:
+        """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows:
+        where all outputs agree, programs go other ways to the same, and what differs on the way is another quantity.
+        """
+        ends = [makers.ends for makers in self._makers]
+        left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
+        if len(left[0]) != len(left[1]):
+            left = [found[-1:] for found in left]
+        agree = []
+        for a, b in zip(*left, strict=False):
+            if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
+                agree.append(False)  # one program goes on, to probabilities or a loss
+                continue
+            pair = Aligned((a,), (b,), "")
+            found = self.values.results(pair)
+            agree.append(found.is_known and _agrees(found.relative, self.values.band(pair) * found.growth))
+            made = self._upstream(
+                [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
+            )
+            if found.is_known and found.relative > self._explained(pair, *made):
+                for bundle in (*made[0].alone, *made[1].alone):
+                    self.apart.setdefault(bundle, found.relative)
+        agreed = {row.a: row.verdict in (EQUAL, ROUND_OFF) and _agrees(row.difference, row.band) for row in rows}
+        for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
+            last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
+            read, apart = [[number] for number in last], self.values.between(*last).relative
+            agree.append(agreed[_ids(pair.a)])
+            if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
+                agree.append(False)
+        is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in rows)
+        if is_low or not agree or not all(agree):  # in low formats a fault may hide in what rounding makes
+            return rows
+        self.apart = {bundle: apart for bundle, apart in self.apart.items() if bundle.id.direction == BACKWARD}
+        return [replace(row, verdict=NOT_COMPARED, why=_OTHER_WAY) if _is_other_step(row) else row for row in rows]
+
+    def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
+        """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
+        forward = [row for row in rows if row.measured_by and row.a[0].direction != BACKWARD]
+        if not forward:
+            return math.inf
+        last = max((x for x in self._paired[0] if x.id == forward[-1].a[0]), key=lambda x: x.position)
+        largest = max(1.0, abs(last.low), abs(last.high))
+        return largest * (forward[-1].band + GAIN * max(row.difference for row in forward))
+
+    def _is_end(self, side: int, bundle: Bundle, others: Sequence[Bundle]) -> bool:
+        """Whether its partner is an output, too."""
+        pair = self._paired[side].get(bundle)
+        return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
+
+
+_UNEXPLAINED = "its inputs do not explain that"
+_OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
+
+
+def _agrees(difference: float, band: float) -> bool:
+    """Whether outputs say that two programs are the same: within a wide band faults lie, too."""
+    return difference == 0 or difference <= band < _BAND_OF_LOW
+
+
+def _is_other_step(row: RunRow) -> bool:
+    """Whether calls that make a difference may be no pair: of their inputs nothing is known, or they differ, too."""
+    is_unknown = math.isnan(row.inputs) or row.why != _UNEXPLAINED
+    return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and not row.given and is_unknown
+
+
+def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
+    return tuple(bundle.id for bundle in bundles)
+
+
+def _formats(bundles: Sequence[Bundle]) -> str:
+    return ",".join(dict.fromkeys(bundle.call.computes or bundle.call.came for bundle in bundles))
+
+
+def _place(bundles: Sequence[Bundle]) -> str:
+    return f"{bundles[0].call.file}:{bundles[0].call.line}"
+
+
+def _unaligned(
+    sides: Sequence[Side], pairs: list[Aligned], left_out: dict[Bundle, str], apart: dict[Bundle, float]
+) -> list[Unaligned]:
+    found = []
+    has_backward = [any(x.id.direction == BACKWARD for x in side.bundles) for side in sides]
+    for n, (name, side) in enumerate(zip("ab", sides, strict=True)):
+        paired = {bundle for pair in pairs for bundle in (pair.a, pair.b)[n]}
+        after = ""
+        for bundle in [*side.bundles, *side.casts_alone]:
+            if bundle in paired:
+                after = str(bundle.id)
+                continue
+            why = "the other run has no backward" if bundle.id.direction == BACKWARD and not has_backward[1 - n] else ""
+            why = f"left out by {left_out[bundle]}" if bundle in left_out else why
+            format, before = _formats([bundle]), "" if bundle.call.is_cast else after
+            found.append(Unaligned(name, bundle.id, _place([bundle]), before, why, format, apart.get(bundle, 0.0)))
+    return found
+
+
+def _band_of_gradients(rows: list[RunRow]) -> float:
+    """They are made of all calls, one after the other."""
+    differences = [row.difference for row in rows if not math.isnan(row.difference)]
+    return GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+
+
+def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
+    """Of parameters with one name, or of modules that are pairs."""
+    a, b = (side.runs[0].parameters for side in values.sides)
+    modules = {x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b)) for pair in pairs for x in pair.a}
+    rows: dict[tuple[tuple[str, ...], tuple[str, ...]], None] = {}
+    for name in a:
+        path, _, leaf = name.rpartition(".")
+        paths = ((path,), (path,)) if name in b else modules.get(path, ((), ()))
+        names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
+        if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
+            rows[names[0], names[1]] = None
+    found = [(row, *values.gradients(*row)) for row in rows]
+    return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
+
+
+def _tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
+    pairs = list(zip(a.tokens, b.tokens, strict=False))
+    if not pairs:
+        return None
+    first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
+    count = len(pairs) if first_other < 0 else first_other
+    apart = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
+    apart = [math.inf if math.isnan(value) else value for value in apart]
+    if not apart:
+        return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
+    sizes = sorted(map(abs, apart))
+    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
+    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
+    at = max(range(count), key=lambda n: abs(apart[n]))
+    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other, band)
+
+
+def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
+    notes = []
+    a, b = sides
+    if a.casts or b.casts:
+        notes.append(f"casts are not paired: a has {a.casts}, b has {b.casts}")
+    kept = [len(side.runs[0].tokens) for side in sides]
+    if kept[0] != kept[1]:
+        notes.append(f"a kept {kept[0]} log-probabilities, b {kept[1]}: compared as far as both go")
+    lengths = [max(len(x.turns) for x in side.bundles) for side in sides]
+    if lengths[0] != lengths[1]:
+        notes.append(f"a calls its modules up to {lengths[0]} times, b up to {lengths[1]} times")
+    parts = sum(row.is_part for row in found.rows)
+    if parts:
+        notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")
+    if len(a.runs) != len(b.runs):
+        notes.append("ranks in other numbers: sums over a batch, and the backward, are each rank's own")
+    missing = sum(row.verdict == NOT_COMPARED for row in found.rows)
+    if missing:
+        notes.append(f"{missing} pairs give what cannot be compared (other shapes, or no floats)")
+    if not any(tensor.sketch for side in sides for run in side.runs for tensor in run.tensors):
+        notes.append("neither run has sketches (older files have none): ranges are compared")
+    return notes

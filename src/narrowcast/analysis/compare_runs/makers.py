@@ -1,0 +1,91 @@
+"""Which calls of a run made a tensor, and which of them have no partner in the other run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from narrowcast.analysis.compare_runs.sides import Bundle, Side
+from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.formats import FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """What made some tensors. alone: the calls without a partner, in order; known: those with one that they begin from;
+    both empty where the tensors came from outside of the run.
+    """
+
+    alone: tuple[Bundle, ...]
+    known: tuple[Bundle, ...]
+
+
+class Makers:
+    """Of one side; of several ranks the first, since all make the same calls."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._tensors, self._bundles = side, side.runs[0].tensors, side.bundles
+        placed = ((one.call, b) for b in side.bundles for turn in b.turns for one in turn if one.rank == 0)
+        self._of = {id(call): bundle for call, bundle in placed}
+
+    def of(self, number: int) -> Bundle | None:
+        """What made a tensor."""
+        call = self._side.maker(0, number)
+        return None if call is None else self._of[id(call)]
+
+    def upstream(self, numbers: Iterable[int], paired: Collection[Bundle]) -> Upstream:
+        """What made these, back to calls that have a partner."""
+        alone: dict[Bundle, None] = {}
+        known: dict[Bundle, None] = {}
+        waiting = [self.of(number) for number in numbers]
+        while waiting:
+            bundle = waiting.pop()
+            if bundle is None or bundle in alone:
+                continue
+            if bundle in paired:
+                known[bundle] = None
+                continue
+            alone[bundle] = None
+            waiting += [self.of(number) for number in self.read(bundle)]
+        return Upstream(tuple(sorted(alone, key=lambda b: b.position)), tuple(known))
+
+    def last(self, bundle: Bundle) -> int:
+        """What a call gave first in its first turn, as it is after the last cast of it."""
+        given = self._last.get(bundle)
+        return bundle.call.outputs[0][1] if given is None else given
+
+    @cached_property
+    def _last(self) -> dict[Bundle | None, int]:
+        casts = [call for call in self._side.runs[0].calls if call.is_cast and call.id.direction == FORWARD]
+        return {self.of(call.outputs[0][1]): call.outputs[0][1] for call in casts}
+
+    @staticmethod
+    def read(bundle: Bundle, name: str = "") -> list[int]:
+        """The tensors that a call read in all turns, or those by one name."""
+        calls = [placed.call for turn in bundle.turns for placed in turn if placed.rank == 0]
+        return [number for call in calls for n, number in call.inputs if name in ("", n)]
+
+    @cached_property
+    def ends(self) -> list[Bundle]:
+        """The calls of a forward whose first results no call of it reads: the outputs, as far as a run knows them."""
+        forward = [b for b in self._bundles if b.id.direction == FORWARD]
+        read = {self.of(number) for b in forward for number in self.read(b)}
+        return [b for b in forward if b not in read and b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+
+    def choosers(self, bundle: Bundle) -> list[Bundle]:
+        """The calls that made whole numbers or flags which a call reads (places, conditions, counts) of floats that
+        other calls made.
+        """
+        waiting, seen = self.read(bundle), {bundle: False}
+        while waiting:
+            number = waiting.pop()
+            maker = None if self._is_floating(number) else self.of(number)
+            if maker is not None and maker not in seen:
+                numbers = self.read(maker)
+                seen[maker] = any(self._is_floating(n) and self.of(n) is not None for n in numbers)
+                waiting += numbers
+        return [maker for maker, chooses in seen.items() if chooses]
+
+    def _is_floating(self, number: int) -> bool:
+        return self._tensors[number].format in FORMATS

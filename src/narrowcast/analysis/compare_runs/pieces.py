@@ -1,0 +1,254 @@
+"""Tensors of two runs compared that are not shaped alike: parts that lie side by side, one after the other, on ranks.
+
+A piece is a tensor, or several that are one in the other run. Its rows (what lies along the last dimension) are named
+by two numbers, the position in all leading dimensions but the last of them, and the position in that: sequence and
+token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from narrowcast.formats import bf16, fp16
+from narrowcast.reports.results.run_records import TensorFacts
+from narrowcast.reports.results.sketch import SUMS, Row, rows_and_columns, side_by_side, sketch_distance, sketch_rows
+from narrowcast.reports.results.sketch import sketched_step as step_of
+
+TENSORS, SKETCHES, STATISTICS, RANGES, NOTHING = "tensors", "sketches", "statistics", "ranges", ""
+"""How two pieces were compared: whole; by sketches of some rows; by range, mean and rms of all elements; by their
+smallest and largest value; not at all.
+"""
+
+
+_UNLIKE = 0.5
+"""Rows that have nothing to do with each other are 1.4 apart."""
+_LOWEST_OF_8 = -0.99 * bf16.max
+NINE_DIGITS = 1e-8
+"""A run in a file has its statistics with nine digits; one in memory has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor, or several as one. sequences, tokens: how many rows there are, by the two numbers that name one.
+
+    rows: the sketches of those that were looked at. is_seen: values were looked at (of integers they are not).
+    is_whole: mean and rms are of all elements. is_finite: without NaN and infinities. facts: of one tensor.
+    """
+
+    format: str
+    sequences: int
+    tokens: int
+    columns: int
+    low: float
+    high: float
+    mean: float
+    rms: float
+    is_seen: bool
+    is_whole: bool
+    is_finite: bool
+    rows: Mapping[tuple[int, int], Row] = field(default_factory=dict)
+    facts: TensorFacts | None = None
+    dimensions: int = 2
+
+    @property
+    def count(self) -> int:
+        """How many rows it has."""
+        return self.sequences * self.tokens
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return self.count * self.columns
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it holds about the lowest value of a format, which masks are filled with, and which says nothing."""
+        return self.low <= _LOWEST_OF_8 or -fp16.max <= self.low <= -0.99 * fp16.max
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+def piece_of(facts: TensorFacts) -> Piece:
+    """The piece that is one tensor."""
+    rows, columns = rows_and_columns(facts.shape)
+    tokens = facts.shape[-2] if len(facts.shape) > 1 else 1
+    sketches = {divmod(number, tokens): row for number, row in sketch_rows(facts.sketch, facts.shape).items()}
+    return Piece(
+        facts.format, rows // tokens if tokens else 0, tokens, columns, facts.low, facts.high, facts.mean, facts.rms,
+        facts.looked_at > 0, facts.looked_at == facts.elements, facts.is_finite, sketches, facts, len(facts.shape),
+    )  # fmt: skip
+
+
+def beside(pieces: Sequence[Piece]) -> Piece | None:
+    """Side by side, as a fused projection gives them; None where the rows are not the same ones."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if any((p.sequences, p.tokens) != (first.sequences, first.tokens) for p in pieces):
+        return None
+    columns = sum(p.columns for p in pieces)
+    adds_up = all(p.columns % SUMS == 0 for p in pieces[:-1]) and step_of(columns) == 1
+    known = set(first.rows).intersection(*(p.rows for p in pieces)) if adds_up else ()
+    rows = {key: side_by_side([p.rows[key] for p in pieces]) for key in sorted(known)}
+    return _joined(pieces, first.sequences, first.tokens, columns, rows)
+
+
+def stacked(pieces: Sequence[Piece], outer: int = 1) -> Piece | None:
+    """One after the other: along all rows, or inside each of so many parts that all have, as a cache makes a model be
+    called with a batch; None where widths differ or a piece has no such parts.
+    """
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if any(p.columns != first.columns or p.count % outer for p in pieces):
+        return None
+    rows: dict[tuple[int, int], Row] = {}
+    before = 0
+    for piece in pieces:
+        inner = piece.count // outer
+        for (sequence, token), row in piece.rows.items():
+            part, at = divmod(sequence * piece.tokens + token, inner)
+            rows[part, before + at] = row
+        before += inner
+    return _joined(pieces, outer, before, first.columns, rows)
+
+
+def in_best_order(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+    """The distance of two sides in other numbers of turns, in that order of rows that brings them closest: how rows
+    that were flattened lie in a batch, shapes do not say. Nothing where one side has rows that the other has not, and
+    it is not the end of each sequence that lacks.
+    """
+    if sum(p.count for p in a) != sum(p.count for p in b) and len({p.sequences for p in (*a, *b)}) > 1:
+        return Distance()
+    shared = math.gcd(*(piece.count for piece in (*a, *b)))
+    found: list[tuple[int, Distance]] = []
+    for outer in _divisors(shared):
+        one, other = ((stacked(side, outer) if len(side) > 1 else _parted(side[0], outer)) for side in (a, b))
+        if one is not None and other is not None:
+            found.append((len(one.rows.keys() & other.rows.keys()), distance(one, other, whole)))
+    known = [(count, each) for count, each in found if each.is_known]
+    most = max((count for count, _ in known), default=0)
+    return min((each for count, each in known if 2 * count >= most), key=lambda d: d.relative, default=Distance())
+
+
+def in_best_turns(a: Sequence[Piece], b: Sequence[Piece], whole: Whole | None = None) -> Distance:
+    """The same of sides that both have several turns: all of them one after the other; or, where a module is called
+    more than once in each step, each of its calls by itself. Where no order brings them together nothing is known.
+    """
+    found = [in_best_order(a, b, whole)]
+    fewer = min(len(a), len(b))
+    if fewer > 1 and not (len(a) % fewer or len(b) % fewer):
+        each = [in_best_order(a[n::fewer], b[n::fewer], whole) for n in range(fewer)]
+        if all(one.is_known for one in each):
+            found.append(max(each, key=lambda one: one.relative))
+    best = min((one for one in found if one.is_known), key=lambda one: one.relative, default=Distance())
+    return best if fewer == 1 or best.relative < _UNLIKE else Distance()
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if not number % n]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _parted(piece: Piece, outer: int) -> Piece:
+    """The same rows under other names, of so many parts."""
+    inner = max(1, piece.count // outer)
+    rows = {divmod(sequence * piece.tokens + token, inner): row for (sequence, token), row in piece.rows.items()}
+    return replace(piece, sequences=outer, tokens=inner, rows=rows)
+
+
+def _joined(
+    pieces: Sequence[Piece], sequences: int, tokens: int, columns: int, rows: Mapping[tuple[int, int], Row]
+) -> Piece:
+    elements = sum(p.elements for p in pieces) or 1
+    mean = sum(p.mean * p.elements for p in pieces) / elements
+    rms = math.sqrt(sum(p.rms**2 * p.elements for p in pieces) / elements)
+    return Piece(
+        pieces[0].format, sequences, tokens, columns, min(p.low for p in pieces), max(p.high for p in pieces), mean,
+        rms, all(p.is_seen for p in pieces), all(p.is_whole for p in pieces), all(p.is_finite for p in pieces), rows,
+        dimensions=pieces[0].dimensions,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far apart two pieces are, relatively (L2; of ranges, to the largest magnitude): NaN where that is not known.
+
+    by: what was compared, `TENSORS`, `SKETCHES`, `STATISTICS`, `RANGES` or nothing. is_part: one has elements that the
+    other has not. row: the largest relative distance of a row, where rows are known.
+    """
+
+    relative: float = math.nan
+    by: str = NOTHING
+    is_part: bool = False
+    row: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything could be compared."""
+        return bool(self.by)
+
+
+Whole = Callable[[TensorFacts, TensorFacts], float | None]
+"""The relative distance of two tensors that the runs kept; None if one of them is not there."""
+
+
+def distance(a: Piece | None, b: Piece | None, whole: Whole | None = None) -> Distance:
+    """How far apart two pieces are, from the best that both runs kept."""
+    if a is None or b is None or not (a.is_seen and b.is_seen) or _are_masks(a, b):
+        return Distance()
+    if whole is not None and a.facts is not None and b.facts is not None and a.facts.shape == b.facts.shape:
+        found = whole(a.facts, b.facts)
+        if found is not None:
+            return Distance(found, TENSORS)
+    is_part = a.elements != b.elements
+    if a.is_finite != b.is_finite:
+        return Distance(math.inf, RANGES, is_part)
+    one, other = _same_names(a, b)
+    by_rows, row, count = sketch_distance(one, other)
+    in_all = math.nan if is_part else _of_statistics(a, b)
+    if count and a.largest and not any(row[SUMS] for rows in (one, other) for row in rows.values()):
+        return Distance()  # these rows are a margin of zeros, as images have one
+    if count:
+        return Distance(by_rows if math.isnan(in_all) else max(by_rows, in_all), SKETCHES, is_part, row)
+    return Distance(in_all, NOTHING if is_part else STATISTICS if a.is_whole and b.is_whole else RANGES, is_part)
+
+
+def _are_masks(a: Piece, b: Piece) -> bool:
+    """Whether both are filled with what says nothing, a lowest value or infinity: at least one with a lowest value."""
+    return (a.is_mask or b.is_mask) and all(piece.is_mask or not piece.is_finite for piece in (a, b))
+
+
+def _same_names(a: Piece, b: Piece) -> tuple[Mapping[tuple[int, int], Row], Mapping[tuple[int, int], Row]]:
+    """The rows of both under the same names; none where it is not known which are the same."""
+    if a.columns != b.columns:
+        return {}, {}
+    if a.tokens == b.tokens or a.sequences == b.sequences:
+        return a.rows, b.rows
+    if a.count == b.count and (1 in (a.sequences, b.sequences) or (_leading(a) or 0) == _leading(b)):
+        return _flat(a), _flat(b)
+    return {}, {}
+
+
+def _leading(piece: Piece) -> list[int] | None:
+    """The sizes of all dimensions but the last, those of one left out."""
+    return None if piece.facts is None else [size for size in piece.facts.shape[:-1] if size != 1]
+
+
+def _flat(piece: Piece) -> Mapping[tuple[int, int], Row]:
+    return {(0, sequence * piece.tokens + token): row for (sequence, token), row in piece.rows.items()}
+
+
+def _of_statistics(a: Piece, b: Piece) -> float:
+    largest = max(a.largest, b.largest)
+    if not largest:
+        return 0.0
+    apart = max(abs(a.low - b.low), abs(a.high - b.high)) / largest
+    if a.is_whole and b.is_whole:
+        apart = max(apart, max(abs(a.mean - b.mean), abs(a.rms - b.rms)) / max(a.rms, b.rms))
+    return apart if apart > NINE_DIGITS else 0.0

@@ -1,0 +1,212 @@
+"""One side of a comparison of two runs: a run, or those of all ranks, with the turns of each call in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+
+from narrowcast.analysis.compare_runs.pieces import Piece, piece_of
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
+from narrowcast.core.ops import op_kind
+from narrowcast.formats import FORMATS
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord
+
+WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
+"""Arguments that may be a weight, if they are as flat as one and no call made them."""
+_NAMED = ("weight", "bias", "running_mean", "running_var")
+_READ = ("input", "mat1", "batch1", "query", "self")
+"""What a product or a norm computes on, by the names of different ops; `self` of addmm is the bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A call of one rank's run."""
+
+    rank: int
+    call: CallRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """A call in all turns of its module, and on all ranks. turns: in order; in each the ranks that made the call.
+
+    elements, columns, low, high: of the first result, over all turns and ranks. weight: of the first turn, if there is
+    one; read: the number of the tensor that it computes on, on the first rank.
+    """
+
+    position: int
+    turns: tuple[tuple[Placed, ...], ...]
+    elements: int
+    columns: int
+    low: float
+    high: float
+    weight: Piece | None = None
+    read: int = -1
+    family: str = ""
+
+    @property
+    def call(self) -> CallRecord:
+        """The first of its calls."""
+        return self.turns[0][0].call
+
+    @property
+    def id(self) -> CallId:
+        """The identity of the first of its calls."""
+        return self.call.id
+
+    @property
+    def path(self) -> str:
+        """Its module."""
+        return self.id.module_path
+
+
+def read_name(call: CallRecord) -> str:
+    """The name of the argument that a call computes on; empty for one that reads no tensor."""
+    names = [name for name, _ in call.inputs]
+    return next((name for name in _READ if name in names), names[0] if names else "")
+
+
+def read_by(call: CallRecord) -> int | None:
+    """The number of the tensor that a call computes on."""
+    return dict(call.inputs).get(read_name(call))
+
+
+@dataclass(slots=True)
+class _Growing:
+    turns: dict[int, list[Placed]] = field(default_factory=dict)
+
+
+class Side:
+    """Runs of one process each; casts are left out, since each call says in which formats it computes."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._makers: list[dict[int, CallRecord]] = [{} for _ in runs]
+        for makers, run in zip(self._makers, runs, strict=True):
+            for call in run.calls:
+                for _, number in call.outputs:
+                    makers.setdefault(number, call)
+        self.bundles = self._bundled()
+        self._casts: dict[int, Bundle] = {}
+        self.casts = sum(call.is_cast for run in runs for call in run.calls)
+
+    def piece(self, rank: int, number: int) -> Piece:
+        """A tensor of a rank's run."""
+        key = (rank, number)
+        if key not in self._pieces:
+            self._pieces[key] = piece_of(self.runs[rank].tensors[number])
+        return self._pieces[key]
+
+    def maker(self, rank: int, number: int) -> CallRecord | None:
+        """The call that made a tensor, or wrote last into the memory where it lies; casts are looked through."""
+        return next((call for call in self._made(rank, number) if not call.is_cast), None)
+
+    def place_in_maker(self, number: int) -> tuple[CallRecord, int] | None:
+        """The call of the first rank's run that made a tensor, casts looked through, and which of its results it is."""
+        for n in self._before(0, number):
+            call = self._makers[0].get(n)
+            if call is not None and not call.is_cast:
+                return call, [made for _, made in call.outputs].index(n)
+        return None
+
+    def _made(self, rank: int, number: int) -> Iterator[CallRecord]:
+        """The calls that made a tensor, the last one first."""
+        return (call for n in self._before(rank, number) if (call := self._makers[rank].get(n)) is not None)
+
+    def _before(self, rank: int, number: int) -> Iterator[int]:
+        """A tensor, what it was cast from, and what was before in the memory where it lies."""
+        seen: set[int] = set()
+        while number >= 0 and number not in seen:
+            seen.add(number)
+            yield number
+            call = self._makers[rank].get(number)
+            is_cast = call is not None and call.is_cast and call.inputs
+            number = call.inputs[0][1] if call and is_cast else self.runs[rank].tensors[number].lies_in
+
+    def strange_casts(self, numbers: Iterable[int]) -> list[CallRecord]:
+        """Casts to formats in which no call of the run computes, between these tensors and what made them."""
+        casts = [call for n in numbers for call in takewhile(lambda call: call.is_cast, self._made(0, n))]
+        return [call for call in casts if self._gave(call) in FORMATS.keys() - self._formats]
+
+    def _gave(self, call: CallRecord) -> str:
+        return self.runs[0].tensors[call.outputs[0][1]].format
+
+    @cached_property
+    def _formats(self) -> frozenset[str]:
+        calls = [call for call in self.runs[0].calls if not call.is_cast]
+        return frozenset(name for call in calls for name in call.computes.split(","))
+
+    @property
+    def casts_alone(self) -> list[Bundle]:
+        """The casts that were asked for as bundles: they have no partner."""
+        return list(self._casts.values())
+
+    def by_itself(self, cast: CallRecord) -> Bundle:
+        """A cast as a bundle."""
+        if id(cast) not in self._casts:
+            self._casts[id(cast)] = self._bundle(len(self.bundles), _Growing({1: [Placed(0, cast)]}))
+        return self._casts[id(cast)]
+
+    def is_given(self, placed: Placed, name: str) -> bool:
+        """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads
+        alone is neither: autograd makes it where nobody looks.
+        """
+        number = dict(placed.call.inputs).get(name, -1)
+        if number < 0 or self.maker(placed.rank, number) is not None:
+            return False
+        if placed.call.id.direction == BACKWARD and not any(map(self.is_read, self._before(placed.rank, number))):
+            return False
+        dimensions = len(self.runs[placed.rank].tensors[number].shape)
+        return name in _NAMED or (name in WEIGHT_NAMES and dimensions <= 2)
+
+    def is_read(self, number: int) -> bool:
+        """Whether a call of the first rank's forward reads a tensor."""
+        return number in self._read_forward
+
+    @cached_property
+    def _read_forward(self) -> frozenset[int]:
+        calls = [call for call in self.runs[0].calls if call.id.direction == FORWARD]
+        return frozenset(number for call in calls for _, number in call.inputs)
+
+    @cached_property
+    def by_path(self) -> dict[str, list[Bundle]]:
+        """The bundles of each module, in order."""
+        found: dict[str, list[Bundle]] = {}
+        for bundle in self.bundles:
+            found.setdefault(bundle.path, []).append(bundle)
+        return found
+
+    def _bundled(self) -> list[Bundle]:
+        growing: dict[tuple[str, str, int, str], _Growing] = {}
+        for rank, run in enumerate(self.runs):
+            for call in run.calls:
+                if not call.is_cast:
+                    key = (call.id.module_path, call.id.op, call.id.number, call.id.direction)
+                    found = growing.setdefault(key, _Growing())
+                    found.turns.setdefault(call.id.turn, []).append(Placed(rank, call))
+        return [self._bundle(n, found) for n, found in enumerate(growing.values())]
+
+    def _bundle(self, position: int, found: _Growing) -> Bundle:
+        turns = tuple(tuple(placed) for _, placed in sorted(found.turns.items()))
+        results = [self.piece(p.rank, p.call.outputs[0][1]) for turn in turns for p in turn if p.call.outputs]
+        first = turns[0][0]
+        weight = next(
+            (name for name, _ in first.call.inputs if name in WEIGHT_NAMES and self.is_given(first, name)), ""
+        )
+        return Bundle(
+            position, turns, sum(r.elements for r in results), results[0].columns if results else 0,
+            min((r.low for r in results), default=0.0), max((r.high for r in results), default=0.0),
+            self._weight(first, weight), -1 if (read := read_by(first.call)) is None else read,
+            op_kind(first.call.id.op).family,
+        )  # fmt: skip
+
+    def _weight(self, placed: Placed, name: str) -> Piece | None:
+        """The weight, if its values tell it from others."""
+        if not name:
+            return None
+        piece = self.piece(placed.rank, dict(placed.call.inputs)[name])
+        return piece if piece.elements >= 16 and piece.low < piece.high and piece.format in FORMATS else None

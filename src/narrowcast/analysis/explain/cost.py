@@ -1,0 +1,120 @@
+"""What a region costs against fp32: time, in alternating pairs, with what it is spent on, and peak memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.reports.results.differences import Differences
+from narrowcast.reports.results.explanation import Comparison
+from narrowcast.runtime.devices.clock import elapsed_ns
+from narrowcast.runtime.devices.device import synchronize
+from narrowcast.runtime.torch_bridge import tensors_in
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, storage_key
+
+Run = Callable[[], Any]
+
+
+def with_cost(
+    differences: Differences,
+    metric_reference: Mapping[str, float],
+    metric_found: Mapping[str, float],
+    reference: Run,
+    region: Run,
+    repeats: int = 7,
+    seconds: float = 10.0,
+    weight_bytes: int = 0,
+) -> Comparison:
+    """The differences with the model's metric, and what the region costs. Both are run once observed, for peak memory
+    and what time is spent on, then in alternating pairs for time: `repeats` of them, or after the third as many as fit
+    into these seconds.
+    """
+    observed = [(observe(reference), observe(region)) for _ in range(2)][-1]  # what is set up at first is not counted
+    times: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    for number in range(repeats):
+        if number >= 3 and time.perf_counter() - began > seconds:
+            break
+        order = (reference, region) if number % 2 == 0 else (region, reference)
+        elapsed = {run: elapsed_ns(run) / 1e6 for run in order}
+        times.append((elapsed[reference], elapsed[region]))
+    ratios = sorted(b / a for a, b in times)
+    peaks = [weight_bytes + each.peak_bytes for each in observed]
+    return Comparison(
+        differences=differences,
+        metric_reference=dict(metric_reference),
+        metric_found=dict(metric_found),
+        reference_ms=statistics.median(a for a, _ in times),
+        region_ms=statistics.median(b for _, b in times),
+        time_ratio=statistics.median(ratios),
+        time_quartiles=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
+        repeats=len(times),
+        reference_peak_bytes=observed[0].peak_bytes,
+        region_peak_bytes=observed[1].peak_bytes,
+        memory_ratio=peaks[1] / peaks[0] if peaks[0] else math.nan,
+        weight_bytes=weight_bytes,
+        casts_ms=observed[1].casts_ns / 1e6,
+        kernels_ms=observed[1].kernels_ns / 1e6,
+        reference_kernels_ms=(observed[0].kernels_ns + observed[0].casts_ns) / 1e6,
+    )
+
+
+def observe(run: Run) -> Observed:
+    """What `run()` gives, op by op."""
+    gc.collect()
+    mode = Observed()
+    with mode:
+        mode.result = run()
+    return mode
+
+
+class Observed(DispatchMode):
+    """The most bytes that tensors made during a run held at one time, and the time that its casts and kernels took.
+
+    It adds up the storages of results while they live; what existed before is not counted. casts_ns: of conversions
+    from one floating format to another, the user's own among them. kernels_ns: of all other ops.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: Any = None
+        self.peak_bytes = self.casts_ns = self.kernels_ns = 0
+        self._held = 0
+        self._seen: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = {storage_key(t) for t in tensors_in(args, kwargs or {}) if t.layout is torch.strided}
+        synchronize()
+        began = time.perf_counter_ns()
+        result = func(*args, **(kwargs or {}))
+        synchronize()
+        elapsed = time.perf_counter_ns() - began
+        if func is TO_COPY and args[0].is_floating_point() and result.is_floating_point():
+            self.casts_ns += elapsed
+        else:
+            self.kernels_ns += elapsed
+        for tensor in tensors_in(result):
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage_key(tensor)
+            if key in self._seen or key in before:
+                continue
+            size = storage.nbytes()
+            self._held += size
+            self._seen[key] = weakref.finalize(storage, self._release, key, size)
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        return result
+
+    def _release(self, key: int, size: int) -> None:
+        if self._seen.pop(key, None) is not None:
+            self._held -= size

@@ -1,0 +1,340 @@
+"""`explain`: run a model under a policy, on fake tensors where possible, and say what happened.
+
+It stands above the front ends because each of them will be explained by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.compare.compare import compare_with_fp32
+from narrowcast.analysis.explain.cost import with_cost
+from narrowcast.analysis.explain.failed_run import failure_of
+from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, script_graphs_of
+from narrowcast.analysis.explain.timing import predict_costs, timed_run
+from narrowcast.analysis.record.record import record
+from narrowcast.core.goals import Goal, as_goal
+from narrowcast.core.ops import named
+from narrowcast.core.policy import DEVICE_TYPES, Policy
+from narrowcast.core.policy.capabilities import one_format
+from narrowcast.errors import GoalError, NarrowcastError, RegionError
+from narrowcast.formats import Format
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import asked_or_around
+from narrowcast.frontends.graphs.explicit import refuse_scripts
+from narrowcast.frontends.scripts.cast_already import cast_for_all
+from narrowcast.frontends.scripts.compiling import around as scopes_around
+from narrowcast.frontends.scripts.scripted import methods_of
+from narrowcast.observation.observer.door import NOT_INSPECTED
+from narrowcast.observation.trial.isolation import isolated, restored
+from narrowcast.observation.trial.raising import first_line
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.observation.trial.trial import detached
+from narrowcast.reports.results.explain_text import Explanation
+from narrowcast.reports.results.explanation import Comparison, Failure
+from narrowcast.reports.results.graphs import (
+    CompiledGraph,
+    DecisionDifference,
+    decision_differences,
+    graph_ledger,
+    other_paths,
+)
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.runtime.devices.abilities import slow_note
+from narrowcast.runtime.devices.device import is_here
+from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
+from narrowcast.runtime.torch_surface.dispatch import storage_key, tree_leaves
+
+
+def explain(
+    model: Callable[..., Any] | Subject,
+    *args: Any,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    run: bool = False,
+    real: bool = False,
+    front_end: str = "eager",
+    goal: str | Goal = "exact",
+    backend: str = "inductor",
+    times: bool = False,
+    **kwargs: Any,
+) -> Explanation:
+    """Run `model(*args, **kwargs)` in a region and explain each op's format and each cast.
+
+    model:  a Module, a callable, or a Subject (then without args).
+    policy, dtype: as for `autocast`; or region, such an object, in place of these and the device type. Without any of
+            them, the region around the call, ours or torch's; where there is none, the policy native.
+    device_type: whose lists hold; None is the model's own. One that this machine lacks, or that the model is not on, is
+            stood in for: the device's policy decides over fake tensors on the cpu.
+    run:    also run fp32 and the region for real and compare outputs, metric, time and memory (`comparison`).
+    real:   do not try fake tensors.
+    front_end: `eager`, or `script`: the graphs of `nc.script` or, of a script that exists, of `nc.convert`, without
+            running anything; or `compile` or `export`: the ledger is that of the graphs, with what the passes shared,
+            folded and dropped, where graphs break, and whatever eager code decides otherwise (`differences`). The
+            model runs for real, on a copy; with gradients on, the joint graph of forward and backward is shown, too.
+            Where nothing is captured, the ledger is that of eager code.
+
+    goal:   with the front ends compile and export, as for `narrowcast.compile`: which formats each call may have, what
+            they cost, which was chosen, predicted against measured (`graphs[n].placement`).
+    times:  for `to_trace()`: of eager code two more runs for real, whose second is timed call by call; of graphs
+            (compile, export) what calls and casts take one by one, predicted by this device's profile.
+    backend: what a goal's candidates are compiled with: `inductor`, or `eager`, `aot_eager`: nothing is fused.
+
+    Nothing is computed and no weight is needed (meta tensors do) unless the model's control flow looks at values; then
+    it runs for real, its buffers and the random state restored after. What raises under the policy and not in fp32 is
+    explained as far as it ran, with the call that raised and the policies that run it (`failure`); what raises in fp32,
+    too, is raised.
+    """
+    subject = model if isinstance(model, Subject) else Subject(model, args, kwargs)
+    if isinstance(model, Subject) and (args or kwargs):
+        raise NarrowcastError(
+            asked="explain(subject, ...) with arguments", found="a Subject brings its own",
+            advice="Put them into the Subject.",
+        )  # fmt: skip
+    own_device = device_type_of(subject.model) or device_type_of(tree_leaves((subject.args, subject.kwargs))) or "cpu"
+    asked = asked_or_around("explain", policy, dtype, device_type, region, own_device)
+    device_type = asked.device_type or own_device
+    stands_in = device_type != own_device or not is_here(device_type)
+    _check(front_end, device_type, own_device, run or times, stands_in)
+    if front_end in ("compile", "export"):
+        refuse_scripts(f'explain(front_end="{front_end}")', subject.model)
+    wanted = _goal(as_goal(goal), front_end)
+    chosen = asked.policy
+    if wanted.places:  # a goal never raises where fp32 runs
+        chosen = chosen.repairing()
+    resolved = chosen.resolve(device_type)
+    fast = default_dtype(chosen, device_type) if asked.dtype is None else to_dtype(asked.dtype)
+    opened = replace(asked, dtype=fast).on("cpu" if stands_in else device_type, resolved if stands_in else chosen)
+    if front_end == "script":
+        keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
+        around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
+        graphs = script_graphs_of(subject.model, around)
+        ran = _Ran(graph_ledger(graphs), "nothing was run", "", graphs)
+    else:
+        ran = _run(subject, opened, device_type, stands_in, real, front_end, wanted, backend)
+    timed = None
+    if times and ran.failure is None:
+        predict_costs(ran.graphs, device_type)
+        timed = timed_run(subject, opened) if front_end == "eager" else None
+    computes = (formats.split(",") for formats in (kind.computes for kind in ran.ledger.calls))
+    slow = slow_note(device_type, FORMATS[fast]) if any(str(FORMATS[fast]) in each for each in computes) else ""
+    return Explanation(
+        subject=subject.name,
+        device_type=device_type,
+        low=str(FORMATS[fast]),
+        policy=chosen.name,
+        digest=resolved.digest,
+        ran_on=f"{ran.on.removesuffix(_NO_COMPUTE)}; measured on {device_type}" if run else ran.on,
+        note=_sentences(slow, ran.note),
+        ledger=ran.ledger,
+        comparison=_compare(subject, opened) if run and ran.failure is None else None,
+        front_end=front_end,
+        graphs=ran.graphs,
+        differences=ran.differences,
+        rules=chosen.rules,
+        failure=ran.failure,
+        timed=timed,
+        gradients=torch.is_grad_enabled(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a run showed. on: what was run. note: why, if it is not fake tensors."""
+
+    ledger: Ledger
+    on: str
+    note: str
+    graphs: tuple[CompiledGraph, ...] = ()
+    differences: tuple[DecisionDifference, ...] = ()
+    failure: Failure | None = None
+
+
+def _run(
+    subject: Subject, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
+    backend: str,
+) -> _Ran:  # fmt: skip
+    """The model as eager code, and through a graph front end if one is to be explained."""
+    ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
+    note = _sentences(note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
+    ledger.notes.clear()  # said of the explanation as a whole
+    if front_end not in ("compile", "export") or failure is not None:
+        return _Ran(ledger, ran_on, _sentences(note, _script_note(subject)), failure=failure)
+    graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, goal, backend)
+    found = graph_ledger(graphs)
+    differences: tuple[DecisionDifference, ...] = ()
+    if not goal.places and not any(g.fallback or g.broken_by for g in graphs):
+        differences = decision_differences(ledger, found)
+    others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
+    other = f"{_OTHER_PATH}: {others}" if others and any(graph.after is not None for graph in graphs) else ""
+    ledger, ran_on = _listed(ledger, ran_on, found, graphs)
+    return _Ran(ledger, ran_on, _sentences(note, eager, other, _script_note(subject)), graphs, differences)
+
+
+_OTHER_PATH = (
+    "One fused op in eager code, in evaluation and without gradients, and torch's unfused path where it is traced, "
+    "whose last bits differ"
+)
+
+
+def _goal(goal: Goal, front_end: str) -> Goal:
+    """The goal, if it has graphs to be placed in."""
+    if goal.places and front_end not in ("compile", "export"):
+        raise GoalError(
+            asked=f"explain with goal={goal.kind!r} and front_end={front_end!r}", found="formats are placed in graphs",
+            advice="Give front_end='compile' or 'export'.",
+        )  # fmt: skip
+    return goal
+
+
+def _check(front_end: str, device_type: str, own_device: str, run: bool, stands_in: bool) -> None:
+    """Errors for what cannot be explained."""
+    if front_end not in FRONT_ENDS:
+        raise NarrowcastError(
+            asked=f"explain with front_end={front_end!r}", found="no such front end",
+            advice=f"Give one of: {', '.join(FRONT_ENDS)}.",
+        )  # fmt: skip
+    if device_type not in DEVICE_TYPES:
+        raise RegionError(
+            asked=f"explain on device type {device_type!r}", found="no autocast lists are known for it",
+            advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+        )  # fmt: skip
+    if run and stands_in:
+        raise RegionError(
+            asked=f"running on {device_type}", found=f"the model is on {own_device}",
+            advice=f"Omit run, or move the model: model.to({device_type!r}).",
+        )  # fmt: skip
+    if front_end in ("compile", "export") and stands_in:
+        raise RegionError(
+            asked=f"graphs on {device_type}", found=f"the model is on {own_device}",
+            advice="Omit front_end, or move the model there: graphs are captured where the model is.",
+        )  # fmt: skip
+
+
+def _record(
+    subject: Subject, region: autocast, device_type: str, stands_in: bool, real: bool
+) -> tuple[Ledger, str, str, Failure | None]:
+    """The ledger of one run, what it ran on, a note if that is not what one would expect, and what raised."""
+    why = ""
+    failed: Exception | None = None
+    if not real:
+        try:
+            with isolated(subject.model, subject.args, subject.kwargs, fake=True) as run, record() as ledger, region:
+                run()
+            why = _not_shown_by_fakes(ledger)
+            if not why or _has_meta(subject):
+                where = f"fake cpu tensors standing in for {device_type}" if stands_in else f"fake tensors{_NO_COMPUTE}"
+                note = " ".join(filter(None, (why, _stand_in_note(ledger, device_type, stands_in))))
+                return ledger, where, note, None
+        except Exception as error:
+            failed = error
+            why = f"Fake tensors do not carry it: {first_line(error)}"
+    itself = f"the model itself, on the cpu with {device_type}'s lists" if stands_in else "the model itself"
+    if _has_meta(subject):
+        advice = "Omit real, or load the weights."
+        raise failed or NarrowcastError("explain with real=True", "the model has meta tensors", advice=advice)
+    with isolated(subject.model, subject.args, subject.kwargs, fake=False) as run, record() as ledger, region:
+        try:
+            run()
+        except Exception as error:
+            failed = error
+        else:
+            return ledger, itself, why, None
+    if ledger.refusals:
+        note = f"The model RAISED under this policy: {first_line(failed)}. What ran before is shown."
+        return ledger, itself, note, None
+    failure = failure_of((subject.model, subject.args, subject.kwargs), region, failed, fake=False)
+    if failure is None:
+        raise failed
+    return ledger, itself, "", failure
+
+
+def _listed(eager: Ledger, ran_on: str, found: Ledger, graphs: Sequence[CompiledGraph]) -> tuple[Ledger, str]:
+    """The graphs' ledger, or that of eager code where nothing was captured; and what is said of the eager run."""
+    if any(graph.after is not None for graph in graphs):
+        return found, f"eager beside it ran on {ran_on}"
+    return eager, f"nothing was captured, so the eager run is listed, which ran on {ran_on}"
+
+
+def _sentences(*notes: str) -> str:
+    """Those that say something, one after the other."""
+    said = [note for note in notes if note]
+    return " ".join([*(note if note.endswith(".") else f"{note}." for note in said[:-1]), *said[-1:]])
+
+
+def _not_shown_by_fakes(ledger: Ledger) -> str:
+    """A sentence naming the ops of a fake run that a real one would refuse, or cast inside; empty if there are none."""
+    strict = {lack.op for lack in one_format() if not lack.low_first}
+    mixed = sorted({k.op for k in ledger.calls if k.op in strict and "," in k.computes})
+    if mixed:
+        return f"Fake tensors let {', '.join(mixed)} have several formats, which real ones may not."
+    unseen = {f"aten.{name}" for name in named("inside.unseen_on_fakes")}
+    ops = {k.op.rpartition(".")[0] for k in ledger.calls if k.action == "unlisted"} & unseen
+    return f"Kernels of {', '.join(sorted(ops))} call ops that are cast, which fake tensors do not show." if ops else ""
+
+
+def _stand_in_note(ledger: Ledger, device_type: str, stands_in: bool) -> str:
+    """Where the cpu's kernels stand for others that autocast treats otherwise."""
+    recurrent = any(k.op.startswith("aten.mkldnn_rnn_layer") for k in ledger.calls)
+    if stands_in and recurrent and device_type != "cpu":
+        return f"Recurrent layers run another kernel on {device_type}, whose casts are not shown."
+    return ""
+
+
+_SCRIPT_NOTE = (
+    "It holds TorchScript code, which torch casts by lists of its own, without policies; those conversions are counted "
+    "as calls of aten._to_copy, not as casts. front_end='script' shows what nc.convert makes of it."
+)
+_CAST_NOTE = (
+    "It holds TorchScript code that is cast already, and was loaded from a file or frozen: a region around it casts it "
+    "once more. nc.convert(part) keeps its casts as they are."
+)
+
+
+def _script_note(subject: Subject) -> str:
+    """What is to be said if the model is scripted or traced, or a part of it is."""
+    model = subject.model
+    parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    scripts = [part for part in parts if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction))]
+    cast = [part for part in scripts if not methods_of(part) and cast_for_all(part)]
+    return _sentences(*[_SCRIPT_NOTE] * bool(scripts), *[_CAST_NOTE] * bool(cast))
+
+
+_NO_COMPUTE = " (no compute)"
+
+
+def _has_meta(subject: Subject) -> bool:
+    if not isinstance(subject.model, torch.nn.Module):
+        return False
+    return any(t.is_meta for t in (*subject.model.parameters(), *subject.model.buffers()))
+
+
+def _compare(subject: Subject, region: autocast) -> Comparison:
+    """fp32 (autocasting off) against the region, on the same input and metric, with gradients on if they are."""
+
+    def in_fp32() -> Any:
+        return detached(subject.run())
+
+    def in_region() -> Any:
+        with region:
+            return detached(subject.run())
+
+    differences = compare_with_fp32(subject, region)
+    with restored(subject.model):
+        before = subject.measure()
+        with region:
+            after = subject.measure()
+        return with_cost(differences, before, after, in_fp32, in_region, weight_bytes=_weight_bytes(subject))
+
+
+def _weight_bytes(subject: Subject) -> int:
+    """Of the model's parameters and buffers; of a function none."""
+    model = subject.model
+    kept = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in kept if t.layout is torch.strided}.values())

@@ -1,0 +1,318 @@
+"""What a recording warns of: the things about autocasting that people ask in forums, each with the user's line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from narrowcast.core.ledger import Advice, HidingBlock
+from narrowcast.core.ops import named
+from narrowcast.core.policy import DEVICE_TYPES, NOWHERE, Kind, Policy, Site, nearest_name
+from narrowcast.formats import fp32
+from narrowcast.observation.observer.door import Door
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.runtime.regions.hidden import hidden_policy
+from narrowcast.runtime.regions.ruling import ruled_device_types
+from narrowcast.runtime.regions.watchers import told_of_regions
+from narrowcast.runtime.sites.python_stack import find_site, loop_line, user_line
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts
+from narrowcast.runtime.torch_surface.autograd import current_graph_task
+from narrowcast.runtime.torch_surface.dispatch import op_name, overload_name
+from narrowcast.runtime.torch_surface.state import is_enabled
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Adviser:
+    """Sees what a recording sees, and notes advice in its ledger."""
+
+    def __init__(self, ledger: Ledger, door: Door) -> None:
+        self.ledger, self._door = ledger, door
+        self._thread = threading.get_ident()
+        self._tasks: set[int] = set()
+        self._stepping = False
+        self._converted: dict[torch.dtype, Advice] = {}
+        self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Site]] = {}
+        self._on_at_start = bool(ruled_device_types())
+        self._open: list[_Open] = []
+        self._regions: dict[int, _Seen] = {}
+        self._conversions = 0
+        self._policies: dict[str, Policy] = {}  # of our regions, by digest
+        self._sites: dict[Site, None] = {}  # of calls that were decided
+        self._hidden: dict[HidingBlock, int] = {}  # how many calls ran in it
+
+    def add(self, kind: str, what: str, todo: str, site: Site) -> Advice:
+        """Note one piece of advice, once per line."""
+        found = Advice(kind, what, todo, *site.at)
+        self.ledger.advice[found] = self.ledger.advice.get(found, 0) + 1
+        return found
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Optimizers' steps, and regions of any kind, as they are entered and left on this thread."""
+        steps = (
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._told(self._step, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._told(self._stepped)),
+        )
+        try:
+            with told_of_regions(self, "recordings see regions"):
+                yield
+        finally:
+            for step in steps:
+                step.remove()
+            self._told(self._judge)
+
+    def _told(self, look: Callable[..., None], *args: Any) -> None:
+        """Look at what a hook tells, and let the program go on."""
+        self._door.run(f"what a recording advises ({look.__name__.strip('_')})", look, *args)
+
+    # -- regions
+
+    def entered(self, region: Any) -> None:
+        """A region is entered. Those of the backward's own, custom_bwd and recomputations, are not the user's."""
+        self._told(self._entered, region)
+
+    def left(self, region: Any, raised: bool) -> None:
+        """A region is left: add the calls and casts inside to what was seen of it."""
+        self._told(self._left, region, raised)
+
+    def _entered(self, region: Any) -> None:
+        if threading.get_ident() != self._thread or current_graph_task() != -1:
+            return
+        seen = self._regions.get(id(region))
+        if seen is None:
+            # A torch.autocast of a framework's own is shown where the framework opens it; ours, at the user's loop.
+            site = user_line() if isinstance(region, torch.autocast) else loop_line()
+            seen = self._regions[id(region)] = _Seen(region, site)
+        if not isinstance(region, torch.autocast):
+            self._policies[region.policy.digest] = region.policy
+        around = self._open[-1] if self._open else None
+        kept = around is not None and around.hiding is not None
+        self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.site)))
+
+    def _left(self, region: Any, raised: bool) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        found = next((n for n in reversed(range(len(self._open))) if self._open[n].seen.region is region), None)
+        if found is None:
+            return
+        opened = self._open.pop(found)
+        calls, casts = self._counts()
+        opened.seen.calls += calls - opened.calls
+        opened.seen.casts += casts - opened.casts
+        opened.seen.raised |= raised
+        if opened.hiding is not None:
+            self._hidden[opened.hiding] = self._hidden.get(opened.hiding, 0) + calls - opened.calls
+
+    def _block(self, region: Any, site: Site) -> HidingBlock | None:
+        """What a region, just entered, is to those around it."""
+        if is_enabled(region):
+            policy = hidden_policy(region.device) if isinstance(region, torch.autocast) else ""
+            return HidingBlock(policy, region.device, site) if policy else None
+        around = any(is_enabled(o.seen.region) and o.seen.region.device == region.device for o in self._open)
+        return HidingBlock("", region.device, site) if around or self._on_at_start else None
+
+    def _counts(self) -> tuple[int, int]:
+        return sum(t.calls for t in self.ledger.calls.values()), self.ledger.cast_count + self._conversions
+
+    def _judge(self) -> None:
+        """Regions that cast nothing in the whole recording, one around a generator is entered step by step; blocks that
+        keep a policy from ruling.
+        """
+        for policy in self._policies.values():
+            self._judge_rules(policy)
+        for block, calls in self._hidden.items():
+            if calls:
+                self.ledger.advice[block.advice(calls)] = 1
+        for seen in self._regions.values():
+            if seen.calls and not seen.casts and not seen.raised and is_enabled(seen.region):
+                self.add(
+                    "no casts",
+                    f"the region on {seen.region.device} casts nothing: {seen.calls} calls ran in it, and none was to "
+                    "be cast",
+                    "Is it for the device that the tensors are on? Are they in a low format already? Then leave it "
+                    "away.",
+                    seen.site,
+                )
+
+    def _judge_rules(self, policy: Policy) -> None:
+        """The user's rules that matched nothing in the whole recording."""
+        for rule in policy.rules:
+            if rule.is_builtin or rule.label in self.ledger.matches or not self._sites:
+                continue
+            found = nearest_name(rule, self._sites) or f"no call of {rule.op} ran where it holds"
+            site = Site(file=rule.origin.file, line=rule.origin.line) if rule.origin is not None else NOWHERE
+            self.add(
+                "rule without effect",
+                f"policy {policy.name}: the rule {rule} matches nothing: {found}",
+                "Correct the name, or delete the rule, unless other inputs, or another part of the model, need it.",
+                site,
+            )
+
+    @property
+    def _is_on(self) -> bool:
+        return is_enabled(self._open[-1].seen.region) if self._open else self._on_at_start
+
+    def converted(self) -> None:
+        """A conversion to a low format that no call of ours asked for: TorchScript's, in a region."""
+        self._conversions += 1
+
+    # -- steps and backwards
+
+    def _stepped(self) -> None:
+        self._stepping = False
+
+    def _step(self, optimizer: Any) -> None:
+        self._stepping = True
+        if self._is_on:
+            self.add(
+                "optimizer step in a region",
+                f"{type(optimizer).__name__}.step() runs with autocasting on",
+                "Close the region after the loss: weights are updated in their own format, and cast anew after that.",
+                loop_line(),
+            )
+
+    def backward(self) -> None:
+        """An op runs in the backward; asked once per backward."""
+        task = current_graph_task()
+        if task in self._tasks:
+            return
+        self._tasks.add(task)
+        if self._is_on and not torch.is_grad_enabled():  # with create_graph=True it is a part of a forward
+            here = loop_line()
+            if not here.file:  # autograd's own thread: the one that waits has the line
+                here = loop_line(sys._current_frames().get(self._thread))
+            self.add(
+                "backward in a region",
+                "backward() runs with autocasting on: its ops are cast as if they were the forward's",
+                "Close the region after the loss. Autograd has the formats of the forward in any case.",
+                here,
+            )
+
+    def decided(self, facts: OpFacts, site: Site, tensors: list[torch.Tensor]) -> None:
+        """A call in a region reads these tensors."""
+        if len(self._sites) < _MOST_SITES:
+            self._sites[site] = None
+        for tensor in tensors:
+            if tensor.dtype in _LOW and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+                known = self._converted.get(tensor.dtype)
+                if known is not None:
+                    self.ledger.advice[known] += 1
+                    return
+                self._converted[tensor.dtype] = self.add(
+                    "weights in a low format",
+                    f"{facts.id} reads a weight that is {FORMATS[tensor.dtype]} already: the model was converted "
+                    "(half(), bfloat16(), to(dtype)) and runs in a region, too",
+                    "Do one of both: keep the weights in fp32 in a region, or convert the model and open none.",
+                    site,
+                )
+                return
+
+    def gave(self, facts: OpFacts, results: list[torch.Tensor], site: Site) -> None:
+        """A call in a region gave these."""
+        for tensor in results:
+            if tensor.dtype in _LOW:
+                self._low_results[id(tensor)] = (weakref.ref(tensor), facts.id, site)
+
+    def passed_on(self, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """An op outside of regions, or a view, gave what is still in the low format of a region's result."""
+        found = next((f for t in arguments if (f := self._of_region(t)) is not None), None)
+        if found is not None:
+            _, op, site = found
+            for tensor in results:
+                if tensor.dtype in _LOW and self._of_region(tensor) is None:
+                    self._low_results[id(tensor)] = (weakref.ref(tensor), op, site)
+
+    def skipped(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
+        """An op that writes runs in a region: autocast passes it by."""
+        name = op_name(facts.op)
+        base = name if overload_name(facts.op).endswith("out") else name.removesuffix("_")
+        floats = [t for t in tensors if t.is_floating_point()]
+        kind = listed_kinds(floats[0].device.type).get(base) if floats else None
+        if self._stepping or kind is Kind.PROMOTE:
+            return
+        if kind in _FULL and all(t.dtype is torch.float32 for t in floats):
+            return  # as a region would compute it
+        if kind is not None and (base != name or overload_name(facts.op).endswith("out")):
+            formats = ", ".join(dict.fromkeys(str(FORMATS[t.dtype]) for t in tensors if t.dtype in FORMATS))
+            self.add(
+                "skipped by autocast",
+                f"{facts.id} writes to its argument, and autocast passes such forms by: it runs in {formats}",
+                f"Write the form that returns a new tensor (aten.{base}), which is cast ({kind.value}).",
+                find_site(with_names=False),
+            )
+
+    def outside(self, facts: OpFacts, tensors: list[torch.Tensor]) -> None:
+        """An op runs where autocasting is off."""
+        low = next((found for t in tensors if (found := self._of_region(t)) is not None), None)
+        if low is None:
+            return
+        base = op_name(facts.op).strip("_").removesuffix("_forward")
+        meets = base not in named("computation.stores") and any(t.dtype is torch.float32 and t.dim() for t in tensors)
+        precise = listed_kinds(tensors[0].device.type).get(base) in _FULL or base in named("backward.loss")
+        if not (meets or precise):
+            return
+        dtype, op, site = low
+        where = f"{site.file}:{site.line}"
+        self.add(
+            "left the region in a low format",
+            f"{facts.id} outside of the region reads the {FORMATS[dtype]} result of {op} ({where})"
+            + (f" beside {fp32}" if meets else ", which a region would compute in fp32"),
+            "Cast the result where the region ends, x.float(), or move this op into the region.",
+            find_site(with_names=False),
+        )
+
+    def let_go(self, ids: set[int]) -> None:
+        """Keep no references to tensors of these ids."""
+        self._low_results = {key: found for key, found in self._low_results.items() if key not in ids}
+
+    def _of_region(self, tensor: torch.Tensor) -> tuple[torch.dtype, str, Site] | None:
+        found = self._low_results.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            return None
+        return tensor.dtype, found[1], found[2]
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A region of the recording: where it was first entered, and what happened in it."""
+
+    region: Any
+    site: Site
+    calls: int = 0
+    casts: int = 0
+    raised: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A region between its enter and its exit; calls and casts that there were before.
+
+    hiding: what it is, if it keeps a region around it from ruling, and nothing around it does so already.
+    """
+
+    seen: _Seen
+    calls: int
+    casts: int
+    hiding: HidingBlock | None = None
+
+
+_MOST_SITES = 4096
+_FULL = (Kind.FULL, Kind.FULL_SET_DTYPE, Kind.FULL_APPEND_DTYPE)
+
+
+@cache
+def listed_kinds(device_type: str) -> dict[str, Kind]:
+    """The ops on a device type's native lists by name, and what is done to them."""
+    if device_type not in DEVICE_TYPES:
+        return {}
+    return {rule.op.split(".")[1]: rule.action.kind for rule in Policy.native(device_type).rules}

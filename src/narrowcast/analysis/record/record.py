@@ -1,0 +1,403 @@
+"""`record`: a ledger of what autocasting does in a block, forward and backward."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.record.advice import Adviser
+from narrowcast.core.decide import Plan
+from narrowcast.core.ledger import CallKind, Cast, Refusal, Tally
+from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.formats import Format, fp32
+from narrowcast.frontends.eager.caching import follow_mutators
+from narrowcast.frontends.eager.call_hook import stand_at_calls
+from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
+from narrowcast.frontends.eager.watch import (
+    DecidedCall,
+    ThreadState,
+    Watched,
+    add_watcher,
+    present_device_types,
+    remove_watcher,
+)
+from narrowcast.observation.observer.door import Door
+from narrowcast.observation.observer.words import (
+    SIZES,
+    bytes_of,
+    deciding_rule,
+    format_names,
+    multiplied,
+    planned_names,
+)
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.runtime.devices.abilities import slow_note
+from narrowcast.runtime.sites.numbering import coming_round, counting
+from narrowcast.runtime.sites.python_stack import find_site
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
+from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of
+from narrowcast.runtime.torch_surface.dynamo import CompiledCode
+from narrowcast.runtime.torch_surface.state import autocast_key, autocast_was_on, switched_on
+
+_DETACH = torch.ops.aten.detach.default
+_UNLISTED = "runs as its inputs are"
+
+
+@contextmanager
+def record() -> Iterator[Ledger]:
+    """`with record() as ledger:` list every cast that autocasting causes in the block, and every refusal.
+
+    Native regions are recorded too. Records: casts of inputs, weights and activations, forward and in the backward run
+    inside the block, with the op, the argument, the module path, the user's line, the rule and its reason; refused
+    calls; and for each op how often it ran in which formats. Recordings nest; each sees what happens in its block on
+    the thread that opened it (and on autograd's threads). Compiled code runs as eager code meanwhile, on every thread:
+    the casts that are written in its graphs are listed by `narrowcast.explain`. It costs time only while it runs.
+    """
+    device_types = present_device_types()
+    recorder = Recorder(Ledger(), device_types)
+    follow_mutators()
+    stand_at_calls()
+    for device_type in device_types:
+        install_visiting(_native_ops(device_type), device_type)
+    add_watcher(recorder)
+    try:
+        with counting(), CompiledCode(on=False), recorder, recorder.adviser.watching():
+            yield recorder.ledger
+    finally:
+        remove_watcher(recorder)
+        for device_type in device_types:
+            remove_visiting(device_type)
+
+
+@cache
+def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
+    return tuple(op for rule in Policy.native(device_type).rules if (op := find_op(rule.op)) is not None)
+
+
+class Recorder(DispatchMode):
+    """Sees every op that executes, and is told by our kernels which call it belongs to."""
+
+    steps_graphs = False
+
+    def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.door = Door(ledger.notes)
+        self.adviser = Adviser(ledger, self.door)
+        self._keys = tuple(autocast_key(device_type) for device_type in device_types)
+        self._local = threading.local()
+        self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
+        self._weights: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
+        self._labels: dict[int, str] = {}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._forward_casts: dict[int, Cast] = {}
+        self._noted: set[Format] = set()
+
+    @property
+    def _state(self) -> ThreadState:
+        state: ThreadState | None = getattr(self._local, "state", None)
+        if state is None:
+            state = self._local.state = ThreadState()
+        return state
+
+    def begin(self, call: DecidedCall) -> None:
+        """A call reaches a kernel of ours: note its plan, and the casts to be seen until it ends."""
+        call_seen = self.door.run(call.facts.id, self._begun, call)
+        lost = Watched(call, "", [True] * len(call.tensors), widens=False, again=True)
+        self._state.calls.append(call_seen or lost)
+
+    def _begun(self, call: DecidedCall) -> Watched:
+        tensors, plan = call.tensors, call.plan
+        first = tensors[0][1] if tensors else None
+        widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
+        state = self._state
+        again = state.executing is call.facts.op and not state.entered
+        state.entered = state.entered or again
+        came = format_names([t.dtype for _, t in tensors if t is not None])
+        if not again:
+            if current_autograd_node() is not None:
+                self.adviser.backward()
+            for rule in plan.rules:
+                label = self._labels.get(id(rule)) or self._labels.setdefault(id(rule), rule.label)
+                self.ledger.count_match(label, call.site.module_path)
+            self._note_slow(plan, tensors)
+            self.adviser.decided(call.facts, call.site, [t for _, t in tensors if t is not None])
+        return Watched(call, came, [f is None for f in plan.formats], widens, again)
+
+    def _note_slow(self, plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> None:
+        """Say once what a low format costs here, when the first call computes in it."""
+        low = plan.computes_in
+        if low is None or low.bits > 16 or low in self._noted:
+            return
+        self._noted.add(low)
+        first = next((t for _, t in tensors if t is not None), None)
+        if first is not None and type(first) in (torch.Tensor, torch.nn.Parameter):
+            self.ledger.note(slow_note(first.device.type, low))
+
+    def end(self, result: Any) -> None:
+        """The call returned: what was planned and not seen came from the cache, or happened inside the op."""
+        call = self._state.calls.pop()
+        if not call.again:
+            self.door.run(call.decided.facts.id, self._ended, call, result)
+
+    def _ended(self, call: Watched, result: Any) -> None:
+        decided, plan = call.decided, call.decided.plan
+        if decided.facts.id != MODULE_CALL_OP:
+            self.adviser.gave(decided.facts, tensors_in(result), decided.site)
+        elif not decided.tensors:
+            return  # the casts of its results: it is counted already
+        for position, dst in enumerate(plan.formats):
+            if dst is not None and not call.seen[position]:
+                slot, tensor = decided.tensors[position]
+                self._add_cast(call, slot.name, tensor, str(dst), self._how_unseen(call, tensor, str(dst)))
+        if call.widens and not call.seen_widening:
+            slot, tensor = decided.tensors[0]
+            self._add_cast(call, slot.name, tensor, "fp32", "inside")
+        computes = planned_names(plan, decided.tensors) if plan.rules else call.came
+        self._count(
+            decided.facts.id, decided.site, call.came, computes, result, plan, decided.policy, call.done,
+            decided.number,
+        )  # fmt: skip
+
+    def _how_unseen(self, call: Watched, tensor: torch.Tensor | None, dst: str) -> str:
+        """What became of a cast that was planned and that the mode did not see."""
+        if tensor is None:
+            return "inside"
+        cacheable = call.decided.caches and is_weight(tensor)
+        before = self._weights.get((id(tensor), dst))
+        if cacheable and (self._state.executing is None or (before is not None and before() is tensor)):
+            return "cached"
+        self._weights[id(tensor), dst] = weakref.ref(tensor)
+        return "copied" if self._state.executing is not None else "inside"
+
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call."""
+        return call(args, kwargs)
+
+    def fail(self, error: BaseException) -> None:
+        """The call that began last has raised: close it, and record it as refused if the policy refused it."""
+        call = self._state.calls.pop().decided
+        if call.plan.refused is not None:
+            self.door.run(call.facts.id, self._note_refused, call, call.plan.refused)
+
+    def _note_refused(self, call: DecidedCall, why: str) -> None:
+        self.ledger.refusals.append(Refusal(call.facts.id, *call.site.at, call.policy.name, why))
+
+    def wants_whole(self, op: str, device_type: str) -> bool:
+        """What an op calls is recorded."""
+        return False
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Keep no references to these."""
+        ids = {id(t) for t in tensors}
+        self.adviser.let_go(ids)
+        self._made = {key: ref for key, ref in self._made.items() if key not in ids}
+        self._weights = {key: ref for key, ref in self._weights.items() if key[0] not in ids}
+        self._cast_before = {key: ref for key, ref in self._cast_before.items() if key[0] not in ids}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions such as prim.device, asked without going through the dispatcher
+            return func(*args, **kwargs)
+        facts = op_facts(func)
+        if facts.is_view or func is _DETACH:  # nothing is moved, and nothing is called inside
+            result = func(*args, **kwargs)
+            self.door.run(facts.id, self._viewed, args, kwargs, result)
+            return result
+        on = self._was_on()
+        self.door.run(facts.id, self._advise, facts, tensors_in(args, kwargs), bool(on))
+        result = self._execute(func, args, kwargs, on)
+        self.door.run(facts.id, self._computed, facts, args, kwargs, result, on)
+        return result
+
+    def _viewed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self._note_made(tensors_in(result))
+        self.adviser.passed_on(tensors_in(args, kwargs), tensors_in(result))
+
+    def _computed(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on: tuple[Any, ...]
+    ) -> None:
+        """Enter an op that was executed: as a cast, as a part of the call around it, or as a call of its own."""
+        func, arguments, results = facts.op, tensors_in(args, kwargs), tensors_in(result)
+        self._note_made(results)
+        if not on and current_autograd_node() is None and not self._state.calls:
+            self.adviser.passed_on(arguments, results)
+        if not results or (func is TO_COPY and self._see_cast(args[0], result)):
+            return
+        done = Tally(1, bytes_of(arguments) + bytes_of(results), set(), multiplied(facts.id, args, arguments, results))
+        calls = self._state.calls
+        if calls:
+            calls[-1].done.add(done)
+        else:
+            came = format_names([t.dtype for t in arguments])
+            site = find_site(with_names=False)
+            if on and current_autograd_node() is None:
+                if func is TO_COPY and result.dtype in (torch.bfloat16, torch.float16):
+                    self.adviser.converted()
+                elif facts.computes:
+                    self.adviser.gave(facts, results, site)
+            self._count(facts.id, site, came, came, result, None, None, done)
+
+    def _note_made(self, tensors: list[torch.Tensor]) -> None:
+        """These were made inside the recording."""
+        for tensor in tensors:
+            self._made[id(tensor)] = weakref.ref(tensor)
+
+    def _was_on(self) -> tuple[Any, ...]:
+        """The keys for which autocast is on around the op that the mode sees; none inside calls that were decided."""
+        state = self._state
+        if (state.calls and state.calls[-1].decided.plan.shields) or state.executing is not None:
+            return ()
+        return autocast_was_on(self._keys)
+
+    def _advise(self, facts: OpFacts, arguments: list[torch.Tensor], is_on: bool) -> None:
+        """What is to be said of an op besides its casts."""
+        if current_autograd_node() is not None:
+            self.adviser.backward()
+        elif is_on and facts.writes:
+            self.adviser.skipped(facts, arguments)
+        elif not is_on and not self._state.calls and (facts.computes or facts.writes):
+            self.adviser.outside(facts, arguments)
+
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
+        """Run the op with autocast as it would be without us: kernels that call other ops must find it on.
+
+        Meanwhile the mode sees nothing, so casts asked for by such inner calls are listed as they were planned.
+        """
+        if not on:
+            return func(*args, **kwargs)
+        state = self._state
+        state.executing, state.entered = func, False
+        try:
+            with switched_on(on), coming_round(op_facts(func).id):
+                return func(*args, **kwargs)
+        finally:
+            state.executing = None
+
+    def _see_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether this conversion is a cast between floating formats that autocasting caused; if so, list it."""
+        if src.dtype is result.dtype or src.dtype not in FORMATS or result.dtype not in FORMATS:
+            return False
+        calls = self._state.calls
+        if not calls:
+            return self._see_backward_cast(src, result)
+        call = calls[-1]
+        tensors, plan = call.decided.tensors, call.decided.plan
+        dst = FORMATS[result.dtype]
+        for position, (slot, tensor) in enumerate(tensors):
+            if tensor is src and not call.seen[position] and plan.formats[position] is dst:
+                call.seen[position] = True
+                self._add_seen_cast(call, slot.name, src, dst)
+                return True
+        if dst in [r.format for r in plan.results] and not any(src is t for _, t in tensors):
+            self._add_seen_cast(call, "result", src, dst)
+            return True
+        if call.widens and not call.seen_widening and tensors[0][1] is src and dst is fp32:
+            call.seen_widening = True
+            self._add_seen_cast(call, tensors[0][0].name, src, dst)
+            return True
+        return False
+
+    def _add_seen_cast(self, call: Watched, argument: str, src: torch.Tensor, dst: Format) -> None:
+        """List a cast that was made, and remember its autograd node for the backward."""
+        cast = self._add_cast(call, argument, src, str(dst), "copied")
+        if src.requires_grad and torch.is_grad_enabled():
+            self._forward_casts[next_sequence_number() - 1] = cast
+
+    def _see_backward_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
+        node = current_autograd_node()
+        if node is None:
+            return False
+        cast = self._forward_casts.get(sequence_number(node))
+        if cast is None or not node.name().startswith("ToCopyBackward"):
+            return False
+        elements = src.numel()
+        self.ledger.add(
+            replace(
+                cast,
+                src=str(FORMATS[src.dtype]),
+                dst=str(FORMATS[result.dtype]),
+                elements=elements,
+                moved_bytes=elements * (src.itemsize + result.itemsize),
+                direction="backward",
+                reason=f"gradient of the forward cast to {cast.dst}",
+                repeated=False,
+            )
+        )
+        return True
+
+    def _add_cast(self, call: Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
+        """Append one line to the ledger."""
+        rule = call.decided.plan.rule_for(argument)
+        elements = src_size = 0
+        src, kind, repeated = "?", "input", False
+        if tensor is not None:
+            elements, src_size, src = tensor.numel(), tensor.itemsize, str(FORMATS[tensor.dtype])
+            kind = self._kind(tensor)
+            if how == "copied":
+                key = (id(tensor), version_of(tensor) if not tensor.is_inference() else 0, dst)
+                before = self._cast_before.get(key)
+                repeated = before is not None and before() is tensor
+                self._cast_before[key] = weakref.ref(tensor)
+        dst_size = SIZES[dst]
+        cast = Cast.of(
+            call.decided.facts.id,
+            argument,
+            call.decided.site,
+            rule,
+            src=src,
+            dst=dst,
+            elements=elements,
+            moved_bytes=elements * (src_size + dst_size) if how == "copied" else 0,
+            how=how,
+            direction="forward",
+            kind=kind,
+            policy=call.decided.policy.name,
+            repeated=repeated,
+            number=call.decided.number,
+        )
+        self.ledger.add(cast)
+        return cast
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return "weight"
+        made = self._made.get(id(tensor))
+        return "activation" if made is not None and made() is tensor else "input"
+
+    def _count(
+        self,
+        op: str,
+        site: Site,
+        came: str,
+        computes: str,
+        result: Any,
+        plan: Plan | None,
+        policy: Policy | None,
+        done: Tally,
+        number: int = 0,
+    ) -> None:
+        """Add one call to the tallies."""
+        rule = deciding_rule(plan)
+        kind = CallKind(
+            op,
+            *site.at,
+            came=came,
+            computes=computes,
+            result=format_names([t.dtype for t in tensors_in(result)]),
+            action=str(rule.action) if rule else "unlisted",
+            reason=(rule.reason or str(rule)) if rule else _UNLISTED,
+            policy=policy.name if policy else "",
+            direction="forward" if current_autograd_node() is None else "backward",
+        )
+        self.ledger.count_call(kind, done.moved_bytes, number, done.multiplications)

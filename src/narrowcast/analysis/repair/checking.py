@@ -1,0 +1,220 @@
+"""What a repair asks of a run, and runs that are judged by it: the model under a policy with some rules, or in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.repair.looking import Looking
+from narrowcast.errors import NarrowcastError, RefusedError
+from narrowcast.frontends.eager import autocast
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.observer.written import Weights
+from narrowcast.observation.trial.isolation import restored
+from narrowcast.observation.trial.output_errors import output_errors
+from narrowcast.observation.trial.raising import SeeFunctions, first_line
+from narrowcast.observation.trial.subject import Metric, Subject, figures_of
+from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
+from narrowcast.output.progress import Step
+from narrowcast.reports.results.findings import TREND, Finding
+from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED, counted
+
+HIGHER, LOWER = "higher", "lower"
+DEFAULT_TOLERANCE = 0.01
+"""How much worse than in fp32 a metric may be where nothing is said: this part of fp32's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What must hold besides that it runs, and stays finite.
+
+    error: the largest relative error of an output against fp32. metric: called with the output. own: the Subject whose
+    own metric is asked, which runs the model itself. better: HIGHER or LOWER. tolerance: how much worse than in fp32.
+    """
+
+    error: float | None = None
+    metric: Metric | None = None
+    own: Subject | None = None
+    better: str = HIGHER
+    tolerance: float | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether a run is held against one in fp32."""
+        return self.error is not None or self.measures
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is a metric."""
+        return self.metric is not None or self.own is not None
+
+    def __str__(self) -> str:
+        said = ["it runs, and is finite where fp32 is"]
+        if self.error is not None:
+            said.append(f"output error at most {number_text(self.error)}")
+        if self.measures:
+            worse = f"{self.tolerance:g}" if self.tolerance is not None else f"{DEFAULT_TOLERANCE:.0%}"
+            said.append(f"metric at most {worse} {'below' if self.better == HIGHER else 'above'} fp32's")
+        return "; ".join(said)
+
+    def excess(self, reference: Mapping[str, float], found: Mapping[str, float]) -> float:
+        """How many times as far as allowed the metric is from fp32's, on the worse side; 0 on the better one."""
+        worst = 0.0
+        for name, expected in reference.items():
+            value = found.get(name, math.nan)
+            worse = expected - value if self.better == HIGHER else value - expected
+            allowed = self.tolerance if self.tolerance is not None else DEFAULT_TOLERANCE * abs(expected)
+            if math.isnan(worse):
+                return math.inf if not math.isnan(expected) else worst
+            worst = max(worst, 0.0 if worse <= 0 else worse / allowed if allowed else math.inf)
+        return worst
+
+
+@dataclass(slots=True)
+class Ran:
+    """One run. error: what it raised. outcome: what it gave. relative: its error against fp32; NaN if not compared.
+
+    in_metric: whether the metric raised, and not the model.
+    """
+
+    look: Looking
+    error: Exception | None = None
+    outcome: Outcome | None = None
+    metric: dict[str, float] = field(default_factory=dict)
+    relative: float = math.nan
+    in_metric: bool = False
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What made NaN or infinity."""
+        return [f for f in self.look.watching.findings if f.made_by != TREND]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a run. excess: of an error or a metric, how many times what is allowed."""
+
+    cause: str
+    said: str
+    excess: float = 1.0
+    findings: tuple[Finding, ...] = ()
+
+
+Key = tuple[str, str, str]
+
+
+def key_of(finding: Finding) -> Key:
+    """By what findings of two runs are the same."""
+    return finding.id.module_path, finding.id.op, finding.id.direction
+
+
+class Checks:
+    """Runs a model, counts it, and judges what came."""
+
+    def __init__(self, trial: Trial, wanted: Wanted) -> None:
+        self.trial, self.wanted = trial, wanted
+        self.count = 0
+        self.step: Step = lambda: None
+        self.expected: Ran | None = None
+        self._weights = Weights(parameters_of(trial.model))
+
+    def run(self, region: autocast, look: Looking, functions: bool = False, backward: bool | Loss | None = None) -> Ran:
+        """The model in a region, its metric included. backward: another loss than the trial's, and then no metric."""
+        ran = Ran(look)
+        own = self.wanted.own if backward is None else None
+        if not (own is not None and self.wanted.error is None and not self.trial.backward):
+            self._run_model(ran, region, functions, backward)
+        if own is not None and ran.error is None:
+            self._run_metric(own, ran, region, functions)
+        if self.expected is not None:
+            ran.relative = self.relative(self.expected, ran)
+        return ran
+
+    def relative(self, expected: Ran, found: Ran) -> float:
+        """The error of the output that is furthest off; infinity for NaN that fp32 has not, NaN without outputs."""
+        if expected.outcome is None or found.outcome is None:
+            return math.nan
+        errors = [e.relative_error for e in output_errors(expected.outcome.output, found.outcome.output)]
+        return max((math.inf if math.isnan(e) else e for e in errors), default=math.nan)
+
+    def judge(self, ran: Ran) -> Problem | None:
+        """What is wrong with a run; None if nothing is. What fp32 makes, too, is not."""
+        if ran.error is not None:
+            return Problem(RAISED, f"raises {first_line(ran.error)}")
+        known = {key_of(f) for f in self.expected.findings} if self.expected is not None else set()
+        findings = tuple(f for f in ran.findings if key_of(f) not in known)
+        if findings:
+            first = findings[0]
+            more = f", and {counted(len(findings) - 1, 'call')} more" if len(findings) > 1 else ""
+            return Problem(NOT_FINITE, f"{first.what} made by {first.id}{more}", math.inf, findings)
+        return None if self.expected is None else self._compare(ran, self.expected)
+
+    def _compare(self, ran: Ran, expected: Ran) -> Problem | None:
+        excess = self.wanted.excess(expected.metric, ran.metric) if self.wanted.measures else 0.0
+        if excess > 1:
+            return Problem(METRIC, "the metric is worse than allowed", excess)
+        if self.wanted.error is not None and not ran.relative <= self.wanted.error:
+            said = f"the output is off by more than {number_text(self.wanted.error)}"
+            times = ran.relative / self.wanted.error if self.wanted.error else math.inf
+            return Problem(ERROR, said, times if math.isfinite(times) else math.inf)
+        return None
+
+    def _run_model(self, ran: Ran, region: autocast, functions: bool, backward: bool | Loss | None) -> None:
+        given: list[Any] = []
+        trial = replace(self.trial, reads=given.append)
+        if backward is not None:
+            trial = replace(trial, backward=backward)
+        with self._counted():
+            try:
+                ran.outcome = trial.run(region, self._seen(ran.look, functions))
+            except Exception as error:
+                ran.error = _of_the_model(error)
+                return
+        if self.wanted.metric is not None and self.wanted.own is None:
+            try:
+                with torch.no_grad():
+                    ran.metric = figures_of(self.wanted.metric, self.wanted.metric(given[0]))
+            except Exception as error:
+                ran.error, ran.in_metric = error, True
+
+    def _run_metric(self, own: Subject, ran: Ran, region: autocast, functions: bool) -> None:
+        """A Subject's own metric, which runs the model, and is watched for it."""
+        with self._counted(), restored(self.trial.model):
+            try:
+                with self._seen(ran.look, functions), region:
+                    ran.metric = own.measure()
+            except Exception as error:
+                ran.error = _of_the_model(error)
+
+    @contextmanager
+    def _seen(self, look: Looking, functions: bool) -> Iterator[None]:
+        look.weights = self._weights
+        with look.observing(), SeeFunctions(look.raising) if functions else nullcontext():
+            yield
+            with quietly():
+                look.door.run("the end of a run", partial(look.settle, final=True))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A run; weights that it changes are put back."""
+        self.count += 1
+        try:
+            yield
+        finally:
+            with quietly():
+                self._weights.put_back()
+            self.step()
+
+
+def _of_the_model(error: Exception) -> Exception:
+    """The error; what is said of how the repair was asked for is raised."""
+    if isinstance(error, NarrowcastError) and not isinstance(error, RefusedError):
+        raise error
+    return error

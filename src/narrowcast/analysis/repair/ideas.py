@@ -1,0 +1,192 @@
+"""Which rules may mend a run that raises, or makes NaN: tried on the call alone where that can be, before the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.repair.checking import Ran
+from narrowcast.analysis.repair.looking import LOW, Looking
+from narrowcast.analysis.repair.rules import rule_about, rule_about_module, rule_about_result
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ops import named
+from narrowcast.core.policy import MODULE_CALL, NOWHERE, Kind, Rule
+from narrowcast.errors import RefusedError
+from narrowcast.formats import parse_format
+from narrowcast.frontends.eager import autocast
+from narrowcast.observation.trial.finiteness import is_finite, is_floating
+from narrowcast.observation.trial.raising import Raising, first_line
+from narrowcast.observation.trial.trial import tensors_of
+from narrowcast.reports.results.findings import CAST, FORMAT, Finding
+from narrowcast.runtime.sites.python_stack import find_site, innermost_frame
+from narrowcast.runtime.torch_bridge import FORMATS, find_op, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import tree_map
+
+RegionWith = Callable[[Iterable[Rule]], autocast]
+"""The region of a repair, with these rules besides."""
+
+
+# -- what raises -------------------------------------------------------------------------------------------------------
+
+
+def rules_for_raised(ran: Ran, region_with: RegionWith, tried: Collection[Rule]) -> list[Rule]:
+    """The rules that let the call which raised run: about the op, about who made what it reads, or about its module."""
+    if isinstance(ran.error, RefusedError):  # a rule asks for it
+        return []
+    reason = first_line(ran.error)
+    if ran.in_metric:
+        outputs = tensors_of(ran.outcome.output) if ran.outcome is not None else []
+        return _rules_about_makers(ran.look, outputs, f"the metric: {reason}", tried)
+    raising = ran.look.raising
+    if raising.called is not None and not _runs(raising, region_with([])):
+        found = _rule_about_op(raising, region_with, reason, tried)
+        if found is not None:
+            return [found]
+        if _runs(raising, region_with([]), widened=True):
+            found_makers = _rules_about_makers(ran.look, _tensors(raising), reason, tried)
+            if found_makers:
+                return found_makers
+    site = raising.site or (NOWHERE if ran.error is None else find_site(frame=innermost_frame(ran.error)))
+    rules = [rule_about_module(site.module_path, reason)] if site.module_path else []
+    return _new(rules, tried)
+
+
+def _rule_about_op(raising: Raising, region_with: RegionWith, reason: str, tried: Collection[Rule]) -> Rule | None:
+    """The first rule about the op under which the call runs, tried by itself."""
+    if find_op(raising.op) is None or raising.site is None:
+        return None
+    several = len(set(raising.formats.split(","))) > 1
+    for kind in (Kind.ALIGN, Kind.FULL) if several else (Kind.INSIDE, Kind.FULL):
+        rule = rule_about(raising.op, raising.site.module_path, kind, reason)
+        if rule not in tried and _runs(raising, region_with([replace(rule, module=None)])):
+            return rule
+    return None
+
+
+def _runs(raising: Raising, region: autocast, widened: bool = False) -> bool:
+    """Whether the call runs by itself in a region, and stays finite. widened: with its low tensors in fp32."""
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_low = str(FORMATS.get(value.dtype, "")) in LOW
+        return value.detach().float() if widened and is_low else value.detach().clone()
+
+    if raising.called is None:
+        return False
+    args, kwargs = tree_map(own, (raising.args, raising.kwargs))
+    try:
+        with torch.no_grad(), region:
+            given = tensors_of(raising.called(*args, **kwargs))
+    except Exception:  # whatever it raises: it does not run
+        return False
+    return _all_finite(given) or not _all_finite(_tensors(raising))
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> bool:
+    return all(is_finite(t) for t in tensors if is_floating(t))
+
+
+def _tensors(raising: Raising) -> list[torch.Tensor]:
+    return tensors_in(raising.args, raising.kwargs)
+
+
+def _rules_about_makers(look: Looking, tensors: list[torch.Tensor], reason: str, tried: Collection[Rule]) -> list[Rule]:
+    """For each low tensor, the rule that gives it in fp32: about what a module returns, or about what an op gives."""
+    rules: dict[Rule, None] = {}
+    for tensor in tensors:
+        if str(FORMATS.get(tensor.dtype, "")) not in LOW:
+            continue
+        maker, path = look.maker_of(tensor)
+        paths = [] if path is None else [path]
+        if path is None and maker is not None and not maker.module_path:
+            paths += look.modules_behind(maker)  # a rule about an op outside of modules would hold everywhere
+        found = _new([rule_about_result(MODULE_CALL, each, reason) for each in paths], tried)
+        if not found and maker is not None:
+            found = _new([rule_about_result(maker.op, maker.module_path, reason)], tried)
+        rules.update(dict.fromkeys(found))
+    return list(rules)
+
+
+# -- what is not finite ------------------------------------------------------------------------------------------------
+
+
+def rules_for_not_finite(
+    findings: Iterable[Finding], look: Looking, in_fp32: Looking | None, tried: Collection[Rule]
+) -> list[Rule]:
+    """The rules that keep high the calls which made NaN or infinity in a low format, and those which must overflow by
+    their ranges in fp32.
+    """
+    rules: dict[Rule, Rule] = {}
+    for finding in findings:
+        for rule in _rules_for(finding, look, tried):
+            rules.setdefault(rule, rule)
+    for identity, largest in (in_fp32.largest if in_fp32 is not None else {}).items():
+        low = look.low.get(identity)
+        if low is None or not low.is_decided:
+            continue
+        format = parse_format(low.format)
+        if largest > format.max:
+            said = f"in fp32 its largest magnitude is {largest:.4g}, {format} ends at {format.max:.6g}"
+            rule = _rule_about_call(identity, look, said)
+            rules.setdefault(rule, rule)
+    return _new(rules, tried)
+
+
+def _rules_for(finding: Finding, look: Looking, tried: Collection[Rule]) -> list[Rule]:
+    of = finding.forward or finding.id
+    if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
+        maker = look.converted.get(of)
+        sources = () if maker not in look.low else (maker,) if look.low[maker].is_decided else look.sources_of(maker)
+        return [_rule_about_call(s, look, _reason(finding)) for s in sources]
+    own = _rule_about_call(of, look, _reason(finding))
+    is_low = any(name in LOW for name in finding.formats.split(",")) or finding.made_by in (CAST, FORMAT)
+    if is_low and own not in tried and finding.made_by in (CAST, FORMAT, ""):
+        return [own]
+    # The op itself makes it of what low calls before it gave: they may be the ones.
+    makers = look.sources_of(of) or _before(of, look)
+    said = f"{of} makes {finding.what} of what it gives"
+    return [_rule_about_call(s, look, said) for s in makers]
+
+
+def _rule_about_call(identity: CallId, look: Looking, reason: str) -> Rule:
+    """The rule about a call: by its number, where its module calls the op several times."""
+    alike = [i for i in look.forward if (i.module_path, i.op) == (identity.module_path, identity.op)]
+    number = identity.number if any(i.number > 1 for i in alike) else None
+    return rule_about(identity.op, identity.module_path, reason=reason, call=number)
+
+
+def _before(identity: CallId, look: Looking) -> tuple[CallId, ...]:
+    """The low call that ran last before one which reads nothing low itself."""
+    found: CallId | None = None
+    for each in look.forward:
+        if each == identity:
+            break
+        low = look.low.get(each)
+        if low is not None and low.is_decided:
+            found = each
+    return () if found is None else (found,)
+
+
+def _reason(finding: Finding) -> str:
+    return f"{finding.what} in {finding.formats}: {finding.sentence}"
+
+
+# -- what is off -------------------------------------------------------------------------------------------------------
+
+
+def rules_about_low(look: Looking) -> list[Rule]:
+    """The rules that keep high all that computes low: what rules lower, and kernels that call what lists lower."""
+    closed = named("inside.closed")
+    found = [
+        rule_about(identity.op, identity.module_path) for identity in look.forward
+        if (identity in look.low and look.low[identity].is_decided) or identity.op.split(".")[1] in closed
+    ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def _new(rules: Iterable[Rule], tried: Collection[Rule]) -> list[Rule]:
+    return [rule for rule in rules if rule not in tried]

@@ -1,0 +1,206 @@
+"""A run looked at for its repair: what is not finite, what raises, which calls are low, and who made what they read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.compare.reference import Kept, kept_of
+from narrowcast.analysis.watch.watch_calls import WatchCalls
+from narrowcast.core.ledger.identity import FORWARD, CallId
+from narrowcast.core.policy import Kind, Policy, Rule
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.by_storage import ByStorage
+from narrowcast.observation.trial.finiteness import came_in, is_floating
+from narrowcast.observation.trial.raising import Raising
+from narrowcast.observation.trial.trial import tensors_of
+from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.runtime.torch_bridge import op_id
+from narrowcast.runtime.torch_surface.dispatch import OpOverload
+from narrowcast.runtime.torch_surface.dynamo import in_compiled_code
+
+LOW = ("bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """A call of the forward. rule: that decided it, None where none did. shapes: of its floating tensors, and of its
+    first result.
+    """
+
+    computes: str
+    rule: Rule | None
+    shapes: tuple[tuple[int, ...], ...]
+    result: tuple[int, ...]
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it reads a low format."""
+        return any(name in LOW for name in self.computes.split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class LowCall:
+    """A call of the forward that reads or gives tensors in a low format.
+
+    is_decided: a rule put them there; else it follows what came, from `sources`, and from what modules returned, by
+    path. kept: its formats and plan.
+    """
+
+    kept: Kept
+    is_decided: bool
+    sources: tuple[CallId, ...]
+    returned: tuple[str, ...]
+
+    @property
+    def format(self) -> str:
+        """The low format, of those that it reads or gives."""
+        return next(name for name in self.kept.call.computes.split(",") if name in LOW)
+
+
+class Looking(WatchCalls):
+    """Watches a run for what is not finite, and keeps what a repair asks about its calls.
+
+    low, forward: the forward's calls in low formats, and all. calls: all in order, also those of several models that
+    have one identity. largest: on request, the largest magnitude that a call reads or gives. converted: of conversions,
+    the model's own too, who made what they read. compiled: the ops that code of torch.compile calls. raising: what
+    raised.
+    """
+
+    def __init__(self, policies: tuple[Policy, ...] = (), ranges: bool = False) -> None:
+        self.watching = Watching()
+        super().__init__(self.watching, "op", self._found_one, policies)
+        self.low: dict[CallId, LowCall] = {}
+        self.forward: dict[CallId, ForwardCall] = {}
+        self.calls: list[tuple[CallId, ForwardCall]] = []
+        self.largest: dict[CallId, float] = {}
+        self.converted: dict[CallId, CallId] = {}
+        self.compiled: set[str] = set()
+        self.raising = Raising(self.compiled)
+        self._ranges = ranges
+        self._makers: ByStorage[CallId] = ByStorage()
+        self._returned: ByStorage[str] = ByStorage()
+        self._paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def _found_one(self, finding: Finding, position: int) -> None:
+        self.watching.findings.insert(position, finding)
+
+    # -- what runs -----------------------------------------------------------------------------------------------------
+
+    def after(self, call: SeenCall) -> None:
+        """What is not finite, who made it, and whether it is low."""
+        super().after(call)
+        results = [t for t in call.results if is_floating(t)]
+        read = came_in(call)
+        if call.is_cast:
+            self._pass_on_makers(call.id, read, results)
+            return
+        if call.id.direction == FORWARD:
+            if call.facts.id not in self.compiled and in_compiled_code():
+                self.compiled.add(call.facts.id)
+            shapes = tuple(tuple(t.shape) for t in read)
+            result = tuple(results[0].shape) if results else ()
+            self.forward[call.id] = ForwardCall(call.computes, call.rule, shapes, result)
+            self.calls.append((call.id, self.forward[call.id]))
+            self._note_low(call, read, results)
+            if self._ranges:
+                self.largest[call.id] = max((_largest(t) for t in (*read, *results)), default=0.0)
+        for tensor in results:
+            self._makers.put(tensor, call.id)
+
+    def _pass_on_makers(self, identity: CallId, read: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """What a conversion gives comes from where its source does."""
+        for tensor in results:
+            for source in read:
+                maker, path = self.maker_of(source)
+                if maker is not None:
+                    self._makers.put(tensor, maker)
+                    self.converted[identity] = maker
+                if path is not None:
+                    self._returned.put(tensor, path)
+
+    def _note_low(self, call: SeenCall, read: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        if not self.forward[call.id].is_low:
+            return
+        sources = dict.fromkeys(maker for t in read if (maker := self._makers.get(t)) is not None)
+        returned = dict.fromkeys(path for t in read if (path := self._returned.get(t)) is not None)
+        self.low[call.id] = LowCall(kept_of(call, results), _lowers(call), tuple(sources), tuple(returned))
+
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call; what it returned is remembered as its own, and then as that of the module around it."""
+        result = super().called(call, module, args, kwargs)
+        path = self._path_of(module)
+        if path is not None:
+            for tensor in filter(is_floating, tensors_of(result)):
+                self._returned.put(tensor, path)
+        return result
+
+    def _path_of(self, module: Any) -> str | None:
+        if module not in self._paths:
+            for root in self.roots:
+                for name, each in root.named_modules():
+                    self._paths.setdefault(each, name)
+        return self._paths.get(module)
+
+    # -- what raises ---------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """A call that a policy decides has raised."""
+        call = self._local.decided[-1] if self._local.decided else None
+        if call is not None:
+            self.raising.note(call.id.op, call.facts.op, call.args, call.kwargs)
+        super().fail(error)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except Exception:
+            if not (self._local.looking or self._local.decided):
+                self.raising.note(op_id(func), func, args, kwargs or {})
+            raise
+
+    # -- asked afterwards ----------------------------------------------------------------------------------------------
+
+    def sources_of(self, identity: CallId) -> tuple[CallId, ...]:
+        """The nearest calls that a rule put into a low format, and that a call which only follows comes from."""
+        reached = [source for low in self._followed(identity) for source in low.sources]
+        return tuple(dict.fromkeys(s for s in reached if s in self.low and self.low[s].is_decided))
+
+    def modules_behind(self, identity: CallId) -> tuple[str, ...]:
+        """The paths of the nearest modules whose results a call that only follows comes from."""
+        behind = self._followed(identity, past_modules=False)
+        return tuple(dict.fromkeys(path for low in behind for path in low.returned))
+
+    def _followed(self, identity: CallId, past_modules: bool = True) -> Iterator[LowCall]:
+        """A low call, and those before it that only follow, up to what rules put into a low format."""
+        waiting, seen = [identity], {identity}
+        while waiting:
+            low = self.low.get(waiting.pop(0))
+            if low is None:
+                continue
+            yield low
+            for source in () if low.returned and not past_modules else low.sources:
+                if source not in seen and source in self.low and not self.low[source].is_decided:
+                    seen.add(source)
+                    waiting.append(source)
+
+    def maker_of(self, tensor: torch.Tensor) -> tuple[CallId | None, str | None]:
+        """The call that made a tensor, and the path of the outermost module that returned it, if one did."""
+        return self._makers.get(tensor), self._returned.get(tensor)
+
+
+def _lowers(call: SeenCall) -> bool:
+    """Whether a rule asks for the low format, and not merely takes what came."""
+    return call.rule is not None and call.rule.action.kind in (Kind.LOWER, Kind.TO)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude."""
+    found = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(found.max()) if found.numel() else 0.0

@@ -1,0 +1,131 @@
+"""`nc.repair`: the smallest rules under which a model runs, stays finite, and is as precise as asked.
+
+The model runs under the policy, watched. What raises or is not finite says itself which call it was; what is off is
+attributed by one run in fp32 (see attributing.py). Rules are added, and the model runs again, until nothing is wrong or
+nobody knows more; then rules are left out that turn out not to be needed. Two runs for each rule, and five beside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.repair.checking import HIGHER, LOWER, Checks, Wanted
+from narrowcast.analysis.repair.repairing import Repairing
+from narrowcast.analysis.repair.rules import with_repairs
+from narrowcast.core.policy import Rule
+from narrowcast.errors import RunError
+from narrowcast.frontends.compiled.compiled_model import asked_before
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AnyDtype, AnyPolicy, asked_or_around
+from narrowcast.observation.trial.environment import environment
+from narrowcast.observation.trial.subject import Metric, Subject
+from narrowcast.observation.trial.trial import Loss, Trial
+from narrowcast.output.progress import long_work
+from narrowcast.reports.results.repair import Repair
+from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, to_dtype
+
+
+def repair(
+    model: Callable[..., Any] | Subject,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: AnyPolicy = None,
+    dtype: AnyDtype = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    backward: bool | Loss = False,
+    budget: float | str | None = None,
+    metric: Metric | None = None,
+    better: str = HIGHER,
+    tolerance: float | None = None,
+) -> Repair:
+    """Find the rules under which `model(*args, **kwargs)` runs in a region, is finite where fp32 is, and is right.
+
+    model:  a Module, any callable, or a Subject. Compiled code has its policy in it: repair the model, then compile it.
+    policy, dtype, device_type, region: as for `explain`; without any, the policy native.
+    backward: also differentiate, as for `capture`: gradients are to be finite, too.
+    budget: the largest relative error (L2) of an output against fp32, as 0.01; or the least SQNR, as "40 dB".
+    metric: called with the model's output, outside of the region, returns a number or numbers by name. Without one that
+            of a Subject is asked, which runs the model itself: each time counts as a run.
+    better: `higher` or `lower`: which way the metric is better. tolerance: how much worse it may be than in fp32, in
+            its own unit; without one, 1 % of fp32's.
+
+    `result.policy` is the policy with one more layer of rules, each with its evidence as the reason; they name ops in
+    modules, not lines, and so hold for other inputs. `result.runs` is how often the model ran: at most twice for each
+    rule, and five times beside. The model, its weights, gradients and random state are left alone. Raises RunError for
+    what cannot be run so; where fp32 itself raises or is not finite, the result says so.
+    """
+    subject = model if isinstance(model, Subject) else None
+    trial = Trial.of("repair", model, args, kwargs, backward)
+    _check_model(trial.model)
+    wanted = _wanted(budget, metric, subject, better, tolerance)
+    asked = asked_or_around("repair", policy, dtype, device_type, region, trial.device_type)
+    device = asked.device_type or trial.device_type
+    if device != trial.device_type:
+        raise RunError(
+            f"repair on {device}", f"the model is on {trial.device_type}, and runs there",
+            advice=f"Omit device_type, or move the model: model.to({device!r}).",
+        )  # fmt: skip
+    fast = default_dtype(asked.policy, device) if asked.dtype is None else to_dtype(asked.dtype)
+    opened = replace(asked, dtype=fast).on(device, asked.policy)
+    name = subject.name if subject is not None else getattr(trial.model, "__name__", type(trial.model).__name__)
+    found = Repair(
+        str(name), opened.device, str(FORMATS[fast]), asked.policy.name, asked.policy, str(wanted),
+        environment=environment(opened.device, asked.policy, str(FORMATS[fast])),
+    )  # fmt: skip
+
+    def region_with(rules: Iterable[Rule]) -> autocast:
+        return replace(asked, dtype=fast).on(device, with_repairs(asked.policy, tuple(rules)))
+
+    with long_work(f"repairing {found.subject}", 8) as step:
+        checks = Checks(trial, wanted)
+        checks.step = step
+        Repairing(checks, region_with, asked.policy, found).run()
+    return found
+
+
+def _check_model(model: Any) -> None:
+    brings = isinstance(model, torch.fx.GraphModule | torch.jit.ScriptModule | torch.jit.ScriptFunction)
+    if brings or asked_before(model) is not None:
+        raise RunError(
+            f"repair({type(model).__name__})", "its casts are in it: rules of a region do not reach them",
+            advice="Repair the model that it was made of, and compile, export or script that with result.policy.",
+        )  # fmt: skip
+
+
+def _wanted(
+    budget: float | str | None, metric: Metric | None, subject: Subject | None, better: str, tolerance: float | None
+) -> Wanted:
+    if better not in (HIGHER, LOWER):
+        raise RunError(f"repair(better={better!r})", "no such direction", advice=f"Give {HIGHER} or {LOWER}.")
+    own = subject if subject is not None and metric is None and subject.metric is not None else None
+    if tolerance is not None and metric is None and own is None:
+        raise RunError("repair(tolerance=...) without a metric", "nothing is measured that it could be about",
+                       advice="Give metric=, or budget= for the error of outputs.")  # fmt: skip
+    if tolerance is not None and not tolerance >= 0:
+        raise RunError(f"repair(tolerance={tolerance})", "a metric cannot be less than not worse", advice="Give 0.")
+    return Wanted(_largest_error(budget), metric, own, better, tolerance)
+
+
+def _largest_error(budget: float | str | None) -> float | None:
+    """The relative error that a budget allows: 40 dB are one part in a hundred."""
+    if budget is None:
+        return None
+    try:
+        if isinstance(budget, str) and budget.strip().lower().endswith("db"):
+            return float(10 ** (-float(budget.strip()[:-2]) / 20))
+        error = float(budget)
+    except (TypeError, ValueError):
+        error = math.nan
+    if not 0 <= error < math.inf:
+        raise RunError(
+            f"repair(budget={budget!r})", "no error that an output can have",
+            advice='Give the relative error that is allowed, as 0.01, or the least SQNR, as "40 dB".',
+        )  # fmt: skip
+    return error

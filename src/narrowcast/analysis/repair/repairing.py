@@ -1,0 +1,346 @@
+"""The loop of a repair: a run, what is wrong with it, rules that may mend it, until nothing is; then fewer rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from narrowcast.analysis.capture.capture import NOTHING
+from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
+from narrowcast.analysis.repair.checking import Checks, Problem, Ran
+from narrowcast.analysis.repair.ideas import rules_about_low, rules_for_not_finite, rules_for_raised
+from narrowcast.analysis.repair.looking import Looking
+from narrowcast.analysis.repair.pricing import UNPRICED, by_rule, cost_of, saved_profile
+from narrowcast.analysis.repair.rules import folded, with_repairs
+from narrowcast.analysis.repair.search import Dropping, choose, may_run
+from narrowcast.core.ops import ATTENTION, CONV, GEMM, named, op_kind
+from narrowcast.core.policy import Policy, Rule
+from narrowcast.errors import RunError
+from narrowcast.frontends.eager import autocast
+from narrowcast.observation.trial.raising import first_line
+from narrowcast.observation.trial.trial import parameters_of
+from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.repair import (
+    BEYOND,
+    CLEAN,
+    ERROR,
+    METRIC,
+    NOT_FINITE,
+    OUT_OF_IDEAS,
+    RAISED,
+    REPAIRED,
+    Products,
+    Repair,
+    RepairRule,
+    RepairStep,
+    counted,
+    share_text,
+)
+from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
+
+
+class Repairing:
+    """One repair on its way.
+
+    causes: of each rule in force what it mends, and how much it is worth. ranked: those whose worth is known. wrong:
+    sets of rules that did not suffice, and what was wrong with them. clean: runs in which nothing was.
+    """
+
+    def __init__(
+        self, checks: Checks, region_with: Callable[[Iterable[Rule]], autocast], policy: Policy, found: Repair
+    ) -> None:
+        self._checks, self._region_with, self._policy, self._found = checks, region_with, policy, found
+        self._rules: tuple[Rule, ...] = ()
+        self._causes: dict[Rule, tuple[str, float]] = {}
+        self._tried: set[Rule] = set()
+        self._ranked: set[Rule] = set()
+        self._wrong: list[tuple[frozenset[Rule], str]] = []
+        self._clean: dict[frozenset[Rule], Ran] = {}
+        self._worth: Worth | None = None
+        self._needed: dict[Rule, str] = {}
+        self._compiled: set[str] = set()
+
+    def run(self) -> None:
+        """Until it is clean, or out of ideas; then with as few rules as do."""
+        found = self._found
+        ran = self._look((), f"under {found.base}")
+        problem = self._judge(ran, ())
+        if problem is not None or self._checks.wanted.compares:
+            self._run_reference(ran)
+            problem = self._judge(ran, ())
+            self._restate(ran, problem)
+        found.before = found.steps[0]
+        found.products_before = _products(ran.look)
+        if self._fails_itself(ran, problem):
+            found.verdict, found.after = BEYOND, found.before
+        else:
+            ran, problem = self._mend(ran, problem)
+            found.verdict = (
+                CLEAN if problem is None and not self._rules else REPAIRED if problem is None else OUT_OF_IDEAS
+            )
+            if problem is None and self._rules:
+                ran = self._drop() or ran
+            self._tell(ran)
+        found.runs = self._checks.count
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _look(self, rules: tuple[Rule, ...], what: str, functions: bool = False) -> Ran:
+        region = self._region_with(rules)
+        ran = self._checks.run(region, Looking((region.policy,)), functions)
+        problem = self._checks.judge(ran)
+        self._compiled |= ran.look.compiled
+        said = problem.said if problem is not None else "clean"
+        self._found.steps.append(RepairStep(what, said, (), (), ran.relative, ran.metric, _products(ran.look)))
+        return ran
+
+    def _judge(self, ran: Ran, rules: tuple[Rule, ...]) -> Problem | None:
+        problem = self._checks.judge(ran)
+        if problem is not None:
+            self._wrong.append((frozenset(rules), problem.said))
+        else:
+            self._clean[frozenset(rules)] = ran
+        return problem
+
+    def _run_reference(self, first: Ran) -> None:
+        """The model in fp32; and, if the first run went through, what each of its low calls does to the output."""
+        checks, found = self._checks, self._found
+        attributes = checks.wanted.compares and first.error is None
+        region = autocast(found.device_type, policy=NOTHING)
+        if attributes and checks.wanted.own is None and not checks.trial.backward:
+            expected = self._attribute(region, first.look)
+        else:
+            expected = checks.run(region, Looking(ranges=True))
+            if attributes:
+                self._attribute_besides(first.look)
+        if expected.error is None:
+            self._check_reference(expected)
+        checks.expected = expected
+        found.reference = dict(expected.metric)
+        if expected.outcome is not None and first.outcome is not None:
+            first.relative = checks.relative(expected, first)
+        said = f"raises {first_line(expected.error)}" if expected.error is not None else "clean"
+        if expected.findings:
+            said = f"{expected.findings[0].what} made by {expected.findings[0].id}"
+        found.steps.append(RepairStep("in fp32", said, metric=expected.metric))
+
+    def _check_reference(self, expected: Ran) -> None:
+        """RunError where what was asked for cannot be told by what fp32 gives."""
+        wanted = self._checks.wanted
+        if wanted.error is not None and math.isnan(self._checks.relative(expected, expected)):
+            raise RunError(
+                "repair(budget=...)", "the model gave no floating tensor whose error could be compared",
+                advice="Give a model that returns one, or metric=, a function of what it returns.",
+            )  # fmt: skip
+        zero = next((name for name, value in expected.metric.items() if value == 0), None)
+        if zero is not None and wanted.tolerance is None:
+            raise RunError(
+                f"repair with the metric {zero}", "it is 0 in fp32, and 1 % of that allows nothing",
+                advice="Give tolerance=: how much worse it may be, in the metric's own unit.",
+            )  # fmt: skip
+
+    def _attribute(self, region: autocast, look: Looking) -> Ran:
+        """A run in fp32 that finds the effects of low calls. Code that takes no gradients has own errors alone."""
+        observer = Attribution(look.low)
+        with gradients_recorded(parameters_of(self._checks.trial.model)):
+            ran = self._checks.run(region, observer, backward=observer.probe)
+        if ran.error is not None:  # .numpy() of what requires grad, for one
+            self._found.steps.append(RepairStep("in fp32, with gradients", f"raises {first_line(ran.error)}"))
+            observer = Attribution(look.low)
+            ran = self._checks.run(region, observer)
+        self._worth = worth_of(observer.effects, look)
+        return ran
+
+    def _attribute_besides(self, look: Looking) -> None:
+        """The same where the reference has run already, or is a metric."""
+        ran = self._attribute(autocast(self._found.device_type, policy=NOTHING), look)
+        said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
+        self._found.steps.append(RepairStep("in fp32, to see what each call does", said))
+
+    def _restate(self, ran: Ran, problem: Problem | None) -> None:
+        """What is said of the first run, now that it is known what fp32 gives."""
+        steps = self._found.steps
+        said = problem.said if problem is not None else "clean"
+        steps[0] = replace(steps[0], found=said, error=ran.relative)
+
+    def _fails_itself(self, ran: Ran, problem: Problem | None) -> bool:
+        """Whether fp32 raises, or makes all the NaN and infinities that the policy's run has."""
+        expected, found = self._checks.expected, self._found
+        said = ""
+        if expected is not None and expected.error is not None:
+            said = f"fp32 itself raises {first_line(expected.error)}"
+        elif expected is not None and expected.findings and problem is None and ran.findings:
+            first = expected.findings[0]
+            said = f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line})"
+        if said:
+            found.before = replace(found.before, found=said)
+        return bool(said)
+
+    # -- search --------------------------------------------------------------------------------------------------------
+
+    def _mend(self, ran: Ran, problem: Problem | None) -> tuple[Ran, Problem | None]:
+        while problem is not None:
+            rules = self._reaching(self._propose(ran, problem))
+            if not rules:
+                break
+            if not may_run(self._checks.count, len(self._rules) + len(rules)):
+                self._found.notes.append("The model ran as often as a repair may run it, and something is left.")
+                break
+            about = {rule.conditions for rule in rules}  # another idea about the same calls replaces the one before
+            self._rules = (*(rule for rule in self._rules if rule.conditions not in about), *rules)
+            self._tried.update(rules)
+            ran = self._look(self._rules, f"with {counted(len(self._rules), 'rule')}")
+            self._found.steps[-1] = replace(self._found.steps[-1], added=tuple(str(rule) for rule in rules))
+            problem = self._judge(ran, self._rules)
+        return ran, problem
+
+    def _reaching(self, rules: list[Rule]) -> list[Rule]:
+        """The rules without a place where they are about ops that compiled code calls: it does not say where."""
+        found: dict[Rule, None] = {}
+        for rule in rules:
+            reaches = rule
+            if not rule.is_module_call and any(map(rule.matches_op, self._compiled)):
+                reaches = replace(rule, module=None, call=None)
+            cause, part = self._causes[rule]
+            if reaches is not rule:
+                self._tried.add(rule)
+                part += self._causes[reaches][1] if reaches in found else 0.0
+                self._causes[reaches] = (cause, part)
+                self._ranked |= {reaches} if rule in self._ranked else set()
+            found[reaches] = None
+        return [rule for rule in found if rule not in self._rules]
+
+    def _propose(self, ran: Ran, problem: Problem) -> list[Rule]:
+        if problem.cause == RAISED:
+            rules = self._propose_for_raised(ran)
+        elif problem.cause == NOT_FINITE:
+            expected = self._checks.expected
+            in_fp32 = expected.look if expected is not None else None
+            rules = rules_for_not_finite(problem.findings, ran.look, in_fp32, self._tried)
+        else:
+            return self._propose_for_error(ran, problem)
+        for rule in rules:
+            self._causes[rule] = (problem.cause, 1.0)
+        return rules
+
+    def _propose_for_raised(self, ran: Ran) -> list[Rule]:
+        if ran.look.raising.called is None and not ran.in_metric and may_run(self._checks.count, len(self._rules) + 1):
+            again = self._look(self._rules, "again, to see torch's functions", functions=True)
+            ran = again if again.error is not None else ran
+        return rules_for_raised(ran, self._region_with, self._tried)
+
+    def _propose_for_error(self, ran: Ran, problem: Problem) -> list[Rule]:
+        if self._worth is None and may_run(self._checks.count, len(self._rules) + 1):
+            self._attribute_besides(ran.look)
+        worth = self._worth or Worth({})
+        left = {rule: part for rule, part in worth.parts.items() if rule not in self._tried}
+        chosen = choose(left, 1 / problem.excess)
+        self._tried.update(chosen)  # also those that one about a module around them stands for
+        rules = []
+        for rule, covered in folded(chosen, worth.parts).items():
+            part = sum(worth.parts[each] for each in covered)
+            self._causes[rule] = (problem.cause, part)
+            self._ranked.add(rule)
+            rules.append(replace(rule, reason=_reason(worth, part, len(covered), self._found.steps[0].error)))
+        return rules or self._propose_the_rest(ran, problem)
+
+    def _propose_the_rest(self, ran: Ran, problem: Problem) -> list[Rule]:
+        """All else that is low, where nobody knows what it does: fp32 with gradients may take another path."""
+        rest = [rule for rule in rules_about_low(ran.look) if rule not in self._tried]
+        self._tried.update(rest)
+        part = ran.relative**2 / len(rest) if rest and math.isfinite(ran.relative) else 1.0
+        rules = [
+            replace(rule, reason="low, and what it does to the output is not known") for rule in folded(rest, rest)
+        ]
+        for rule in rules:
+            self._causes[rule] = (problem.cause, part)
+        return rules
+
+    # -- what is not needed --------------------------------------------------------------------------------------------
+
+    def _drop(self) -> Ran | None:
+        """Leave out what is not needed; the last run that was clean."""
+
+        def clean(rules: tuple[Rule, ...]) -> tuple[bool, str]:
+            left_out = tuple(str(rule) for rule in self._rules if rule not in rules)
+            ran = self._look(rules, f"with {len(rules)} of {counted(len(self._rules), 'rule')}")
+            self._found.steps[-1] = replace(self._found.steps[-1], left_out=left_out)
+            problem = self._judge(ran, rules)
+            return problem is None, self._found.steps[-1].found + _figures(ran)
+
+        worth, error = self._worth, self._found.steps[0].error
+        ranked = self._ranked if worth is not None and worth.foretells(error) else set()
+        dropping = Dropping(clean, lambda: self._checks.count, list(self._wrong), frozenset(ranked))
+        is_off = (ERROR, METRIC)
+        parts = {rule: part if cause in is_off else math.inf for rule, (cause, part) in self._causes.items()}
+        self._rules = dropping.run(self._rules, parts)
+        self._found.dropped = [str(rule) for rule in dropping.dropped]
+        self._found.untried = [str(rule) for rule in dropping.untried]
+        self._needed = dropping.needed
+        return self._clean.get(frozenset(self._rules))
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def _tell(self, ran: Ran) -> None:
+        found, policy = self._found, with_repairs(self._policy, self._rules)
+        found.policy = policy
+        problem = self._checks.judge(ran)
+        said = problem.said if problem is not None else "clean"
+        found.after = RepairStep(f"under {policy.name}", said, error=ran.relative, metric=ran.metric)
+        found.products_after = _products(ran.look)
+        calls, profile = by_rule(ran.look.calls), saved_profile(found.device_type)
+        low = FORMATS[to_dtype(found.low)]
+        sums: dict[str, float] = {}
+        for rule in self._rules:
+            cause, part = self._causes[rule]
+            sums[cause] = sums.get(cause, 0.0) + part
+        for rule in self._rules:
+            cause, part = self._causes[rule]
+            lifted = calls.get(rule, [])
+            share = part / sums[cause] if sums[cause] else 0.0
+            cost = cost_of(lifted, low, profile) if lifted else math.nan
+            found.rules.append(
+                RepairRule(rule, cause, share, len(lifted), cost, getattr(self, "_needed", {}).get(rule, ""))
+            )
+        found.rules.sort(key=lambda rule: -rule.share)
+        self._note(profile is None)
+
+    def _note(self, is_unpriced: bool) -> None:
+        found, expected = self._found, self._checks.expected
+        if expected is not None and expected.findings:
+            first = expected.findings[0]
+            found.notes.append(
+                f"fp32 itself is not finite: {first.what} made by {first.id} ({first.file}:{first.line}). No policy "
+                "is to blame, and none mends it."
+            )
+        if self._worth is not None and not self._worth.by_gradient and self._rules:
+            found.notes.append("The model's output has no gradients: rules are ranked by the own errors of calls.")
+        if is_unpriced and self._rules:
+            found.notes.append(UNPRICED)
+
+
+def _reason(worth: Worth, part: float, modules: int, error: float) -> str:
+    """What is known of a rule's worth, as a sentence. error: what was measured without rules, and is shared out."""
+    if not worth.by_gradient:
+        return f"the own error in the low format is {number_text(math.sqrt(part))}"
+    whole = sum(worth.parts.values())
+    where = f" ({modules} modules)" if modules > 1 else ""
+    share = part / whole if whole else 1.0
+    moves = math.sqrt(share) * error if math.isfinite(error) else math.sqrt(part)
+    return f"{share_text(share)} of the squared error: low alone moves the output by {number_text(moves)}{where}"
+
+
+def _figures(ran: Ran) -> str:
+    said = "" if math.isnan(ran.relative) else f", output error {number_text(ran.relative)}"
+    return said + "".join(f", {name} {value:.6g}" for name, value in ran.metric.items())
+
+
+def _products(look: Looking) -> Products:
+    """The products of a run, and how many of them read a low format."""
+    recurrent = named("computation.recurrent") | named("inside.of_recurrent")
+    calls = [
+        call for identity, call in look.calls
+        if op_kind(identity.op).family in (GEMM, CONV, ATTENTION) or identity.op.split(".")[1] in recurrent
+    ]  # fmt: skip
+    return Products(sum(call.is_low for call in calls), len(calls))

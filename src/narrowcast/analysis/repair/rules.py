@@ -1,0 +1,87 @@
+"""The rules that a repair may add: about an op inside a module, or about what a module returns.
+
+A rule names a module and an op, and never a line: so it holds for other inputs, and while the file is edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from narrowcast.core.policy import MODULE_CALL, RESULT, Action, Kind, Policy, Rule
+from narrowcast.core.policy.rules import naming
+from narrowcast.core.policy.settings import BUILTIN
+from narrowcast.formats import fp32
+
+SOURCE = "narrowcast repair"
+
+
+def rule_about(op: str, module_path: str, kind: Kind = Kind.FULL, reason: str = "", call: int | None = None) -> Rule:
+    """The rule about the calls of an op inside a module, or about one of several; at the root, wherever it is called.
+
+    All rules about ops are made here.
+    """
+    return Rule(op, Action(kind), module=naming(module_path), call=call, reason=reason, source=SOURCE)
+
+
+def rule_about_result(op: str, module_path: str, reason: str = "") -> Rule:
+    """The rule that gives what an op inside a module returns in fp32, and leaves how it computes.
+
+    op: MODULE_CALL for the result of the module itself.
+    """
+    module = naming(module_path)
+    if op == MODULE_CALL:
+        module = module or ""
+    return Rule(op, Action(Kind.TO, fp32), module=module, argument=RESULT, reason=reason, source=SOURCE)
+
+
+def rule_about_module(module_path: str, reason: str = "") -> Rule:
+    """The rule that runs a module, and all inside it, in fp32."""
+    return Rule(MODULE_CALL, Action(Kind.FULL), module=naming(module_path) or "", reason=reason, source=SOURCE)
+
+
+def with_repairs(policy: Policy, rules: tuple[Rule, ...], name: str = "") -> Policy:
+    """The policy with one more layer. A built-in one is extended by name, and not written out."""
+    if not rules:
+        return policy
+    name = name or f"{policy.name.replace(':', '-')}-repaired"
+    if policy.name.partition(":")[0] in BUILTIN and (policy.is_native or not _has_own_layers(policy)):
+        return Policy(name, (rules,), extends=(policy.name,))
+    return policy.with_rules(rules, name=name)
+
+
+def _has_own_layers(policy: Policy) -> bool:
+    """Whether a rule of the policy stands elsewhere than in the built-in policies."""
+    return any(not rule.is_builtin for rule in policy.rules)
+
+
+def folded(chosen: Collection[Rule], known: Collection[Rule]) -> dict[Rule, tuple[Rule, ...]]:
+    """The same with fewer rules: one about a module for those about the modules inside it, where all of them that are
+    known are chosen. By rule, those of the chosen that it stands for.
+    """
+    found: dict[Rule, tuple[Rule, ...]] = {}
+    left = list(chosen)
+    while left:
+        first = left[0]
+        best, covered = first, [first]
+        for path in _around(first.module or ""):
+            alike = [rule for rule in known if (rule.op, rule.call) == (first.op, first.call)]
+            inside = [rule for rule in alike if _is_inside(rule.module or "", path)]
+            if not set(inside) <= set(chosen):
+                break
+            if len(inside) > len(covered):
+                best, covered = replace(first, module=path or None, reason=""), inside
+        found[best] = tuple(rule for rule in left if rule in covered)
+        left = [rule for rule in left if rule not in covered]
+    return found
+
+
+def _around(path: str) -> Iterator[str]:
+    """The modules around one, innermost first; the root, too."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _is_inside(path: str, module_path: str) -> bool:
+    return not module_path or path == module_path or path.startswith(f"{module_path}.")

@@ -1,0 +1,1 @@
+"""`nc.watch`: who made a value that is not finite."""

@@ -1,0 +1,302 @@
+"""Who made a value that is not finite: the cast of an argument, the format, or the op. Proved by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.watch.makers import Maker, Rounded
+from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.core.ops import named
+from narrowcast.formats import Format
+from narrowcast.frontends.eager.kernels import gather
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import Named, results_by_name, tensors_by_name
+from narrowcast.observation.statistics.statistics import Statistics
+from narrowcast.observation.trial.finiteness import inputs_of, is_floating, is_lowest
+from narrowcast.observation.trial.rerun import (
+    can_run_again,
+    changed,
+    copies_of_written,
+    mends,
+    planned_arguments,
+    run_in,
+)
+from narrowcast.reports.documents.rules import call_rule, rule_in_line
+from narrowcast.reports.results.differences import NotFinite
+from narrowcast.reports.results.findings import CAST, FORMAT, OP, Finding, Watching
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS, is_random, tensors_in
+from narrowcast.runtime.torch_surface.grad_scaling import UNSCALE, UPDATE_SCALE
+
+
+def finding_of(call: SeenCall, inputs: Named, what: str, made_by: str, sentence: str, advice: str = "") -> Finding:
+    """A finding about a call, with the facts of its tensors."""
+    table = Statistics(whole=True)
+    named_inputs = [(name, table.number(t)) for name, t in inputs]
+    outputs = [(name, table.number(t)) for name, t in results_by_name(call.results) if is_floating(t)]
+    rows = table.table()
+    return Finding(
+        call.id, call.site.file, call.site.line, what, made_by, call.computes, sentence, advice,
+        tuple((name, rows[n]) for name, n in named_inputs), tuple((name, rows[n]) for name, n in outputs),
+        forward=call.forward,
+    )  # fmt: skip
+
+
+def overflowing_casts(call: SeenCall, gave_finite: bool = False) -> tuple[Named, Named]:
+    """Arguments whose planned cast makes an infinity of a finite value: by overflow, and those that are masks.
+
+    gave_finite: its results were seen to be finite, which says of a product that its arguments were, too.
+    """
+    overflowed: Named = []
+    masks: Named = []
+    if call.plan is None or not any(call.plan.formats):
+        return overflowed, masks
+    if gave_finite and sums_all(call) and all(result.numel() for result in call.results):
+        return overflowed, masks
+    for (name, tensor), dst in _planned(call):
+        if dst is None or not is_floating(tensor) or dst.max >= FORMATS[tensor.dtype].max or not tensor.numel():
+            continue
+        x = tensor.detach()
+        if _surely_fits(x, dst.max):
+            continue
+        low, high = (float(value) for value in torch.aminmax(x))
+        if not (low > -torch.inf and high < torch.inf):  # what was not finite before is no matter of the cast
+            x = x[x.isfinite()]
+            low, high = (float(value) for value in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+        if max(-low, high) <= dst.max:
+            continue
+        if high <= dst.max and is_lowest(low, x):
+            masks.append((name, tensor))
+        elif bool(torch.isinf(x.to(DTYPES[dst])).any()) or dst.bits < 16:
+            overflowed.append((name, tensor))
+    return overflowed, masks
+
+
+def _planned(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], Format | None]]:
+    """The tensors that came, each with the format that it is cast to."""
+    came = tensors_by_name(call.facts, call.args, call.kwargs)
+    if call.plan is None or not any(call.plan.formats):
+        return [(pair, None) for pair in came]
+    given = zip(gather(call.facts, call.args, call.kwargs), call.plan.formats, strict=True)
+    return list(zip(came, [dst for tensor, dst in given if isinstance(tensor, torch.Tensor)], strict=True))
+
+
+def _surely_fits(x: torch.Tensor, largest: float) -> bool:
+    """Whether the sum of squares, a third of the range's price, shows that no element is beyond this one."""
+    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
+        return False
+    flat = x.view(-1)
+    return float(torch.dot(flat, flat)) < 0.9 * largest * largest  # what rounding takes off the sum is far less
+
+
+def cast_finding(call: SeenCall, overflowed: Named) -> Finding:
+    """What the cast of an argument did."""
+    name, tensor = overflowed[0]
+    format = next(dst for (slot, t), dst in _formats(call) if t is tensor or slot == name)
+    largest = _largest([tensor])
+    sentence = (
+        f"the cast of {name} from {FORMATS[tensor.dtype]} to {format} overflows: its largest magnitude is "
+        f"{largest:.4g}, {format} ends at {FORMATS_BY_NAME[format].max:.6g}"
+    )
+    inputs = tensors_by_name(call.facts, call.args, call.kwargs)
+    return finding_of(call, [p for p in inputs if is_floating(p[1])], "infinity", CAST, sentence, keep_high(call))
+
+
+def _formats(call: SeenCall) -> list[tuple[tuple[str, torch.Tensor], str]]:
+    return [
+        (pair, str(FORMATS.get(pair[1].dtype, pair[1].dtype) if dst is None else dst)) for pair, dst in _planned(call)
+    ]
+
+
+FORMATS_BY_NAME = {str(f): f for f in FORMATS.values()}
+
+
+def keep_high(call: SeenCall) -> str:
+    """The rule that keeps the call in fp32, as a policy file has it; none for what autograd makes by itself."""
+    asked = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype) and v in FORMATS]
+    if any(FORMATS[dtype].bits < 32 for dtype in asked):
+        return f"The code asks for {FORMATS[asked[0]]} itself, which no rule changes: ask for torch.float32 there."
+    of = call.forward or call.id
+    rule = call_rule(of.op, of.module_path, "full" * (of.direction != BACKWARD))
+    return f"Keep it in fp32: {rule_in_line(rule)}." if rule else "Keep in fp32 what it is the backward of."
+
+
+def is_quotient(call: SeenCall) -> bool:
+    """Whether its last argument divides the others."""
+    return _name(call) == "div"
+
+
+def sums_all(call: SeenCall) -> bool:
+    """Whether each element of its arguments goes into a sum, as in products."""
+    return _name(call) in named("finite.sums_all")
+
+
+_FP32_ENDS = "in fp64, on the same inputs, it is finite"
+
+
+def find_culprit(
+    call: SeenCall, inputs: Named, results: list[torch.Tensor], rounded: Rounded | None = None,
+    paths: Callable[[Any], str] = str,
+) -> Finding:  # fmt: skip
+    """What a call did that gave more that is not finite than came. rounded: who made, in a low format, what came.
+    paths: of the makers' modules.
+    """
+    has_nan = any(bool(torch.isnan(t).any()) for t in results)
+    what = "nan" if has_nan else "infinity"
+    overflowed, _ = overflowing_casts(call)
+    if overflowed:
+        return replace(cast_finding(call, overflowed), what=what)
+    if call.is_cast:
+        source = inputs[-1][1] if inputs else results[0]
+        dst = FORMATS[results[0].dtype]
+        sentence = (
+            f"the cast from {FORMATS[source.dtype]} to {dst} overflows: its largest magnitude is "
+            f"{_largest([source]):.4g}, {dst} ends at {dst.max:.6g}"
+        )
+        return finding_of(call, inputs, what, CAST, sentence, "Scale it, or keep what makes it in fp32.")
+    if not can_run_again(call):
+        why = "it draws random numbers" if is_random(call.facts.op) else "a class of its own says what it does"
+        return finding_of(call, inputs, what, "", f"{why}: it cannot be run again to see")
+    computed = [t.dtype for t in results]
+    low = [dtype for dtype in computed if FORMATS[dtype].bits < 32]
+    in_fp32 = run_in(call, torch.float32) if low else None
+    if low and in_fp32 is not None and mends(in_fp32, call.results):
+        largest = _largest(in_fp32)
+        format = FORMATS[low[0]]
+        over = f"its largest magnitude there is {largest:.4g}, {format} ends at {format.max:.6g}"
+        if largest <= format.max:
+            over = f"its largest result there, {largest:.4g}, has room in {format}: a value inside the op has not"
+        sentence = f"in fp32, on the same inputs, it is finite; {over}"
+        return finding_of(call, inputs, what, FORMAT, sentence, keep_high(call))
+    in_fp64 = run_in(call, torch.float64)
+    if in_fp64 is not None and mends(in_fp64, call.results):
+        sentence = f"{_FP32_ENDS}: fp32 overflows"
+        return finding_of(call, inputs, what, FORMAT, sentence, "Scale what comes in, or compute it in fp64.")
+    proof = "in fp32" if in_fp64 is None else "in fp32 and fp64"
+    sentence = f"the op itself: it gives the same {proof}, on the same inputs{_cause(call, inputs)}"
+    return finding_of(call, inputs, what, OP, sentence, _advice(call, inputs, rounded, paths))
+
+
+def _advice(call: SeenCall, inputs: Named, rounded: Rounded | None, paths: Callable[[Any], str]) -> str:
+    """What to do about what no format of the call mends: its inputs may have been rounded onto that value."""
+    off = "No format of this call mends it: keep its inputs off that value (a clamp, an epsilon, where)."
+    low = next((FORMATS[t.dtype] for _, t in inputs if FORMATS[t.dtype].bits < 32), None)
+    if rounded is None or not rounded.makers:
+        return off if low is None else f"{off} Its inputs came in {low}, whose rounding may have put them there."
+
+    def named_as(makers: Iterable[Maker]) -> str:
+        pairs = [(op, paths(module)) for op, module in makers]
+        return " of ".join(f"{op} in {path}" if path else op for op, path in pairs)
+
+    makers, is_seen = rounded.proof()
+    if not makers:
+        gone = f" They come from {named_as(rounded.makers)}, in a low format; what that read is gone, so whether "
+        return off if is_seen else f"{off}{gone}rounding put them there is not known here: nc.repair finds out."
+    rules = ", ".join(dict.fromkeys(rule_in_line(call_rule(op, paths(module), "full")) for op, module in makers))
+    where = "" if call.policy is not None else " in a region (none is open here)"
+    return (
+        f"Rounding put its inputs there: run again with {named_as(makers)} in fp32, it is finite. "
+        f"Keep what made them in fp32: {rules}{where}."
+    )
+
+
+def made_besides(call: SeenCall, results: list[torch.Tensor]) -> Finding | None:
+    """What a format makes not finite in a call that passes something on, too; None if it makes nothing."""
+    finding = find_culprit(call, inputs_of(call), results) if can_run_again(call) else None
+    return finding if finding is not None and finding.made_by in (CAST, FORMAT) else None
+
+
+def waits(finding: Finding) -> bool:
+    """Whether it is no fault by itself: fp64 gives it, too, or fp32 ends before it."""
+    return finding.made_by == OP or (finding.made_by == FORMAT and finding.sentence.startswith(_FP32_ENDS))
+
+
+def is_overflow(finding: Finding) -> bool:
+    """Whether a format alone makes it."""
+    return finding.made_by in (CAST, FORMAT)
+
+
+def is_for_scaler(call: SeenCall, finding: Finding) -> bool:
+    """Whether a smaller scale of the loss would mend it: an overflow of fp16 or fp32 in the backward."""
+    formats = {str(FORMATS[t.dtype]) for t in call.results if t.dtype in FORMATS} | set(finding.formats.split(","))
+    return is_overflow(finding) and call.id.direction == BACKWARD and ("fp16" in formats or waits(finding))
+
+
+def is_unscaling(call: SeenCall) -> bool:
+    """Whether a scaler looks at its gradients, of a loss that it had made larger."""
+    return unscales(call) and float(call.args[2]) < 1
+
+
+def unscales(call: SeenCall) -> bool:
+    """Whether it is a scaler's look at its gradients."""
+    return call.facts.id == UNSCALE
+
+
+def is_new_scale(call: SeenCall) -> bool:
+    """Whether a scaler sets its scale anew: the step has ended for it."""
+    return call.facts.id == UPDATE_SCALE
+
+
+def gives_the_same_without(call: SeenCall) -> bool:
+    """Whether a call, all of whose results are finite, gives them for the largest number in the place of infinity, too:
+    a clamp, a sigmoid, 1/inf; not rsqrt.
+    """
+    if not can_run_again(call):
+        return False
+    args, kwargs = copies_of_written(call.facts, *changed(*planned_arguments(call), _as_largest))
+    found = [t for t in tensors_in(call.facts.op(*args, **kwargs)) if is_floating(t)]
+    pairs = zip(found, [t for t in call.results if is_floating(t)], strict=True)
+    return all(torch.allclose(f, r, rtol=FORMATS[r.dtype].epsilon, atol=_NOTHING) for f, r in pairs)
+
+
+def _as_largest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().nan_to_num(nan=torch.nan)
+
+
+_NOTHING = 1e-30
+"""What a number over the largest of fp32 may be."""
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    """The largest finite magnitude."""
+    finite = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
+    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
+
+
+def _cause(call: SeenCall, inputs: Named) -> str:
+    """What of the inputs is the usual reason."""
+    name = _name(call)
+    for argument, tensor in inputs:
+        if not tensor.numel():
+            continue
+        zeros, negative = int((tensor == 0).sum()), int((tensor < 0).sum())
+        is_asked = not is_quotient(call) or tensor is inputs[-1][1]
+        if zeros and is_asked and name in named("finite.not_at_zero"):
+            return f"; {zeros} of {tensor.numel()} elements of {argument} are zero"
+        if negative and name in named("finite.not_below_zero"):
+            return f"; {negative} of {tensor.numel()} elements of {argument} are negative"
+    return ""
+
+
+def _name(call: SeenCall) -> str:
+    """The op's name without namespace, overload and the underscore of an in-place form."""
+    return call.facts.id.split(".")[1].removesuffix("_")
+
+
+def first_not_finite(reference: Watching, here: Watching, has_nan: bool) -> tuple[NotFinite | None, str]:
+    """Of two watched runs: the first call that made what is not finite here and not in the reference; and the first of
+    the reference in words, if its output has NaN.
+    """
+    known = {finding.id for finding in reference.findings}
+    own = next((f for f in here.findings if f.id not in known), None)
+    first = reference.first
+    return None if own is None else _as_row(own), _as_row(first).text if has_nan and first is not None else ""
+
+
+def _as_row(finding: Finding) -> NotFinite:
+    facts = [facts for _, facts in finding.outputs if not facts.is_finite] or [facts for _, facts in finding.outputs]
+    format = facts[0].format if facts else finding.formats
+    return NotFinite(finding.id.op, finding.id.module_path, finding.file, finding.line, format, finding.what)

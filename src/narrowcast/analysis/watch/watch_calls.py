@@ -1,0 +1,396 @@
+"""Looks at each call of a run for what is not finite: who made it, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.watch.culprit import (
+    cast_finding,
+    find_culprit,
+    finding_of,
+    gives_the_same_without,
+    is_for_scaler,
+    is_overflow,
+    is_quotient,
+    is_unscaling,
+    made_besides,
+    overflowing_casts,
+    sums_all,
+    waits,
+)
+from narrowcast.analysis.watch.history import FOR_SCALER, Carrier, Cause, History, place_of
+from narrowcast.analysis.watch.makers import Makers
+from narrowcast.analysis.watch.put_off import PutOff, Verdict, judged
+from narrowcast.analysis.watch.replay import Replay
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
+from narrowcast.core.policy import Policy
+from narrowcast.observation.observer.observer import Observer
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.observer.turns import names_of_parameters, path_of
+from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial.finiteness import (
+    Flags,
+    came_in,
+    fills,
+    gave,
+    inputs_of,
+    is_finite,
+    is_floating,
+    is_whole_number,
+    mask_like,
+    numbers_not_finite,
+    only_passed_on,
+    out_of_range,
+    parts_inside,
+    reads,
+)
+from narrowcast.observation.trial.rerun import copies_of_written, is_of_others
+from narrowcast.reports.results.findings import GIVEN, Finding, Watching
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import storage_key
+
+KEPT = 8
+"""How many findings keep their tensors for `finding.save`."""
+
+
+class WatchCalls(Observer):
+    """Looks at what each call gives, and tells of findings. of_backward: the dtypes that calls of backwards gave."""
+
+    def __init__(
+        self, found: Watching, at: str, tell: Callable[[Finding, int], None], policies: tuple[Policy, ...] = ()
+    ) -> None:
+        super().__init__(policies)
+        self._found, self._at, self._tell = found, at, tell
+        self._flags = Flags()
+        self._history = History()
+        self._low_makers = Makers()
+        self._told: set[tuple[str | int, ...]] = set()
+        self._numbers: dict[int, int] = {}
+        self._later: list[PutOff] = []
+        self._losses: list[int] = []
+        self._is_skipped = False
+        self.of_backward: set[torch.dtype] = set()
+
+    # -- as calls end --------------------------------------------------------------------------------------------------
+
+    def looks_before(self, facts: OpFacts) -> bool:
+        """What an op does not write to is there afterwards, too, and looked at only if something is wrong."""
+        return facts.overwrites
+
+    def before(self, call: SeenCall) -> None:
+        """What came in, before the op writes to it."""
+        came = call.notes["came"] = came_in(call)
+        call.notes["flags"] = [self._flags.number(t) for t in came]
+        call.notes["given"] = tensors_in(call.args, call.kwargs)
+        if call.facts.writes and self._looks_now(came):
+            call.args, call.kwargs = copies_of_written(call.facts, call.args, call.kwargs)
+
+    def after(self, call: SeenCall) -> None:
+        """What went out."""
+        self._found.calls += 1
+        self._is_skipped = not self._history.has_new_scale(call) and self._is_skipped
+        results = gave(call)
+        if results and call.who.direction == BACKWARD:
+            self.of_backward.add(results[0].dtype)
+        if call.facts.writes:
+            for tensor in results:
+                self._flags.written(tensor)
+        if not self._looks_now(results or came_in(call)):
+            pairs = zip(inputs_of(call), self._came(call), strict=True) if call.facts.writes else ()
+            came = [flag for (name, _), flag in pairs if reads(call, name)] if pairs else self._came(call)
+            self._later.append(PutOff.of(call, self._flags, came, results))
+            return
+        bad = [tensor for tensor in results if not is_finite(tensor)]
+        overflowed, masks = overflowing_casts(call, gave_finite=not bad)
+        for name, _ in masks:
+            self._count_meant(f"a mask that the cast of an argument makes -inf ({name} of {call.id.op})")
+        if overflowed and not self._is_allowed(call, overflowed[0][0]):
+            self._make(call, cast_finding(call, overflowed), bad)
+        elif bad:
+            self._judge(call, bad)
+        elif self._history:
+            self._read(call, results)
+        if self._history.due:
+            self._tell_due()
+        if results and (self._low_makers or call.policy is not None or FORMATS[results[0].dtype].bits < 32):
+            self._note_rounding(call, results)
+
+    def _note_rounding(self, call: SeenCall, results: list[torch.Tensor]) -> None:
+        """Of what comes out of a low format: who made it. Sums of products hide what they were made of. What an op
+        writes to has its format already.
+        """
+        is_low = FORMATS[results[0].dtype].bits < 32 and not call.is_cast and not call.facts.writes
+        maker = (call.facts.id, call.who.module()) if is_low else None
+        self._low_makers.note(call, maker, results, passes=not sums_all(call))
+
+    def _culprit(self, call: SeenCall, results: list[torch.Tensor]) -> Finding:
+        came = came_in(call)[-1:] if is_quotient(call) else came_in(call)
+        paths = lambda module: path_of(module, self.roots)  # noqa: E731
+        return find_culprit(call, inputs_of(call), results, self._low_makers.of(call, came), paths)
+
+    def _came(self, call: SeenCall) -> list[int]:
+        """The flags of what came in."""
+        flags: list[int] | None = call.notes.get("flags")
+        return [self._flags.number(t) for t in came_in(call)] if flags is None else flags
+
+    def _bad_inputs(self, call: SeenCall) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """The arguments that are not finite: their names, what they were, and themselves."""
+        pairs = zip(inputs_of(call), came_in(call), self._came(call), strict=True)
+        bad = [(name, was, tensor) for (name, was), tensor, flag in pairs if not self._flags.is_finite(flag)]
+        return [each for each in bad if reads(call, each[0])]
+
+    def _looks_now(self, tensors: list[torch.Tensor]) -> bool:
+        return self._at == "op" or (self._at == "auto" and all(t.is_cpu for t in tensors))
+
+    def _read(self, call: SeenCall, results: list[torch.Tensor]) -> None:
+        """All it gave is finite: what came in that was not had a reader to whom it was nothing."""
+        given = call.notes.get("given") or tensors_in(call.args, call.kwargs)
+        carriers = [(t, carrier) for t in given if (carrier := self._history.carrier(t)) is not None]
+        whole = [t for t in call.results if is_whole_number(t)]
+        if not carriers or not (results or whole):
+            return
+        bad = {id(tensor) for _, _, tensor in self._bad_inputs(call)}
+        followed = [t for t in whole if out_of_range(t)]
+        for tensor, carrier in carriers:
+            if id(tensor) not in bad and not (is_whole_number(tensor) and out_of_range(tensor)):
+                carrier.is_looked_at = True
+            elif followed:
+                self._history.carries(followed, carrier.causes)
+                carrier.is_read = True
+            elif results or (whole and not carrier.has_nan):
+                self._came_through(call, carrier)
+        for tensor in results if call.facts.writes else ():
+            if fills(tensor):
+                self._history.overwritten(tensor)
+
+    def _came_through(self, call: SeenCall, carrier: Carrier) -> None:
+        inexact = [cause for cause in carrier.waiting if not cause.is_exact]
+        if inexact and not gives_the_same_without(call):
+            self._history.came_to(inexact, f"{call.id} reads it, and gives something else than for a finite one")
+        elif not carrier.is_read and carrier.waiting:
+            self._count_meant(carrier.waiting[0].harmless)
+        carrier.is_read = True
+        self._carry([], carrier.causes, call)
+        for cause in carrier.causes:
+            cause.is_masked = True
+
+    def _judge(self, call: SeenCall, results: list[torch.Tensor]) -> None:
+        bad = self._bad_inputs(call) or [(name, t, t) for name, t in parts_inside(call) if not is_finite(t)]
+        if bad:
+            self._pass_on(call, bad, results)
+            return
+        why = numbers_not_finite(call) or mask_like(call, results) or self._is_allowed(call)
+        if why:
+            self._count_meant(why)
+            self._carry(results, [self._history.cause(why)], call)
+            return
+        known = self._known(call)
+        if known is not None:
+            self._found.spread += known.is_told and call.id.direction != RECOMPUTATION
+            self._found.repeated += known.is_told and call.id.direction == RECOMPUTATION
+            self._carry(results, [known], call)
+            return
+        self._make(call, self._culprit(call, results), results)
+
+    def _known(self, call: SeenCall) -> Cause | None:
+        """The cause that a call only repeats: of its forward, which it recomputes, or whose gradient it computes."""
+        if call.id.direction == RECOMPUTATION:
+            return self._history.made_at(place_of(call))
+        if call.forward is None:
+            return None
+        of = call.forward
+        cause = self._history.made_at((of.module_path, of.op, FORWARD, call.site.file, call.site.line))
+        return cause if cause is not None and cause.is_told else None
+
+    def _make(
+        self, call: SeenCall, finding: Finding, results: list[torch.Tensor], besides: Iterable[Cause] = ()
+    ) -> Cause:
+        """A cause that is new: told now if a low format made it, else once something has come of it."""
+        finding = replace(finding, step=self._found.steps + 1)
+        if len(self._found.findings) < KEPT and call.args and not any(map(is_of_others, tensors_in(call.args))):
+            finding = Replay.attach(finding, call)
+        why = FOR_SCALER if self._is_skipped and is_overflow(finding) else ""
+        cause = self._history.cause(why, call, finding, is_fault=not waits(finding))
+        self._carry(results, [*besides, cause], call)
+        if is_for_scaler(call, finding):
+            self._history.at_step.append(cause)
+        elif cause.is_fault:
+            self._history.came_to([cause])
+            self._tell_due()
+        return cause
+
+    def _carry(self, tensors: list[torch.Tensor], causes: Iterable[Cause], by: SeenCall | None = None) -> None:
+        """These hold what these causes made. by: the call that gave them."""
+        if by is not None and by.who.direction != BACKWARD:
+            self._history.met(by.id, causes)
+        for tensor in tensors:
+            self._history.carries([tensor], causes, bool(tensor.isnan().any()))
+
+    def _pass_on(
+        self, call: SeenCall, bad: list[tuple[str, torch.Tensor, torch.Tensor]], results: list[torch.Tensor]
+    ) -> None:
+        """What came in was not finite, either: it has its causes, or is given from outside."""
+        causes: dict[Cause, None] = {}
+        for name, was, tensor in bad:
+            carrier = self._history.carrier(tensor) or self._given(call, name, was, tensor)
+            carrier.is_read = True
+            causes.update(dict.fromkeys(carrier.causes))
+        if is_unscaling(call):
+            self._skips_step()
+        if any(cause.is_told for cause in causes):
+            self._found.spread += 1
+            self._carry(results, causes, call)
+            return
+        has_nan = any(bool(t.isnan().any()) for t in results)
+        nan_came = any(bool(was.isnan().any()) for _, was, _ in bad)
+        made = None if only_passed_on([was for _, was, _ in bad], results) else made_besides(call, results)
+        if made is not None and not self._is_allowed(call):
+            self._make(call, made, results, causes)
+            return
+        waiting = [cause for cause in causes if cause.is_open]
+        if has_nan and not nan_came and waiting:
+            for cause in waiting:
+                cause.became = cause.became or f"it became NaN in {call.id} ({call.site.file}:{call.site.line})"
+        elif has_nan and not nan_came and not self._is_allowed(call):
+            why = next(iter(causes)).why
+            if why != FOR_SCALER:
+                finding = self._culprit(call, results)
+                finding = replace(finding, sentence=f"NaN out of infinities that were meant: {why}")
+                self._make(call, finding, results, causes)
+                return
+        self._carry(results, causes, call)
+
+    def _given(self, call: SeenCall, name: str, value: torch.Tensor, tensor: torch.Tensor) -> Carrier:
+        """The first reader of what nobody saw being made: what a call keeps for its backward is what that call met; of
+        the rest infinities are taken as meant, NaN is not.
+        """
+        kept = self._history.met_by(call.forward)
+        if kept:
+            self._carry([tensor], kept)
+        elif not value.isnan().any():
+            why = "given from outside"
+            self._count_meant(why)
+            self._carry([tensor], [self._history.cause(why)])
+        else:
+            kind = self._parameter(tensor) or "a tensor made outside of the watched calls"
+            sentence = f"its argument {name}, {kind}, holds NaN: {int(value.isnan().sum())} of {value.numel()} elements"
+            advice = "Look at the data and the weights, and at what made them."
+            finding = finding_of(call, inputs_of(call), "nan", GIVEN, sentence, advice)
+            self._carry([tensor], [self._make(call, finding, [])])
+        carrier = self._history.carrier(tensor)
+        if carrier is None:
+            raise AssertionError("what was just kept is there")
+        return carrier
+
+    def _parameter(self, tensor: torch.Tensor) -> str:
+        """`the parameter encoder.weight`, if the tensor is one of the models that run, or a view of one."""
+        names = names_of_parameters(self.roots)
+        for root in self.roots:
+            for parameter in root.parameters():
+                if has_storage(parameter) and storage_key(parameter) == storage_key(tensor):
+                    return f"the parameter {names[id(parameter)]}"
+        return ""
+
+    def _is_allowed(self, call: SeenCall, argument: str = "") -> str:
+        """Why the policy allows what is not finite, if one of its rules does."""
+        rule = call.allows_nonfinite(argument)
+        return f"allowed by a rule about {rule.op} ({rule.origin})" if rule is not None else ""
+
+    def _count_meant(self, why: str) -> None:
+        self._found.meant[why] = self._found.meant.get(why, 0) + 1
+
+    # -- what is followed, and no call ---------------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Copies are followed once there is something to follow, or to read later."""
+        return bool(self._history) or bool(self._later) or bool(self._low_makers)
+
+    def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A copy holds what its source held. A gradient that is taken of a loss begins with ones like it."""
+        if self._low_makers:
+            self._low_makers.note_copy(facts, args, kwargs, result)
+        is_of_loss = facts.id == "aten.ones_like.default"
+        for tensor in tensors_in(args, kwargs):
+            is_loss = is_of_loss and tensor.requires_grad and tensor.numel() == 1
+            if is_loss and self._later and is_floating(tensor):
+                self._losses.append(self._flags.number(tensor))
+            carrier = self._history.carrier(tensor)
+            if is_loss and carrier is not None:
+                self._history.came_to(carrier.causes, "a gradient is taken of what came of it")
+            if is_of_loss or carrier is None:
+                continue
+            copies = [t for t in tensors_in(result) if is_floating(t) and not is_finite(t)]
+            if copies and not any(self._history.carrier(t) is carrier for t in copies):
+                self._carry(copies, carrier.causes)
+                carrier.is_read = True
+        if self._history.due:
+            self._tell_due()
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def _tell_due(self) -> None:
+        """Tell of the causes that came to something: each once, not again in later steps. In the order of making."""
+        due, self._history.due = self._history.due, []
+        for cause, what in sorted(due, key=lambda pair: pair[0].number):
+            if cause.call is None or cause.finding is None or not cause.is_open:
+                continue
+            cause.is_told = True
+            key = (*place_of(cause.call), cause.finding.made_by)
+            if key in self._told:
+                self._found.repeated += 1
+                continue
+            more = cause.became or what
+            finding = cause.finding
+            finding = replace(finding, sentence=f"{finding.sentence}; {more}") if more else finding
+            self._told.add(key)
+            self._numbers[id(finding)] = cause.number
+            later = (n for n, f in enumerate(self._found.findings) if self._numbers.get(id(f), 0) > cause.number)
+            self._tell(finding, next(later, len(self._found.findings)))
+
+    # -- at the end of a step ------------------------------------------------------------------------------------------
+
+    def settle(self, final: bool, parameters: Iterable[torch.Tensor] = (), is_skipped: bool = False) -> None:
+        """A step ends, or the block: what reached gradients came to something, and what was put off is read.
+
+        is_skipped: a scaler skips the step.
+        """
+        if is_skipped:
+            self._skips_step()
+        self._is_skipped = False
+        self._history.step_ends(is_skipped=False, final=final)
+        self._history.sweep()
+        if self._history and not is_skipped:
+            roots = self.roots if final or not self._history.is_scaled else ()  # others are not yet skipped
+            held = (*parameters, *(p for root in roots for p in root.parameters()))
+            self._history.read_in_vain([p.grad for p in held], "it reached the gradient of a parameter")
+        if final:
+            self._history.ends()
+        self._tell_due()
+        self._read_later(is_skipped)
+
+    def _skips_step(self) -> None:
+        self._is_skipped = True
+        if self._history.step_ends(is_skipped=True):
+            self._count_meant(FOR_SCALER)
+
+    def _read_later(self, is_skipped: bool) -> None:
+        """Read what was put off, in one transfer."""
+        later, self._later, losses, self._losses = self._later, [], self._losses, []
+        skips = False
+        for put_off, verdict, why in judged(later, losses, self._flags.read(), is_skipped):
+            if verdict is Verdict.SPREAD:
+                self._found.spread += 1
+            elif verdict is Verdict.MEANT:
+                self._count_meant(why)
+            elif verdict is Verdict.SKIPPED:
+                skips = True
+            else:
+                sentence = f"{why}; nc.watch(at='op') proves who made it"
+                self._make(put_off.call, finding_of(put_off.call, [], "nan or infinity", "", sentence), [])
+        if skips:
+            self._count_meant(FOR_SCALER)

@@ -1,1 +1,0 @@
-"""What users call, above the front ends: compile, export, script and their backends, each in one file."""

@@ -1,0 +1,107 @@
+"""Lint: what is legal in a policy but probably a mistake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from narrowcast.core.policy.known_ops import known_ops, unknown_op
+from narrowcast.core.policy.policy import Policy
+from narrowcast.core.policy.rules import Kind, Rule
+from narrowcast.core.policy.settings import DEVICE_TYPES
+from narrowcast.core.policy.table import Table
+from narrowcast.errors import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of lint: what kind, about which rule, and the sentence for a person."""
+
+    kind: str
+    rule: Rule
+    message: str
+    where: Origin | None
+
+    def __str__(self) -> str:
+        return f"{self.where or '(no file)'}: {self.kind}: {self.message}"
+
+
+def lint_policy(policy: Policy) -> tuple[Finding, ...]:
+    """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order.
+
+    Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
+    """
+    ops = known_ops()
+    findings: list[Finding] = []
+    for number, layer in enumerate(policy.layers):
+        for rule in layer:
+            nearest = unknown_op(rule)
+            if nearest is not None:
+                findings.append(Finding("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
+                continue
+            is_name = rule.is_pattern and not rule.is_glob  # of a module's call, or of an op that is not listed
+            named = [op for op in ops if rule.matches_op(op)] if rule.is_pattern else [rule.target]
+            covered = named or [rule.target + ".default" * is_name]
+            shadow = _shadow(policy, number, rule, covered)
+            if shadow is not None:
+                message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"
+                findings.append(Finding("never matches", rule, message, rule.origin))
+            elif rule.is_unconditional and _changes_nothing(rule, covered, _bases(policy.extends)):
+                message = f"{rule} is what {', '.join(policy.extends)} says anyway, on every device"
+                findings.append(Finding("changes nothing", rule, message, rule.origin))
+        findings += _overlaps(layer)
+    return tuple(findings)
+
+
+@lru_cache(maxsize=16)
+def _bases(extends: tuple[str, ...]) -> tuple[Table, ...]:
+    """What built-in policies say on each device."""
+    return tuple(Policy("base", extends=extends).resolve(device).table for device in DEVICE_TYPES)
+
+
+def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | None:
+    """The rule that always wins over this one, for every op it names: unconditional and stronger."""
+    if rule.argument is not None:
+        return None
+    table = Table(policy.layers[number:])
+    winners = []
+    for op in ops:
+        whole = table.candidates(op).whole
+        if rule in whole:
+            return None
+        winners.append(whole[-1])
+    return winners[0]
+
+
+def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[Table, ...]) -> bool:
+    if rule.argument is not None or rule.action.kind is Kind.REFUSE:
+        return False
+    for table in bases:
+        for op in ops:
+            whole = table.candidates(op).whole
+            if not whole or whole[0].action != rule.action:
+                return False
+    return True
+
+
+def _overlaps(layer: tuple[Rule, ...]) -> list[Finding]:
+    """Pairs about the same op, equally specific, with different places that may both hold: order decides."""
+    findings = []
+    by_key: dict[tuple[object, ...], Rule] = {}
+    for rule in layer:
+        key = (rule.op, rule.argument, rule.specificity)
+        earlier = by_key.get(key)
+        if earlier is not None and earlier.action != rule.action and not rule.override and _may_meet(earlier, rule):
+            other = f"{earlier} ({earlier.origin or 'no file'})"
+            message = f"{rule} and {other} are equally specific; where both hold, the later wins"
+            findings.append(Finding("overlap", rule, message, rule.origin))
+        by_key[key] = rule
+    return findings
+
+
+def _may_meet(a: Rule, b: Rule) -> bool:
+    """Whether two rules could hold at one place; two paths without wildcards are apart, and two numbers of calls."""
+    if None not in (a.call, b.call) and a.call != b.call:
+        return False
+    fixed = all(p is not None and not set(p) & set("*?[") for p in (a.module, b.module))
+    return not fixed or a.module == b.module

@@ -1,0 +1,399 @@
+"""A policy: an immutable, ordered, named, hashable set of rules in layers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from narrowcast.core.policy.changes import RuleChange, changed_rules
+from narrowcast.core.policy.lacks import FULL, RAISE, Lack
+from narrowcast.core.policy.layers import check_layer
+from narrowcast.core.policy.rules import Rule
+from narrowcast.core.policy.settings import (
+    BUILTIN,
+    INNER,
+    NOTHING,
+    SETTINGS,
+    check_builtin_name,
+    check_device_type,
+    check_is_loaded,
+    check_settings,
+)
+from narrowcast.core.policy.table import Table
+from narrowcast.core.policy.text import parse_text, read_text
+from narrowcast.core.policy.versions import cited, existing, installed_torch
+from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
+from narrowcast.formats import Format
+from narrowcast.output.files import replace_text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """Rules in layers, over the built-in policies that `extends` names.
+
+    A later layer wins over an earlier one; inside a layer the more specific rule wins; two rules of one layer about
+    exactly the same calls are an error unless the later one says `override`. `extends` holds `native` (resolved for
+    the region's device type), `native:cuda` (for that device type), `safe`, `ipex`, or `nothing` alone.
+
+    Its settings; one that is None is as in what it extends, or else the first named here. `cache`: `native` (torch's
+    weight cache, as `cache_enabled` asks) or `off` (weights are cast each time). `unsupported`, what becomes of a call
+    in a format that the device lacks: `raise` (the device's own error) or `full` (it runs in fp32, and its results have
+    the promised format); `lacks` is what the device lacks, once the policy was fitted to one. `inner`, what rules in
+    `torch.autocast` blocks inside a region of this policy, as frameworks open them: `native` (torch's own lists: the
+    block hides this policy) or `policy` (this policy, in the block's own format); a block that is switched off is off.
+    `low` is the low format of regions that name none, and `training` are those to train in: in another, a region that
+    records gradients warns; left open they are the device type's, and any.
+
+    `allowances` say where `nc.watch` takes what is not finite as meant (`allow_nonfinite = true`; their actions are
+    nothing). Two policies are equal when they decide alike: these, names, reasons and comments take no part.
+    """
+
+    name: str = field(compare=False)
+    layers: tuple[tuple[Rule, ...], ...] = ()
+    extends: tuple[str, ...] = ("native",)
+    description: str = field(default="", compare=False)
+    cache: str | None = None
+    unsupported: str | None = None
+    low: str | None = None
+    training: tuple[str, ...] = ()
+    inner: str | None = None
+    lacks: tuple[Lack, ...] | None = None
+    allowances: tuple[Rule, ...] = field(default=(), compare=False)
+    text: str | None = field(default=None, compare=False, repr=False)
+    text_layers: int = field(default=0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self.cache, self.unsupported, self.inner, self.low, self.training)
+        if self.extends == (NOTHING,):
+            object.__setattr__(self, "extends", ())
+        for name in self.extends:
+            check_builtin_name(name)
+        check_is_loaded(self.name, self.extends, bool(self.layers))
+        for layer in self.layers:
+            check_layer(layer)
+        _known[id(self)] = self
+        self.digest  # noqa: B018  computed now: code that Dynamo traces reads it, and could not compute it
+
+    # -- the built-in policies, and files
+
+    @staticmethod
+    def native(device_type: str | None = None) -> Policy:
+        """torch.autocast's own lists for the installed torch; without a device type, those of the region's."""
+        if device_type is None:
+            return _NATIVE
+        check_device_type(device_type)
+        return load_builtin(f"native:{device_type}")
+
+    @staticmethod
+    def safe(device_type: str | None = None) -> Policy:
+        """Native plus repairs of the faults that users report, each rule with its reason and issue number."""
+        safe = load_builtin("safe")
+        return safe if device_type is None else safe.resolve(device_type)
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """The policy in a TOML file, or the built-in one of that name. PolicyError names file and line of a mistake."""
+        if isinstance(path, str) and path.partition(":")[0] in BUILTIN:
+            return as_policy(path)
+        return _load(Path(path), ())
+
+    @staticmethod
+    def parse(text: str, file: str = "<string>") -> Policy:
+        """The policy in TOML text; `file` is the name that errors give."""
+        return _parse(text, file, Path(), ())
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as TOML, replacing the file at once. Comments of the text it was loaded from stay."""
+        replace_text(Path(path), self.to_toml())
+
+    def to_toml(self) -> str:
+        """The policy as TOML text; parsing it gives an equal policy."""
+        from narrowcast.core.policy.written import print_text  # loads tomlkit, which nothing else needs
+
+        settings = {key: getattr(self, key) for key in SETTINGS}
+        said = (self.name, self.layers, self.extends, self.description, settings, self.allowances)
+        return print_text(*said, self.text, self.text_layers)
+
+    # -- new policies from old
+
+    def with_rules(self, *rules: Rule | Iterable[Rule], name: str | None = None) -> Policy:
+        """This policy with one more layer, whose rules win over everything before it."""
+        flat: list[Rule] = []
+        for rule in rules:
+            flat += [rule] if isinstance(rule, Rule) else list(rule)
+        if name is None:
+            name = self.name if self.name.endswith("+") else f"{self.name}+"
+        return replace(self, name=name, layers=(*self.layers, tuple(flat))) if flat else replace(self, name=name)
+
+    def merge(self, other: Policy) -> Policy:
+        """This policy with `other`'s layers on top; what both extend is taken once, `other`'s cache setting wins."""
+        extra = tuple(name for name in other.extends if name not in self.extends)
+        if extra and self.layers:
+            raise PolicyError(
+                asked=f"{self.name} merged with {other.name}",
+                found=f"{other.name} extends {', '.join(extra)}, which would have to come below rules that are there",
+                advice=f"Merge the other way round, or let {self.name} extend {', '.join(extra)} itself.",
+            )
+        settings: dict[str, Any] = {key: getattr(other, key) or getattr(self, key) for key in SETTINGS}
+        settings["allowances"] = self.allowances + other.allowances
+        said = f"{self.name}+{other.name}", self.layers + other.layers, self.extends + extra
+        return Policy(*said, self.description or other.description, **settings)
+
+    def resolve(self, device_type: str) -> Policy:
+        """This policy with the built-in layers for one device type written out. Cheap after the first time."""
+        if not self.extends and not self.table.has_versions:
+            return self
+        return self.remembered(device_type, lambda: _resolve(self, device_type))
+
+    @cached_property
+    def memory(self) -> dict[Any, Any]:
+        """What was worked out about this policy, in words and rules: it goes when the last policy like it goes."""
+        key = (self.digest, self.wording)
+        found = _memories.get(key)
+        if found is None:
+            found = _memories[key] = _Memory()
+        return found
+
+    def remembered(self, key: Any, make: Callable[[], T]) -> T:
+        """What was worked out about this policy under a key, or is worked out now."""
+        found: T = self.memory[key] if key in self.memory else self.memory.setdefault(key, make())
+        return found
+
+    def without(self, lacks: Iterable[Lack]) -> Policy:
+        """This policy for a device that lacks these; what it lacks already stays."""
+        return replace(self, lacks=tuple(lacks))
+
+    def repairing(self) -> Policy:
+        """This policy, with what the device lacks run in fp32, and what takes one format given one."""
+        if self.resolve("cpu").unsupported == FULL:
+            return self
+        return self.remembered(FULL, lambda: replace(self, unsupported=FULL))
+
+    def with_inner(self, inner: str) -> Policy:
+        """This policy with another `inner`: what rules in `torch.autocast` blocks inside its regions."""
+        if inner == self.effective_inner:
+            return self
+        return self.remembered(("inner", inner), lambda: replace(self, inner=inner))
+
+    # -- questions
+
+    @cached_property
+    def lacking(self) -> dict[str, dict[Format | None, Lack]]:
+        """What the device lacks: by op, by format; under None, several formats at once."""
+        found: dict[str, dict[Format | None, Lack]] = {}
+        for lack in self.lacks or ():
+            found.setdefault(lack.op, {})[lack.format] = lack
+        return found
+
+    def asks_where(self, op: str, takes_patterns: bool) -> bool:
+        """Whether what becomes of a call of this op depends on the place of the call. Of a resolved policy."""
+        inside = [lack.inside for lack in self.lacking.get(op, {}).values() if lack.inside]
+        asked = [(op, takes_patterns), *((name, True) for name in inside)]
+        return any(self.table.candidates(*each).depends_on_site for each in asked)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules, weakest layer first (without those of `extends`; see `resolve`)."""
+        return tuple(rule for layer in self.layers for rule in layer)
+
+    @cached_property
+    def table(self) -> Table:
+        """The rules arranged for look-up by op id; only a resolved policy has all of them."""
+        return Table(self.layers)
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal digits that change when, and only when, a rule, its order or the cache setting does."""
+        lines = [f"cache={self.cache}", *(f"extends={name}" for name in self.extends)]
+        lines += [f"{key}={getattr(self, key)}" for key in SETTINGS[1:] if getattr(self, key)]
+        lines += [f"lacks={lack.op} {lack.format}" for lack in self.lacks or ()]
+        numbered = [(number, rule) for number, layer in enumerate(self.layers) for rule in layer]
+        lines += [f"{number}|{rule.conditions}|{rule.action}|{rule.override}" for number, rule in numbered]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @cached_property
+    def wording(self) -> str:
+        """A digest of all that the digest leaves out: names, reasons, sources, places in files."""
+        lines = [self.name, self.description, *(lack.reason for lack in self.lacks or ())]
+        lines += [f"{rule.reason}|{rule.source}|{rule.origin}" for rule in (*self.rules, *self.allowances)]
+        lines += [f"allowed={rule.conditions}" for rule in self.allowances]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def diff(self, other: Policy) -> tuple[RuleChange, ...]:
+        """What changes from this policy to `other`, rule by rule; built-in layers are compared by name.
+
+        Resolve both first to see `native` against `safe`, or cpu against cuda.
+        """
+        return changed_rules(self.rules, other.rules)
+
+    @cached_property
+    def effective_cache(self) -> str:
+        """`native` or `off`: its own setting, or that of what it extends."""
+        return self.resolve("cpu").cache or "native"
+
+    @cached_property
+    def effective_low(self) -> str | None:
+        """The low format of regions that name none: its own, or that of what it extends; None is the device type's."""
+        return self.resolve("cpu").low
+
+    @cached_property
+    def effective_inner(self) -> str:
+        """What rules in `torch.autocast` blocks inside: its own setting, or that of what it extends."""
+        return self.resolve("cpu").inner or INNER[0]
+
+    def trains_in(self, low: Format) -> bool:
+        """Whether a region in this low format is one to train in. Of a resolved policy."""
+        return not self.training or low.name in (*self.training, "fp32")
+
+    @property
+    def is_native(self) -> bool:
+        """Whether this is torch's own behaviour, neither more nor less."""
+        plain = self.cache in (None, "native") and self.unsupported in (None, RAISE) and self.inner in (None, "native")
+        leaves_open = not (self.lacks or self.low or self.training)
+        return self.extends == ("native",) and not self.layers and plain and leaves_open
+
+    @cached_property
+    def has_open_patterns(self) -> bool:
+        """Whether a pattern names ops of other libraries, so that what it covers depends on what is loaded."""
+        return any(rule.is_pattern and not rule.target.startswith("aten.") for rule in self.rules)
+
+    @cached_property
+    def has_module_rules(self) -> bool:
+        """Whether a rule is about the calls of modules."""
+        return any(rule.is_module_call for rule in self.rules)
+
+    @cached_property
+    def counts_calls(self) -> bool:
+        """Whether a rule is about the n-th call of an op."""
+        return any(rule.call is not None for rule in self.rules)
+
+    @cached_property
+    def asked_of_modules(self) -> frozenset[str]:
+        """What rules about the calls of modules ask of the place, besides the class: `module`, `function`."""
+        rules = [rule for rule in self.rules if rule.is_module_call]
+        return frozenset(n for n in ("module", "function") if any(getattr(r, n) is not None for r in rules))
+
+    @cached_property
+    def has_backward_rules(self) -> bool:
+        """Whether a rule is about what autograd runs, which only compiled code can change."""
+        return any(rule.direction != "forward" for rule in self.rules)
+
+    def forward(self) -> Policy:
+        """This policy without its rules about the backward."""
+        if not self.has_backward_rules:
+            return self
+        return replace(self, layers=self._layers_about(forward=True), text=None, text_layers=0)
+
+    def backward(self) -> Policy:
+        """The rules about the backward alone."""
+        return Policy(self.name, self._layers_about(forward=False), extends=())
+
+    def _layers_about(self, forward: bool) -> tuple[tuple[Rule, ...], ...]:
+        layers = [tuple(r for r in x if (r.direction == "forward") is forward) for x in self.layers]
+        return tuple(filter(None, layers))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles have the fields; what was worked out about them is worked out again."""
+        return Policy, tuple(getattr(self, f.name) for f in fields(self))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:8]})"
+
+    def __repr__(self) -> str:
+        return f"<Policy {self.name!r}, {len(self.rules)} rules, extends {self.extends}, {self.digest[:8]}>"
+
+
+def as_policy(wanted: Policy | str | Path | None) -> Policy:
+    """A policy given as itself, as the name of a built-in one (native, safe, ipex, native:cuda), as a file's path, or
+    as the digest of one that is in use, which is how compiled code names them.
+
+    None is native. Raises PolicyError for a name that is neither.
+    """
+    if isinstance(wanted, Policy):
+        return wanted
+    if wanted is None or wanted == "native":
+        return Policy.native()
+    in_use = known_policy(str(wanted))
+    if in_use is not None:
+        return in_use
+    if str(wanted).endswith(".toml"):
+        return Policy.load(Path(wanted))
+    check_builtin_name(str(wanted))
+    return load_builtin(str(wanted))
+
+
+class _Memory(dict[Any, Any]):
+    """A dict that may be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+_memories: WeakValueDictionary[tuple[str, str], _Memory] = WeakValueDictionary()  # by digest and wording
+_known: WeakValueDictionary[int, Policy] = WeakValueDictionary()  # by id: equal ones may come and go
+
+
+def known_policy(digest: str) -> Policy | None:
+    """A policy of that digest that is in use: compiled code can name a policy, but not hold one."""
+    return next((policy for policy in list(_known.values()) if policy.digest == digest), None)
+
+
+def _load(path: Path, inside: tuple[Path, ...]) -> Policy:
+    """The policy in the file; `inside` are the files that extend one another on the way here."""
+    if path.resolve() in inside:
+        raise PolicyError(
+            f"policy file {path}", "it extends itself", tuple(Origin(str(p)) for p in inside), "Break the circle."
+        )
+    return _parse(read_text(path), str(path), path.parent, (*inside, path.resolve()))
+
+
+def _parse(text: str, file: str, folder: Path, inside: tuple[Path, ...]) -> Policy:
+    """The policy in the text; the paths of files that it extends start at `folder`."""
+    said = parse_text(text, file)
+    try:
+        below = [_load(folder / name, inside) for name in said.extends if name.endswith(".toml")]
+        policy = Policy(
+            said.name, said.layers, tuple(n for n in said.extends if not n.endswith(".toml")) or (NOTHING,),
+            said.description, allowances=said.allowances, text=text, text_layers=len(said.layers), **said.settings,
+        )  # fmt: skip
+    except NarrowcastError as error:
+        if error.where:
+            raise
+        raise with_origin(error, Origin(file, said.line_of(error))) from None
+    for base in reversed(below):
+        policy = replace(base.merge(policy), name=policy.name, description=policy.description)
+    return policy
+
+
+@cache
+def load_builtin(name: str) -> Policy:
+    """The built-in policy of that name, for the installed torch."""
+    file = Path(__file__).parent / "builtin" / f"{name.replace(':', '_')}.toml"
+    policy = Policy.parse(file.read_text(encoding="utf-8"), f"builtin/{file.name}")
+    version = installed_torch()
+    layers = tuple(
+        tuple(replace(rule, source=cited(rule.source, version)) for rule in layer) for layer in existing(policy.layers)
+    )
+    return replace(policy, text=None, text_layers=0, layers=layers)
+
+
+def _resolve(policy: Policy, device_type: str) -> Policy:
+    below: list[tuple[Rule, ...]] = []
+    for name in policy.extends:
+        base = load_builtin(f"native:{device_type}" if name == "native" else name).resolve(device_type)
+        below += [layer for layer in base.layers if layer not in below]
+    says = (policy, *(load_builtin(name) for name in policy.extends if name != "native"))
+    settings = {key: next(filter(None, (getattr(p, key) for p in says)), getattr(policy, key)) for key in SETTINGS}
+    return replace(policy, layers=(*below, *existing(policy.layers)), extends=(), text=None, text_layers=0, **settings)
+
+
+_NATIVE = Policy("native", extends=("native",))

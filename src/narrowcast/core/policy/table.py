@@ -1,0 +1,71 @@
+"""Rules arranged for look-up: for one op id, the candidates in the order in which they win."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowcast.core.policy.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The rules that may apply to an op, strongest first.
+
+    `whole` are the rules for the call; the last one is unconditional, or there is none that always holds.
+    `per_argument` are those that name one argument. `depends_on_site` says whether any of them asks where the call is.
+    """
+
+    whole: tuple[Rule, ...]
+    per_argument: tuple[Rule, ...]
+    depends_on_site: bool
+
+
+class Table:
+    """The look-up of a policy's rules by op id. Built once per policy; op ids are added as they are met.
+
+    asks_for_names: whether any rule names a module, which may be part of a larger one, a class or a function.
+    has_versions: whether one holds in some torch alone.
+    """
+
+    __slots__ = ("_globs", "_known", "_named", "_ranked", "asks_for_names", "has_versions")
+
+    def __init__(self, layers: tuple[tuple[Rule, ...], ...]) -> None:
+        places = [
+            (number, rule.specificity, position)
+            for number, layer in enumerate(layers)
+            for position, rule in enumerate(layer)
+        ]
+        self._ranked = [layers[number][position] for number, _, position in sorted(places, reverse=True)]
+        self.has_versions = any(rule.torch for rule in self._ranked)
+        self.asks_for_names = any(rule.module or rule.module_class or rule.function for rule in self._ranked)
+        # by where they stand in that order: rules that name an op or an overload by that name, and the others
+        self._named: dict[str, list[int]] = {}
+        self._globs = [rank for rank, rule in enumerate(self._ranked) if rule.is_glob]
+        for rank, rule in enumerate(self._ranked):
+            if not rule.is_glob:
+                self._named.setdefault(rule.target, []).append(rank)
+        self._known: dict[tuple[str, bool, str], Candidates] = {}
+
+    def candidates(self, op: str, takes_patterns: bool = True, direction: str = "forward") -> Candidates:
+        """The rules about `op`; patterns count only where `takes_patterns` (the op computes and writes nothing)."""
+        key = (op, takes_patterns, direction)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._find(*key)
+        return found
+
+    def _find(self, op: str, takes_patterns: bool, direction: str) -> Candidates:
+        ranks = self._named.get(op, [])
+        if takes_patterns:
+            ranks = sorted([*ranks, *self._named.get(op.rpartition(".")[0], ()), *self._globs])
+        possible = (self._ranked[rank] for rank in ranks)
+        matching = [r for r in possible if r.matches_direction(direction) and r.matches_op(op)]
+        whole: list[Rule] = []
+        for rule in matching:
+            if rule.argument is None:
+                whole.append(rule)
+                if rule.is_unconditional:
+                    break
+        per_argument = tuple(r for r in matching if r.argument is not None)
+        depends = any(not r.is_unconditional for r in (*whole, *per_argument))
+        return Candidates(tuple(whole), per_argument, depends)

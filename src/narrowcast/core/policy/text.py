@@ -1,0 +1,221 @@
+"""The TOML text form of a policy, read with file:line errors. Written, with comments kept, in written.py.
+
+    name = "train-bf16"
+    extends = "native"          # or "safe", "ipex", "native:cuda", "other-file.toml", a list of these, or "nothing"
+    cache = "native"            # or "off"
+    unsupported = "raise"       # or "full": what becomes of a call in a format that the device lacks
+    low = "bf16"                # the low format of regions that name none
+    training = ["bf16"]         # the low formats to train in: a region in another one warns
+    inner = "native"            # or "policy": what rules in torch.autocast blocks inside
+
+    [[rule]]
+    op = "aten.softmax"         # or a list of ops
+    action = "lower"
+    module = "encoder.layer.3"  # optional, like class, function, argument, call, override and torch
+    reason = "..."
+    source = "..."
+
+    [[rule]]
+    op = "aten.log"             # what nc.watch takes as meant here; an action is not needed, and may stand beside it
+    allow_nonfinite = true
+
+Rules of a later layer win whatever their specificity; a file has one layer, and `[[layer]]` with `[[layer.rule]]`
+tables starts the next.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.policy.known_ops import unknown_op
+from narrowcast.core.policy.rules import Rule, did_you_mean, parse_action
+from narrowcast.core.policy.settings import NO_ACTION, SETTINGS
+from narrowcast.errors import NarrowcastError, Origin, PolicyError, UnknownOpError, with_origin
+
+_HEADER_KEYS: dict[str, type | tuple[type, ...]] = {
+    "name": str, "extends": (str, list), "description": str, "cache": str, "unsupported": str, "low": str,
+    "training": list, "inner": str, "rule": list, "layer": list,
+}  # fmt: skip
+# what such a list holds
+_LISTS: dict[str, type] = {
+    "extends": str, "training": str, "op": str, "class": str, "argument": str, "rule": dict, "layer": dict,
+}  # fmt: skip
+_RULE_KEYS: dict[str, type | tuple[type, ...]] = {
+    "op": (str, list), "action": str, "module": str, "class": (str, list), "function": str, "argument": (str, list),
+    "call": int, "reason": str, "source": str, "override": bool, "torch": str, "allow_nonfinite": bool,
+}  # fmt: skip
+_TABLE_HEADER = re.compile(r"^\s*\[\[\s*(rule|layer|layer\.rule)\s*\]\]")
+_DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The lines of one table: its header's line number and its text lines."""
+
+    line: int
+    lines: tuple[str, ...]
+
+    def line_of(self, key: str) -> int:
+        """The line of `key = ...`, or the header's."""
+        start = re.compile(rf'^\s*"?{re.escape(key)}"?\s*=')
+        return next((self.line + n for n, text in enumerate(self.lines) if start.match(text)), self.line)
+
+    def line_with(self, text: str) -> int:
+        """The first line that quotes `text`, or the header's."""
+        return next((self.line + n for n, line in enumerate(self.lines) if f'"{text}"' in line), self.line)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyText:
+    """What a policy's text says. layers: with rules. extends: names of built-in policies, and of files. settings: those
+    that are given.
+    """
+
+    name: str
+    layers: tuple[tuple[Rule, ...], ...]
+    extends: tuple[str, ...]
+    description: str
+    settings: dict[str, Any]
+    head: _Block
+    allowances: tuple[Rule, ...] = ()
+
+    def line_of(self, error: NarrowcastError) -> int:
+        """The line of the setting that an error is about, or of `extends`."""
+        return self.head.line_of(next((key for key in SETTINGS if error.asked.startswith(key)), "extends"))
+
+
+def read_text(path: Path) -> str:
+    """The text of a policy file. PolicyError for one that is missing or no text."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(
+            asked=f"policy file {path}",
+            found=getattr(error, "strerror", None) or str(error),
+            where=(Origin(str(path)),),
+            advice="Give the path of a TOML policy file, or the name of a built-in one: native, safe, ipex.",
+        ) from None
+
+
+def parse_text(text: str, file: str) -> PolicyText:
+    """What the text says; `file` names it in errors. PolicyError, with file:line, for what no policy can say."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = _DECODE_LINE.search(str(error))
+        line = int(at.group(1)) if at else text.count("\n") + 1
+        raise PolicyError(
+            f"policy file {file}", f"not TOML: {error}", (Origin(file, line),), "Correct this line."
+        ) from None
+    head, blocks = _blocks(text)
+    _check_keys(data, _HEADER_KEYS, file, head, "a policy")
+    allowances: list[Rule] = []
+    layers = [tuple(_rules(data.get("rule", []), blocks["rule"], file, head, allowances))]
+    position = 0
+    for table in data.get("layer", []):
+        rows = table.get("rule", [])
+        _check_keys(table, {"rule": list}, file, head, "a layer")
+        layers.append(tuple(_rules(rows, blocks["layer.rule"][position:], file, head, allowances)))
+        position += len(rows)
+    extends = data.get("extends", "native")
+    settings = {key: tuple(data[key]) if isinstance(data[key], list) else data[key] for key in SETTINGS if key in data}
+    return PolicyText(
+        data.get("name", Path(file).stem), tuple(layer for layer in layers if layer),
+        (extends,) if isinstance(extends, str) else tuple(extends), data.get("description", ""), settings, head,
+        tuple(allowances),
+    )  # fmt: skip
+
+
+def _blocks(text: str) -> tuple[_Block, dict[str, list[_Block]]]:
+    """The text cut at its [[...]] headers: what stands before the first, and each kind's tables in order."""
+    head_lines: list[str] = []
+    current = head_lines
+    starts: list[tuple[str, int, list[str]]] = []
+    quote = ""
+    for number, line in enumerate(text.split("\n"), 1):
+        header = None if quote else _TABLE_HEADER.match(line)
+        if header:
+            current = []
+            starts.append((header.group(1), number, current))
+        current.append(line)
+        for mark in re.findall(r'"""|\'\'\'', line):
+            quote = "" if quote == mark else quote or mark
+    blocks: dict[str, list[_Block]] = {"rule": [], "layer": [], "layer.rule": []}
+    for kind, number, lines in starts:
+        blocks[kind].append(_Block(number, tuple(lines)))
+    return _Block(1, tuple(head_lines)), blocks
+
+
+def _rules(rows: list[Any], blocks: list[_Block], file: str, head: _Block, allowances: list[Rule]) -> list[Rule]:
+    """The rules of a layer; those that allow what is not finite are added to the allowances."""
+    inline = _Block(head.line_of("rule"), ())  # `rule = [{...}]` has no headers to find lines by
+    rules: list[Rule] = []
+    for number, row in enumerate(rows):
+        block = blocks[number] if number < len(blocks) else inline
+        _check_keys(row, _RULE_KEYS, file, block, "a rule")
+        allows = row.get("allow_nonfinite", False)
+        if allows:
+            allowances += _rules_of_row({**row, "action": NO_ACTION}, block, file)
+        for key in ("op",) if allows else ("op", "action"):
+            if key not in row:
+                raise PolicyError(
+                    "a rule", f"it has no {key}", (Origin(file, block.line),), f'Add a line: {key} = "...".'
+                )
+        if "action" in row:
+            rules += _rules_of_row(row, block, file)
+    return rules
+
+
+def _rules_of_row(row: dict[str, Any], block: _Block, file: str) -> list[Rule]:
+    try:
+        action = parse_action(row["action"])
+    except NarrowcastError as error:
+        raise with_origin(error, Origin(file, block.line_of("action"))) from None
+    several = [row.get(key) for key in ("op", "class", "argument")]
+    rules = []
+    for op, of_class, argument in product(*(given if isinstance(given, list) else [given] for given in several)):
+        origin = Origin(file, block.line_with(str(op)) if isinstance(row["op"], list) else block.line_of("op"))
+        try:
+            rule = Rule(
+                op=str(op), action=action, module=row.get("module"), module_class=of_class,
+                function=row.get("function"), argument=argument, call=row.get("call"), reason=row.get("reason", ""),
+                source=row.get("source", ""), override=row.get("override", False), torch=row.get("torch"),
+                origin=origin,
+            )  # fmt: skip
+        except NarrowcastError as error:
+            raise with_origin(error, origin) from None
+        nearest = unknown_op(rule)
+        if nearest is not None:
+            raise UnknownOpError(
+                f"op {rule.op!r}",
+                f"PyTorch has no such op{nearest}",
+                (origin,),
+                "Correct the name, or delete the rule.",
+            )
+        rules.append(rule)
+    return rules
+
+
+def _check_keys(row: dict[str, Any], known: dict[str, Any], file: str, block: _Block, what: str) -> None:
+    for key, value in row.items():
+        origin = Origin(file, block.line_of(key))
+        if key not in known:
+            raise PolicyError(
+                f"key {key!r} of {what}", f"no such key{did_you_mean(key, list(known))}", (origin,),
+                f"Write one of: {', '.join(known)}.",
+            )  # fmt: skip
+        if not isinstance(value, known[key]):
+            wanted = known[key] if isinstance(known[key], tuple) else (known[key],)
+            raise PolicyError(
+                f"key {key!r} of {what}", f"a value of type {type(value).__name__}", (origin,),
+                f"Give a value of type {' or '.join(t.__name__ for t in wanted)}.",
+            )  # fmt: skip
+        if isinstance(value, list) and (not value or any(not isinstance(item, _LISTS[key]) for item in value)):
+            items = "tables" if _LISTS[key] is dict else "strings"
+            found = f"a list of other things than {items}" if value else "an empty list"
+            raise PolicyError(f"key {key!r} of {what}", found, (origin,), f"Give a list of {items}.")

@@ -1,0 +1,72 @@
+"""A policy as TOML text, with the comments of the text that it was loaded from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomlkit
+
+from narrowcast.core.policy.rules import Rule
+from narrowcast.core.policy.settings import NOTHING
+
+
+def print_text(
+    name: str,
+    layers: tuple[tuple[Rule, ...], ...],
+    extends: tuple[str, ...],
+    description: str,
+    settings: dict[str, Any],
+    allowances: tuple[Rule, ...],
+    text: str | None,
+    text_layers: int,
+) -> str:
+    """TOML text that says this. Where there is a text that says the first layers already, its comments stay."""
+    document = tomlkit.parse(text) if text is not None else _header(name, extends, description)
+    if document.get("name") != name:
+        document["name"] = name
+    for key, value in settings.items():
+        if value and document.get(key) != value:
+            document[key] = value
+    later = list(layers[text_layers:])
+    added = allowances if text is None else ()
+    if (later and text_layers == 0) or added:
+        first = later.pop(0) if later and text_layers == 0 else ()
+        document["rule"] = _array_of_rules(first, added)
+    if later:
+        written = document.get("layer") or tomlkit.aot()
+        for layer in later:
+            table = tomlkit.table()
+            table["rule"] = _array_of_rules(layer)
+            written.append(table)
+        if "layer" not in document:
+            document["layer"] = written
+    return tomlkit.dumps(document)
+
+
+def _header(name: str, extends: tuple[str, ...], description: str) -> tomlkit.TOMLDocument:
+    document = tomlkit.document()
+    document["name"] = name
+    if description:
+        document["description"] = description
+    names = extends or (NOTHING,)
+    document["extends"] = names[0] if len(names) == 1 else list(names)
+    return document
+
+
+def _array_of_rules(rules: tuple[Rule, ...], allowances: tuple[Rule, ...] = ()) -> tomlkit.items.AoT:
+    array = tomlkit.aot()
+    for rule in (*rules, *allowances):
+        table = tomlkit.table()
+        allows = any(rule is allowance for allowance in allowances)
+        action = None if allows else str(rule.action)
+        values = {
+            "op": rule.op, "action": action, "allow_nonfinite": allows or None, "module": rule.module,
+            "class": rule.module_class, "function": rule.function, "argument": rule.argument, "call": rule.call,
+            "torch": rule.torch, "override": rule.override or None, "reason": rule.reason or None,
+            "source": rule.source or None,
+        }  # fmt: skip
+        for key, value in values.items():
+            if value is not None:
+                table[key] = value
+        array.append(table)
+    return array

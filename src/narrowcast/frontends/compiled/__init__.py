@@ -1,0 +1,1 @@
+"""`nc.compile`, and the backend that torch.compile calls."""

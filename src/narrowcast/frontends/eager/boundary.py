@@ -1,0 +1,213 @@
+"""The boundary of a module's call: what goes in is cast, what comes out is cast, and what regions hold between.
+
+Which formats, `decide` says: a module's call is a call, whose arguments have the names that `forward` gives them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from narrowcast.core.decide import Plan, Region, Result
+from narrowcast.core.module_calls import Inside, ModuleCall
+from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.core.refusals import refusal
+from narrowcast.errors import RegionError
+from narrowcast.runtime.torch_bridge import DTYPES, cast
+from narrowcast.runtime.torch_surface.dispatch import tree_flatten, tree_leaves, tree_unflatten
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a function's arguments: positional ones in order, and what collects any more of them."""
+
+    positional: tuple[str, ...]
+    more: str
+    known: frozenset[str]
+    open: bool
+
+    def of(self, position: int) -> str:
+        """The name of a positional argument."""
+        return self.positional[position] if position < len(self.positional) else self.more
+
+
+def names_of(function: Callable[..., Any], bound: bool) -> Names:
+    """The names of a function's arguments; `bound`: without the first, which is the module."""
+    schema = getattr(function, "schema", None)
+    if schema is not None and not callable(schema):  # a script's
+        scripted = tuple(a.name for a in schema.arguments if a.name != "self")
+        return Names(scripted, "args", frozenset(scripted), False)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
+    except (TypeError, ValueError):  # written in C
+        return Names((), "args", frozenset(), True)
+    positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Names(positional, more, frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), is_open)
+
+
+def names_of_forward(module: torch.nn.Module) -> Names:
+    """The names of the arguments of a module's `forward`, its class's or its own."""
+    forward = module.forward
+    function = getattr(forward, "__func__", forward)
+    return names_of(function, function is not forward)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What happens to one argument: the dtype that its floating tensors are cast to, fp64 ones, too, if `exactly`."""
+
+    dtype: torch.dtype | None
+    exactly: bool
+
+
+@dataclass(eq=False)
+class Boundary:
+    """The boundary of alike calls: what was asked about, and what was decided, as eager code uses it.
+
+    plan: what holds for the call as a whole.
+    """
+
+    names: Names
+    call: ModuleCall
+    plan: Plan
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def entry(self, name: str) -> Entry:
+        """What happens to the argument of that name."""
+        found = self.entries.get(name)
+        if found is None:
+            dst, exactly = self.call.cast_of(name)
+            found = self.entries[name] = Entry(None if dst is None else DTYPES[dst], exactly)
+        return found
+
+    def entry_at(self, position: int) -> Entry:
+        """What happens to a positional argument."""
+        return self.entry(self.names.of(position))
+
+    @cached_property
+    def positional(self) -> tuple[Entry, ...]:
+        """What happens to the positional arguments that have names."""
+        return tuple(map(self.entry, self.names.positional))
+
+    @cached_property
+    def inside(self) -> Inside:
+        """What regions hold inside."""
+        return self.call.inside(self.plan)
+
+    @cached_property
+    def follows(self) -> bool:
+        """Whether a result is to have the format of what came in."""
+        return any(r.format is None for r in self.plan.results)
+
+    def note(self, name: str) -> str:
+        """The rule about an argument or `result`, as JSON: what the ledger of a graph says of its cast."""
+        rule = self.call.rule_about(name)
+        facts = {"argument": name, "policy": self.call.policy.name}
+        if rule is not None:
+            facts |= {"action": str(rule.action), "rule": str(rule), "reason": rule.reason, "source": rule.source}
+            facts["label"] = rule.label
+        return json.dumps(facts)
+
+    def check(self) -> None:
+        """RefusedError if the call must not run."""
+        if self.plan.refused is not None:
+            raise refusal(self.plan, MODULE_CALL_OP, self.call.site)
+
+
+def boundary_of(names: Names, policy: Policy, region: Region, site: Site) -> Boundary | None:
+    """The boundary that a policy gives a module's call at a site; None if it says nothing about it."""
+    made = make_boundary(names, policy, region, site)
+    if made.plan.rule is None and not made.plan.results and not any(map(made.call.names, names.known)):
+        return None
+    return made
+
+
+def make_boundary(names: Names, policy: Policy, region: Region, site: Site) -> Boundary:
+    """The boundary that a policy gives a call, if only one that does nothing."""
+    call = ModuleCall(policy, region, site)
+    return Boundary(names, call, call.plan())
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+
+def cast_tree(value: Any, dtype: torch.dtype, exactly: bool) -> Any:
+    """Every floating tensor in nested lists, tuples, dicts and other pytrees, cast; fp64 ones only if `exactly`."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not value.is_floating_point() or (value.dtype is torch.float64 and not exactly):
+            return value
+        return cast(value, dtype)
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) in (tuple, list):  # the same as below, in two thirds of the time
+        items = [cast_tree(item, dtype, exactly) for item in value]
+        return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
+    leaves, structure = tree_flatten(value)
+    cast_leaves = [cast_tree(leaf, dtype, exactly) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if all(a is b for a, b in zip(leaves, cast_leaves, strict=True)):
+        return value  # the caller's own: what is written to it is not lost
+    return tree_unflatten(cast_leaves, structure)
+
+
+def first_floating(value: Any) -> torch.dtype | None:
+    """The dtype of the first floating tensor in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.is_floating_point() else None
+    if isinstance(value, _PLAIN):
+        return None
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+
+
+def cast_parts(result: Any, results: tuple[Result, ...], came: torch.dtype | None) -> Any:
+    """What a module returned, cast: as a whole, or single parts by position, key or attribute.
+
+    came: the dtype of the first floating argument that the boundary casts, which results may be told to follow.
+    RegionError for a part that is not there.
+    """
+    for wanted in results:
+        dtype = came if wanted.format is None else DTYPES[wanted.format]
+        if dtype is not None:
+            result = cast_part(result, wanted.part, dtype, wanted.exactly or wanted.format is None)
+    return result
+
+
+def cast_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+    """What a module returned, with one part cast; the whole, if `part` is empty."""
+    return _with_part(result, part, dtype, exactly) if part else cast_tree(result, dtype, exactly)
+
+
+def _with_part(result: Any, part: str, dtype: torch.dtype, exactly: bool) -> Any:
+    if isinstance(result, Mapping) and part in result:
+        made: Any = copy.copy(result)
+        made[part] = cast_tree(result[part], dtype, exactly)
+        return made
+    if isinstance(result, (list, tuple)) and part.isdigit() and int(part) < len(result):
+        position = int(part)
+        items = [cast_tree(item, dtype, exactly) if n == position else item for n, item in enumerate(result)]
+        return result._make(items) if hasattr(result, "_make") else type(result)(items)
+    if not part.isdigit() and hasattr(result, "_replace") and hasattr(result, part):
+        return result._replace(**{part: cast_tree(getattr(result, part), dtype, exactly)})
+    if not part.isdigit() and dataclasses.is_dataclass(result) and hasattr(result, part):
+        return dataclasses.replace(result, **{part: cast_tree(getattr(result, part), dtype, exactly)})  # type: ignore[type-var]
+    if not part.isdigit() and hasattr(result, "__dict__") and hasattr(result, part):
+        made = copy.copy(result)
+        setattr(made, part, cast_tree(getattr(result, part), dtype, exactly))
+        return made
+    raise RegionError(
+        asked=f"result.{part} in another format",
+        found=f"what is returned is a {type(result).__name__} without that part",
+        advice="Name a position (result.1), a key or an attribute (result.logits), or the whole (result).",
+    )

@@ -1,0 +1,94 @@
+"""`custom_fwd` and `custom_bwd`: autocasting for autograd functions, on whatever device their tensors are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.errors import RegionError
+from narrowcast.formats import Format
+from narrowcast.frontends.eager.boundary import cast_tree
+from narrowcast.frontends.eager.bounded import policy_on
+from narrowcast.frontends.eager.region import autocast
+from narrowcast.frontends.eager.traced_calls import traced_policy
+from narrowcast.runtime.torch_bridge import device_type_of, to_dtype
+from narrowcast.runtime.torch_surface.autograd import note_forward, noted_forward
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | str | Format | None = None,
+) -> Any:
+    """Decorate the `forward` of a torch.autograd.Function; what torch.amp.custom_fwd does, for any device.
+
+    device_type: left out, that of the first tensor that `forward` is called with (cpu if there is none).
+    cast_inputs: in a region, cast floating inputs on that device, except fp64, to this format, and run `forward` with
+        autocasting off. None: `forward` runs in the region as it is. Outside of regions nothing happens.
+
+    The region's format and policy are kept for `custom_bwd`.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    dtype = None if cast_inputs is None else to_dtype(cast_inputs)
+    function = fwd
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        without = not args or isinstance(args[0], torch.Tensor)  # a setup_context beside it has the context then
+        ctx: Any = _NoContext() if without else args[0]
+        device = device_type if device_type is not None else device_type_of(args, kwargs) or "cpu"
+        enabled = torch.is_autocast_enabled(device)
+        note_forward(ctx, torch.get_autocast_dtype(device), enabled and dtype is None)
+        policy = traced_policy(device) if torch.compiler.is_dynamo_compiling() else policy_on(device)
+        ctx._narrowcast_region = (device, policy)
+        if dtype is None or not enabled:
+            return function(*args, **kwargs)
+        new_args, new_kwargs = _cast(args, device, dtype), _cast(kwargs, device, dtype)
+        with autocast(device, enabled=False):
+            return function(*new_args, **new_kwargs)
+
+    return forward
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
+    """Decorate the `backward` of a torch.autograd.Function: it runs as `forward` did, in the same format and policy.
+
+    device_type: left out, that of the forward. Raises RegionError if `forward` is not decorated with `custom_fwd`.
+    """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    function = bwd
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(ctx, "_narrowcast_region"):
+            raise RegionError(
+                asked="custom_bwd", found="the forward did not say in which region it ran",
+                advice="Decorate forward with narrowcast.custom_fwd, too.",
+            )  # fmt: skip
+        device, policy = ctx._narrowcast_region
+        chosen = device if device_type is None else device_type
+        with autocast(chosen, *noted_forward(ctx), policy=policy if chosen == device else None):
+            return function(ctx, *args, **kwargs)
+
+    return backward
+
+
+class _NoContext:
+    """What a forward with a `setup_context` beside it writes to."""
+
+
+def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """The value with its floating tensors on the device cast."""
+    if isinstance(value, torch.Tensor):
+        return cast_tree(value, dtype, False) if value.device.type == device else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_cast(item, device, dtype) for item in value])
+    if isinstance(value, dict):
+        return {key: _cast(item, device, dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,350 @@
+"""Python kernels at the Autocast keys: they ask what was decided, and do it.
+
+A kernel is registered only for ops that some region's policy changes (it then stays, and passes everything outside
+such regions to what was there before, for about two microseconds a call), and while a recording runs for all ops on
+the native lists (those are removed with the recording).
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from narrowcast.core.decide import Argument, Call, Plan, decide
+from narrowcast.core.policy import NOWHERE, Policy, Site
+from narrowcast.core.refusals import check_counted, refusal
+from narrowcast.errors import RegionError
+from narrowcast.frontends.eager.results import cast_results
+from narrowcast.frontends.eager.watch import DecidedCall, Watcher, told, watchers
+from narrowcast.runtime.regions.hidden import tell_hidden
+from narrowcast.runtime.regions.ruling import active_region, native_region
+from narrowcast.runtime.regions.stack import CHECKED, Decided, OpenRegion, Step, innermost
+from narrowcast.runtime.regions.training import watch_gradients
+from narrowcast.runtime.sites.graph_nodes import current_site, traced_site
+from narrowcast.runtime.sites.numbering import number_call
+from narrowcast.runtime.sites.python_stack import find_site, in_generated_code
+from narrowcast.runtime.torch_bridge import (
+    DTYPES,
+    FORMATS,
+    OpFacts,
+    Slot,
+    cast,
+    defaults_after,
+    is_weight,
+    number_as_tensor,
+    op_facts,
+    overload_with_dtype,
+)
+from narrowcast.runtime.torch_surface.dispatch import DispatchKeySet, OpOverload, registered_kernel
+from narrowcast.runtime.torch_surface.dynamo import never_trace, tracing_compiled_code
+from narrowcast.runtime.torch_surface.state import autocast_key, below, excluding
+from narrowcast.runtime.weights.native_cache import native_cast
+
+_NUMBERS = (float, int, bool, complex, torch.SymFloat, torch.SymInt, torch.SymBool)
+"""`x * 2` reaches us as mul.Tensor with a number in the place of a tensor; where Dynamo traces, with a symbol."""
+_ELSEWHERE = object()  # stands for a tensor on another device type: such calls are decided anew each time
+
+
+class Kernel:
+    """The kernel of one op at one Autocast key. Called by the dispatcher with (keyset, *args, **kwargs).
+
+    Native's rules are carried out here like any others, not by torch's kernel: Python would call that with the
+    interpreter locked, and it waits for the lock of torch's weight cache, whose holder may wait for the interpreter.
+    """
+
+    def __init__(self, op: OpOverload, device_type: str) -> None:
+        self.facts: OpFacts = op_facts(op)
+        self.device_type = device_type
+        key = autocast_key(device_type)
+        self._keyset = DispatchKeySet(key)
+        self._below = below(key)
+        self._is_here = attrgetter(f"is_{device_type}")  # a fifth of the time that `device.type` takes
+        self._native = registered_kernel(op, device_type)
+        native_rules = Policy.native(device_type).table.candidates(self.facts.id, self.facts.computes).whole
+        self._native_rule = native_rules[0] if native_rules else None
+
+    def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Run the call as decided."""
+        region = active_region(self.device_type)
+        number = number_call(self.facts.id)
+        watching = watchers()
+        if watching:
+            return self._run_watched(watching, region, number, keyset, args, kwargs)
+        if region is None or self.facts.id not in region.prepared.changed:
+            if region is None and innermost() is not None:
+                tell_hidden(self.facts.id, self.device_type, lambda: _noted_site() or find_site())
+            if self._native is None:
+                return self._pass_on(keyset, args, kwargs)
+            region = native_region(self.device_type)  # also where ours agrees with it: the same weight cache
+        tensors = gather(self.facts, args, kwargs)
+        decided = self._decide(tensors, args, kwargs, region, number)
+        if not region.prepared.trains:
+            _watch_gradients(decided, region, tensors)
+        return self.run(decided, region, keyset, args, kwargs)
+
+    def _decide(
+        self,
+        tensors: Tensors,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        region: OpenRegion,
+        number: int,
+        site: Site = NOWHERE,
+    ) -> Decided:
+        """What to do with this call. Plans that do not depend on the place are remembered by the formats that came."""
+        is_here = self._is_here
+        given = dtype_is_given(self.facts, args, kwargs)
+        came = [None if t is None else t.dtype if is_here(t) else _ELSEWHERE for t in tensors]
+        if self.facts.has_lists:
+            came.append(list_lengths(self.facts, args, kwargs))
+        key = (self, given, *came)
+        decided = region.prepared.plans.get(key)
+        if decided is not None:
+            return decided
+        depends_on_site = region.prepared.policy.asks_where(self.facts.id, self.facts.computes)
+        if depends_on_site and site is NOWHERE:
+            site = self._site()
+        if depends_on_site and region.prepared.sightings is not None:
+            region.prepared.sightings.see(site, self.facts.id, number)
+        if depends_on_site and not number:
+            check_counted(region.prepared.policy, self.facts.id, site, self.facts.computes)
+        slots = slots_of(self.facts, args, kwargs)
+        plan = decide(
+            self._facts_of(slots, tensors, given, site, number), region.prepared.policy, region.prepared.facts
+        )
+        is_native = plan.rule == self._native_rule and not plan.argument_rules
+        decided = Decided(plan, is_native, plan.changes_nothing, _steps(slots, plan))
+        if not depends_on_site and _ELSEWHERE not in came:
+            region.prepared.plans[key] = decided
+        return decided
+
+    def _site(self) -> Site:
+        site = _noted_site()
+        if site is not None:
+            return site
+        if tracing_compiled_code() or in_generated_code():
+            raise RegionError(
+                asked=f"a rule about {self.facts.id} that names a module, class or function, inside torch.compile",
+                found="this backend runs its graphs without saying where their calls are made",
+                advice="Compile with nc.compile, leave the region outside, or write rules about ops alone.",
+            )
+        return find_site()
+
+    def _facts_of(self, slots: list[Slot], tensors: Tensors, given: bool, site: Site, number: int) -> Call:
+        arguments = tuple(
+            Argument(slot.name, None, "", slot.written)
+            if t is None
+            else Argument(slot.name, FORMATS.get(t.dtype), t.device.type, slot.written)
+            for slot, t in zip(slots, tensors, strict=True)
+        )
+        names = frozenset(["dtype"]) if given else frozenset[str]()
+        return Call(self.facts.id, arguments, site, names, self.facts.computes, number=number)
+
+    def _run_watched(
+        self,
+        watching: tuple[Watcher, ...],
+        region: OpenRegion | None,
+        number: int,
+        keyset: DispatchKeySet,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the call as `__call__` does and tell the watchers, under native regions too."""
+        policy = region.prepared.policy if region is not None else Policy.native(self.device_type)
+        if region is None or (self.facts.id not in region.prepared.changed and self._native is not None):
+            region = native_region(self.device_type)
+        tensors = gather(self.facts, args, kwargs)
+        noted = _noted_site()
+        if noted is None and region.prepared.policy.asks_where(self.facts.id, self.facts.computes):
+            noted = find_site(region.prepared.policy.table.asks_for_names)
+        place = NOWHERE if noted is None or tracing_compiled_code() else noted
+        decided = self._decide(tensors, args, kwargs, region, number, place)
+        if not region.prepared.trains:
+            _watch_gradients(decided, region, tensors)
+        if decided.plan.rule is None and decided.plan.changes_nothing:  # its parts are watched, if any are
+            watching = tuple(w for w in watching if w.wants_whole(self.facts.id, self.device_type))
+        if not watching:
+            return self.run(decided, region, keyset, args, kwargs)
+        pairs = list(zip(slots_of(self.facts, args, kwargs), tensors, strict=True))
+        call = DecidedCall(
+            self.facts, decided.plan, noted, pairs, policy, region.prepared.facts.cache, args, kwargs, number
+        )
+        return told(watching, call, lambda: self.run(decided, region, keyset, args, kwargs))
+
+    def run(
+        self,
+        decided: Decided,
+        region: OpenRegion,
+        keyset: DispatchKeySet,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Carry out a plan: casts around the op, which runs with autocast off inside."""
+        if decided.changes_nothing:
+            return self._pass_on(keyset, args, kwargs)
+        plan = decided.plan
+        if plan.refused is not None:
+            if decided.is_native and self._native is not None:
+                return self._native.call_boxed(keyset, *args, **kwargs)  # torch's own error
+            raise refusal(plan, self.facts.id, find_site())
+        if decided.steps:
+            args, kwargs = _cast_arguments(decided.steps, args, kwargs, region)
+        if not plan.shields:
+            result = self._pass_on(keyset, args, kwargs)
+            return cast_results(result, plan) if plan.results else result
+        with excluding(self._keyset):
+            result = invoke(self.facts, plan, args, kwargs)
+            return cast_results(result, plan) if plan.results else result
+
+    def _pass_on(self, keyset: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As if nothing were registered at this key: the next key, with autocast still on for what is inside."""
+        for slot in self.facts.slots:
+            if slot.position < len(args) and type(args[slot.position]) in _NUMBERS:
+                # torch's redispatch takes no numbers for tensors. The ops that do are elementwise: nothing is inside.
+                with excluding(self._keyset):
+                    return _call(self.facts, args, kwargs)
+        return self.facts.op.redispatch(keyset & self._below, *args, **kwargs)
+
+
+never_trace(Kernel.__call__)  # called from eager code between compiled graphs
+
+Tensors = list[torch.Tensor | None]
+
+
+def invoke(facts: OpFacts, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op with arguments that are cast as planned, and with the dtype that the plan gives it."""
+    op = facts.op
+    if plan.append_dtype:
+        other = overload_with_dtype(op)
+        args = (*args, *defaults_after(op, len(args)))
+        return other(*args, **kwargs, dtype=torch.float32) if other else op(*args, **kwargs)
+    if plan.set_dtype:
+        position = facts.dtype_position
+        if position is not None and position < len(args):
+            return op(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+        return op(*args, **{**kwargs, "dtype": torch.float32})
+    return _call(facts, args, kwargs)
+
+
+def _call(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op from the top. Where torch takes no number for a tensor from Python, it is made a tensor."""
+    try:
+        return facts.op(*args, **kwargs)
+    except RuntimeError as error:
+        single = [slot.position for slot in facts.slots if not slot.is_list]
+        numbers = [p for p in single if p < len(args) and type(args[p]) in _NUMBERS]
+        if not numbers or "Expected a value of type 'Tensor'" not in str(error):
+            raise
+    others = [t for t in args if isinstance(t, torch.Tensor)]
+    new_args = [number_as_tensor(a, others) if p in numbers else a for p, a in enumerate(args)]
+    return facts.op(*new_args, **kwargs)
+
+
+def _noted_site() -> Site | None:
+    """The place that a graph notes for the call that is traced, or run, now; None where the Python stack must tell."""
+    return traced_site() if tracing_compiled_code() else current_site()
+
+
+def gather(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+    """The tensors of a call in the order of its slots, lists element by element; None where there is none."""
+    values = _values(facts, args, kwargs)
+    if facts.has_lists:
+        flat: Tensors = []
+        for slot, value in zip(facts.slots, values, strict=True):
+            flat += [value] if value is None or not slot.is_list else value
+        values = flat
+    return [None if type(value) in _NUMBERS else value for value in values]
+
+
+def _values(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What the caller gave for each slot; None if nothing."""
+    given = len(args)
+    return [args[slot.position] if slot.position < given else kwargs.get(slot.name) for slot in facts.slots]
+
+
+def slots_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Slot]:
+    """The slot of each tensor that `gather` gives."""
+    if not facts.has_lists:
+        return list(facts.slots)
+    lengths = list_lengths(facts, args, kwargs)
+    return [slot for slot, length in zip(facts.slots, lengths, strict=True) for _ in range(length)]
+
+
+def list_lengths(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """For each slot how many tensors it holds: 1 for what is no list or absent."""
+    pairs = zip(facts.slots, _values(facts, args, kwargs), strict=True)
+    return tuple(len(value) if slot.is_list and value is not None else 1 for slot, value in pairs)
+
+
+def _steps(slots: list[Slot], plan: Plan) -> tuple[Step, ...]:
+    """The plan's casts by where the tensors are: position or name, index in a list, and dtype."""
+    steps: list[Step] = []
+    seen: dict[str, int] = {}
+    for slot, dst in zip(slots, plan.formats, strict=True):
+        index = seen[slot.name] = seen.get(slot.name, -1) + 1
+        if dst is not None:
+            steps.append((slot.position, slot.name, index if slot.is_list else None, DTYPES[dst]))
+    return tuple(steps)
+
+
+def _cast_arguments(
+    steps: tuple[Step, ...], args: tuple[Any, ...], kwargs: dict[str, Any], region: OpenRegion
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the casts made; the caller's own lists and dict are left alone."""
+    new_args = list(args)
+    given = len(new_args)
+    copied: dict[str, list[Any]] = {}
+    for position, name, index, dtype in steps:
+        value = new_args[position] if position < given else kwargs[name]
+        if index is None:
+            value = _cast_cached(value, dtype, region) if value.requires_grad else cast(value, dtype)
+        else:
+            if name not in copied:
+                copied[name] = list(value)
+            value = copied[name]
+            value[index] = _cast_cached(value[index], dtype, region)
+        if position < given:
+            new_args[position] = value
+        else:
+            kwargs = {**kwargs, name: value}
+    return tuple(new_args), kwargs
+
+
+def dtype_is_given(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller passed a dtype."""
+    position = facts.dtype_position
+    if position is None:
+        return False
+    return kwargs.get("dtype") is not None or (position < len(args) and args[position] is not None)
+
+
+def _cast_cached(tensor: torch.Tensor, dtype: torch.dtype, region: OpenRegion) -> torch.Tensor:
+    """The cast; of a weight (an fp32 leaf that requires grad), once per region while it is not written to.
+
+    Native regions keep torch's rules, faults included; but a trace has casts of its own, where torch's cannot be
+    traced. Code that traces has the cache off, and in the memory of a CUDA graph nothing may be kept.
+    """
+    if not (
+        region.prepared.facts.cache
+        and is_weight(tensor)
+        and not torch.is_inference_mode_enabled()
+        and not tensor.is_inference()
+        and torch.is_autocast_cache_enabled()
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return cast(tensor, dtype)
+    if region.owner is None:
+        around = innermost()
+        if around is None or around.prepared.grade not in CHECKED:
+            return native_cast(tensor, dtype, DTYPES[region.prepared.facts.low])
+        region = around  # torch's region inside one of ours whose cache is checked
+    prepared = region.prepared
+    return region.casts.cast(tensor, dtype, prepared.cache_limit_bytes, prepared.grade == "checksum")
+
+
+def _watch_gradients(decided: Decided, region: OpenRegion, tensors: Tensors) -> None:
+    """In a region in a format that its policy does not train in: a call in it through which gradients flow."""
+    if not region.has_warned and decided.plan.computes_in is region.prepared.facts.low:
+        watch_gradients(region, tensors)

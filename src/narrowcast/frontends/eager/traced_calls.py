@@ -1,0 +1,165 @@
+"""A call with a boundary around it, in code that Dynamo traces: what is decided comes from constant functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.traceback import annotate
+
+from narrowcast.core.policy import RESULT
+from narrowcast.frontends.eager.boundary import Boundary, cast_part, cast_tree, first_floating
+from narrowcast.frontends.eager.bounded import policy_on
+from narrowcast.frontends.eager.find_boundary import find_boundary, ruling_region
+from narrowcast.frontends.eager.region import autocast
+from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
+from narrowcast.runtime.regions.ruling import ruled_device_types
+from narrowcast.runtime.torch_bridge import DTYPES, device_type_of
+from narrowcast.runtime.torch_surface.dynamo import constant_for_dynamo, traced_local
+
+_traced: dict[str, Boundary] = {}
+
+
+def boundary_key(pin: str, module: int) -> str:
+    """The key of the boundary of the call that Dynamo is tracing; empty if there is none. Run while it traces.
+
+    pin, module: not looked at. They make Dynamo guard on which pin it is, and where paths matter on which module.
+    """
+    del pin, module
+    boundary = find_boundary(traced_local("self"), traced=True)
+    return "" if boundary is None else key_of(boundary)
+
+
+def paths_matter() -> bool:
+    """Whether the rules about modules that hold name paths."""
+    region = ruling_region()
+    return region is not None and "module" in region.prepared.policy.asked_of_modules
+
+
+def key_of(boundary: Boundary) -> str:
+    """The key under which constant functions find a boundary."""
+    key = f"{id(boundary)}"
+    _traced[key] = boundary
+    return key
+
+
+def rules_hold() -> bool:
+    """Whether a region with rules about modules is open."""
+    return ruling_region() is not None
+
+
+def traced_check(key: str) -> None:
+    """Raise if the call is refused."""
+    _traced[key].check()
+
+
+def traced_name(key: str, position: int) -> str:
+    """The name of a positional argument."""
+    return _traced[key].names.of(position)
+
+
+def traced_entry(key: str, name: str) -> torch.dtype | None:
+    """What an argument is cast to."""
+    return _traced[key].entry(name).dtype
+
+
+def traced_exactly(key: str, name: str) -> bool:
+    """Whether fp64 is cast, too."""
+    return _traced[key].entry(name).exactly
+
+
+def traced_note(key: str, name: str) -> str:
+    """What is noted beside the nodes of a cast, for the ledger of the graph."""
+    return _traced[key].note(name)
+
+
+def traced_results(key: str) -> int:
+    """How many casts of results there are."""
+    return len(_traced[key].plan.results)
+
+
+def traced_part(key: str, number: int) -> str:
+    """Which part of what the call returns the cast with this number is about."""
+    return _traced[key].plan.results[number].part
+
+
+def traced_dtype(key: str, number: int) -> torch.dtype | None:
+    """What it is cast to; None: as what came."""
+    wanted = _traced[key].plan.results[number].format
+    return None if wanted is None else DTYPES[wanted]
+
+
+def traced_exact_result(key: str, number: int) -> bool:
+    """Whether fp64 is cast, too."""
+    return _traced[key].plan.results[number].exactly
+
+
+def traced_inside(key: str) -> torch.dtype | None:
+    """The low dtype of the region inside; None if it is off, or goes on."""
+    found = _traced[key].inside.low
+    return None if found is None else DTYPES[found]
+
+
+def traced_off(key: str) -> str:
+    """The device types for which autocasting is switched off inside, with commas between."""
+    boundary = _traced[key]
+    return "" if boundary.inside.goes_on or boundary.inside.low is not None else ",".join(ruled_device_types())
+
+
+def traced_policy(device_type: str) -> str:
+    """The digest of the policy in force."""
+    return policy_on(device_type).digest
+
+
+for _function in (
+    boundary_key, paths_matter, rules_hold, traced_name, traced_entry, traced_exactly, traced_note, traced_results,
+    traced_part, traced_dtype, traced_exact_result, traced_inside, traced_off, traced_policy,
+):  # fmt: skip
+    constant_for_dynamo(_function)
+
+
+def run_traced(key: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """`run_bounded` in the words that Dynamo follows: what is decided comes from constant functions."""
+    traced_check(key)
+    new_args: list[Any] = []
+    new_kwargs: dict[str, Any] = {}
+    cast_ones: list[Any] = []  # as they came
+    for position, value in enumerate(args):
+        new_args.append(_cast_traced(key, traced_name(key, position), value, cast_ones))
+    for name, value in kwargs.items():
+        new_kwargs[name] = _cast_traced(key, name, value, cast_ones)
+    low, off = traced_inside(key), traced_off(key)
+    if low is not None:
+        device_type = device_type_of(args, kwargs) or "cpu"
+        with autocast(device_type, low, policy=traced_policy(device_type)):
+            result = call(*new_args, **new_kwargs)
+    elif off:
+        result = _run_off_traced(off.split(","), call, new_args, new_kwargs)
+    else:
+        result = call(*new_args, **new_kwargs)
+    for number in range(traced_results(key)):
+        dtype = traced_dtype(key, number)
+        exactly = dtype is None or traced_exact_result(key, number)
+        if dtype is None:
+            dtype = first_floating(cast_ones) or first_floating([*args, *kwargs.values()])
+        if dtype is not None:
+            with annotate({NOTE: traced_note(key, RESULT)}):
+                result = cast_part(result, traced_part(key, number), dtype, exactly)
+    return result
+
+
+def _cast_traced(key: str, name: str, value: Any, cast_ones: list[Any]) -> Any:
+    dtype = traced_entry(key, name)
+    if dtype is not None:
+        cast_ones.append(value)
+        with annotate({NOTE: traced_note(key, name)}):
+            value = cast_tree(value, dtype, traced_exactly(key, name))
+    return value
+
+
+def _run_off_traced(device_types: list[str], call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if not device_types:
+        return call(*args, **kwargs)
+    with autocast(device_types[0], enabled=False):
+        return _run_off_traced(device_types[1:], call, args, kwargs)

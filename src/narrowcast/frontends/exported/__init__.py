@@ -1,0 +1,1 @@
+"""`nc.export`: torch.export with explicit casts."""

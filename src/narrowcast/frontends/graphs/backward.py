@@ -1,0 +1,166 @@
+"""Under which autocast the backward of a compiled graph runs: the choice, how it is traced, and the check at run time.
+
+The choices of `torch._functorch.config.backward_pass_autocast`, and one more:
+
+- `as_eager`: what eager code does for a backward that is called outside of regions. Ops of the backward run as their
+  inputs are. If it turns out at run time that a region is on, that is an error, because eager would have cast there.
+- `off`: the same, said on purpose.
+- `same_as_forward`: as if `backward()` were called inside the regions around the compiled call.
+- a list of keyword sets of torch.autocast: as if it were called inside those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from narrowcast.errors import BackwardError, RegionError
+from narrowcast.runtime.regions.identity import CARRIERS
+from narrowcast.runtime.torch_surface.dynamo import functorch_config, never_trace
+from narrowcast.runtime.torch_surface.state import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    any_autocast,
+    autocast_device_types,
+    autocast_off,
+)
+
+AS_EAGER, OFF, SAME, LISTED = "as_eager", "off", "same_as_forward", "listed"
+State = tuple[tuple[str, torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The choice: its kind, and for a list the keyword sets, each as sorted pairs."""
+
+    kind: str
+    regions: tuple[tuple[tuple[str, Any], ...], ...] = ()
+
+
+def parse_backward(wanted: str | Sequence[Mapping[str, Any]]) -> Backward:
+    """The choice that a user wrote. RegionError for anything else."""
+    if isinstance(wanted, str):
+        if wanted in (AS_EAGER, OFF, SAME):
+            return Backward(wanted)
+    elif isinstance(wanted, Sequence) and all(isinstance(region, Mapping) for region in wanted):
+        regions: list[dict[str, Any]] = [dict(region) for region in wanted if isinstance(region, Mapping)]
+        for region in regions:
+            try:
+                torch.autocast(**region)
+            except (TypeError, RuntimeError) as error:
+                raise RegionError(
+                    asked=f"backward=[{region}]", found=str(error), advice="Write what torch.autocast takes."
+                ) from None
+        return Backward(LISTED, tuple(tuple(sorted(region.items())) for region in regions))
+    raise RegionError(
+        asked=f"backward={wanted!r}",
+        found="no such choice",
+        advice="Write 'as_eager', 'off', 'same_as_forward', or a list of keyword sets of torch.autocast.",
+    )
+
+
+def autocast_state() -> State:
+    """Device types on which autocast is on, with their low formats: what decides how a backward runs."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in autocast_device_types()
+        if torch.is_autocast_enabled(device)
+    )
+
+
+@contextmanager
+def tracing_backward(choice: Backward, graph: GraphModule) -> Iterator[State]:
+    """While a compiler traces the graph and its backward. Gives the state that the backward is compiled for.
+
+    Forward calls are explicit, so autocast is off for them; for the backward it is what was chosen.
+    """
+    config = functorch_config
+    if choice.kind in (AS_EAGER, OFF):
+        with autocast_off(), config.patch(backward_pass_autocast="off"):
+            yield ()
+        return
+    with ExitStack() as stack:
+        if choice.kind == LISTED:
+            stack.enter_context(autocast_off())
+            for pairs in choice.regions:
+                stack.enter_context(torch.autocast(**dict(pairs)))
+        expected = autocast_state()
+        stack.enter_context(config.patch(backward_pass_autocast="same_as_forward"))
+        stack.enter_context(_shielded(graph, [device for device, _ in expected]))
+        yield expected
+
+
+@contextmanager
+def _shielded(graph: GraphModule, devices: list[str]) -> Iterator[None]:
+    """The graph with autocast off inside it, so that what is around it reaches the backward only.
+
+    Not by torch's own list of keyword sets: a dtype in it cannot be part of the key of AOTAutograd's cache.
+    """
+    code = graph.graph
+    first = next(n for n in code.nodes if n.op != "placeholder")
+    added = []
+    for device in devices:
+        low = torch.get_autocast_dtype(device)
+        with code.inserting_before(first):
+            enter = code.call_function(ENTER_AUTOCAST, (device, low, False, False))
+        with code.inserting_before(code.output_node()):
+            leave = code.call_function(EXIT_AUTOCAST, (enter,))
+        added += [leave, enter]
+    graph.recompile()
+    try:
+        yield
+    finally:
+        for node in added:
+            code.erase_node(node)
+        graph.recompile()
+
+
+def watch_backward(results: Any, expected: State, choice: Backward) -> None:
+    """Have the backward of these results check, when it runs, that autocast is as it was compiled for."""
+    seen: set[int] = set()
+    for result in results if isinstance(results, (tuple, list)) else (results,):
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if node is not None and id(node) not in seen:
+            seen.add(id(node))
+            node.register_prehook(_Check(expected, choice))
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    expected: State
+    choice: Backward
+
+    def __call__(self, gradients: Any) -> None:
+        if not self.expected and not any_autocast():
+            return
+        found = autocast_state()
+        if found != self.expected:
+            raise BackwardError(
+                asked=f"a backward compiled for {_text(self.expected)} (backward={self.choice.kind!r})",
+                found=f"it was called under {_text(found)}{_under_another(found, self.expected)}",
+                advice="Compile with backward='same_as_forward' for one that is called inside the forward's region, as "
+                "torch.autograd.grad in a model is (forces of an energy); or call backward() where it was compiled "
+                "for; or give a list of keyword sets of torch.autocast.",
+            )
+
+
+never_trace(_Check.__call__)  # where Dynamo meets the backward in the code that it traces
+
+
+def _text(state: State) -> str:
+    """The state in words; without device types that are not here, whose state carries a policy's identity."""
+    said = " and ".join(f"autocast({device!r}, {dtype})" for device, dtype in _own(state))
+    return said or "no autocast"
+
+
+def _own(state: State) -> State:
+    return tuple((device, dtype) for device, dtype in state if device not in CARRIERS)
+
+
+def _under_another(found: State, expected: State) -> str:
+    return ", of another policy" if found and _own(found) == _own(expected) else ""

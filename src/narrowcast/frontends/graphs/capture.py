@@ -1,0 +1,357 @@
+"""capture: from a graph of Dynamo's or torch.export's to one of ATen calls, with the region's real formats in force.
+
+The graph is run on fake tensors while torch's pre-dispatch tracing records the calls above autocast. Regions are really
+opened and closed on the way, so each value has the format that eager code would give it, and what code asks of a
+format (`y.float()` on an fp32 y) is answered as in eager. Composite ops that no rule is about are recorded as the calls
+inside them, which rules may be about. Bodies of higher-order ops are captured one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+
+from narrowcast.errors import CaptureError
+from narrowcast.frontends.graphs.composites import decompositions
+from narrowcast.runtime.regions.marks import MARKS, closing_marked, enter_marked, exit_marked, exported_key
+from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside, at_site, node_site
+from narrowcast.runtime.sites.graph_numbering import PLAIN_BODIES, Numbering
+from narrowcast.runtime.torch_bridge import is_weight
+from narrowcast.runtime.torch_surface.autograd import INFERENCE_MODE, transforms_as_they_were
+from narrowcast.runtime.torch_surface.dispatch import (
+    HigherOrderOperator,
+    higher_order_name,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
+from narrowcast.runtime.torch_surface.fx import (
+    FakeTensor,
+    FakeTensorMode,
+    is_functorch_wrapped_tensor,
+    reenter_make_fx,
+    same_random_numbers,
+    without_pre_dispatch_mode,
+)
+from narrowcast.runtime.torch_surface.state import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    GraphRegion,
+    autocast_off,
+    cast_for_autocast,
+)
+
+# Their bodies run without autocast, in eager mode too, and stay as they are; an autocast kernel of torch's own, which
+# is Python, casts these arguments.
+_CAST_ARGUMENTS = {"flex_attention": 3}
+_BACKWARD_BODIES = {"autograd_function_apply": 1}  # which of a higher-order op's bodies runs in the backward
+
+
+@dataclass(slots=True)
+class Captured:
+    """A captured graph. flags: of each placeholder, bodies' included, whether it requires grad and is a weight."""
+
+    graph: torch.fx.GraphModule
+    flags: dict[torch.fx.Node, tuple[bool, bool]] = field(default_factory=dict)
+    placeholders: list[tuple[torch.fx.GraphModule, list[tuple[bool, bool]]]] = field(default_factory=list)
+
+
+def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside = NO_OUTSIDE) -> Captured:
+    """The ATen form of a graph that Dynamo or torch.export made; `graph` is left as it is.
+
+    inputs: the fake tensors and sizes of its placeholders. outside: where it is called.
+
+    Must be called with the regions open that the graph is to run in. Raises whatever running the graph raises.
+    """
+    flags = [_flags(value) for value in inputs]
+    captured = Captured(graph)
+    numbering = Numbering(outside.begins)
+    runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled(), numbering)
+    table = decompositions(graph)
+    with (
+        torch.fx.traceback.preserve_node_meta(), same_random_numbers(), transforms_as_they_were(),
+        closing_marked(),
+    ):  # fmt: skip
+        made = make_fx(runner.run, decomposition_table=table, pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *[_fresh(value) for value in inputs]
+        )
+    _refuse_constants(made)
+    _copy_placeholders(graph, made)
+    captured.graph = made
+    captured.placeholders.append((made, flags))
+    for module, found in captured.placeholders:
+        nodes = module.graph.find_nodes(op="placeholder")
+        captured.flags.update(zip(nodes, found, strict=False))
+    return captured
+
+
+def _flags(value: Any) -> tuple[bool, bool]:
+    """Whether a value requires grad, and whether the weight cache would keep its cast."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return False, False
+    return True, is_weight(value)
+
+
+def _fresh(value: Any) -> Any:
+    """A tensor like this one, on the same memory, whose autograd state may change without touching the original's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fresh = detached(value)
+    fresh.requires_grad_(value.requires_grad)
+    return fresh if value.is_leaf or not value.requires_grad else fresh.view_as(fresh)
+
+
+def detached(value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, without autograd; of a fake one that stands for a number, still the same number."""
+    with torch.no_grad():
+        made = value.detach()
+    if isinstance(value, FakeTensor) and value.item_memo is not None:
+        made.item_memo = value.item_memo  # type: ignore[attr-defined]
+    return made
+
+
+def _refuse_constants(graph: torch.fx.GraphModule) -> None:
+    """CaptureError if a fake tensor became a constant: a value that the tracing lost (`x.data`, torch.func)."""
+    for name, module in graph.named_modules():
+        for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            if isinstance(value, FakeTensor) or (
+                isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
+            ):
+                raise CaptureError(
+                    asked="a graph with explicit casts",
+                    found=f"the tracer lost sight of a value ({name}{key})",
+                    advice="Transforms of torch.func (vmap, grad) are not followed, nor is x.data: x.detach() is.",
+                )
+
+
+def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> None:
+    """Names, sources and metadata of the inputs, which AOTAutograd and Inductor read, go over."""
+    new.meta.update(old.meta)
+    pairs = zip(old.graph.find_nodes(op="placeholder"), new.graph.find_nodes(op="placeholder"), strict=True)
+    for before, after in pairs:
+        after.meta = {**before.meta, "val": after.meta.get("val", before.meta.get("example_value"))}
+        after.meta.pop("grapharg", None)  # Dynamo's own: it refers to a weight, which could not be swapped any more
+
+
+class _Runner(torch.fx.Interpreter):
+    """Runs a Dynamo graph, or the body of a higher-order op in one, while make_fx records."""
+
+    def __init__(
+        self, graph: torch.fx.GraphModule, captured: Captured, outside: Outside, cached: bool, numbering: Numbering
+    ) -> None:
+        super().__init__(graph)
+        self.numbering = numbering
+        self.captured = captured
+        self.outside = outside
+        self.cached = [cached]
+        self.current: torch.fx.Node | None = None
+        self.batched = integer_vmaps(graph)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self.current = n
+        if n in self.batched:
+            return self._copy(n)
+        if n.op != "call_function":
+            return super().run_node(n)
+        with at_site(node_site(n.meta, self.outside), number=partial(self.numbering.number, n.meta)):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in INFERENCE_MODE:
+            raise CaptureError(
+                asked="a graph with explicit casts", found=f"{target.__name__} inside it",
+                advice="Enter inference mode around the compiled call, or use torch.no_grad inside.",
+            )  # fmt: skip
+        if target is ENTER_AUTOCAST:
+            return self._enter(args)
+        if target is EXIT_AUTOCAST:
+            args[0].__exit__(None, None, None)
+            self.cached.pop()
+            return None
+        if target in MARKS:
+            return self._mark(target, args)
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            return self._inline(args)
+        if isinstance(target, HigherOrderOperator) and any(
+            isinstance(a, torch.fx.GraphModule) for a in tree_leaves((args, kwargs))
+        ):
+            return self._higher_order(target, args, kwargs)
+        if target is torch.randint_like:  # drawn without autograd, as torch's function does; the op does not say so
+            args, kwargs = tree_map_only(torch.Tensor, torch.detach, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fetch_attr(target)
+
+    def _enter(self, args: tuple[Any, ...]) -> Any:
+        """Open torch's own region. make_fx has the weight cache off; the node says whether it would be on."""
+        device, dtype, enabled, cache = args
+        cache = self.cached[-1] if cache is None else cache
+        region = GraphRegion(device, dtype, enabled, False)
+        region.__enter__()
+        node = next(iter(reversed(_tracer().graph.nodes)))
+        node.args = (*node.args[:3], cache)
+        self.cached.append(cache)
+        return region
+
+    def _mark(self, target: Callable[[str], None], args: tuple[Any, ...]) -> None:
+        node = _tracer().create_node("call_function", target, args, {})
+        node.meta["val"] = None
+        if target is enter_marked:
+            self.cached.append(self.cached[-1])
+        else:
+            self.cached.pop()
+        with without_pre_dispatch_mode():  # it would record torch's region inside ours, too
+            target(*args)
+
+    def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op with its bodies captured. Its results are those that Dynamo foresaw."""
+        tracer = _tracer()
+        if higher_order_name(target) in _CAST_ARGUMENTS:
+            return self._as_it_stands(target, args, kwargs)
+        bodies = 0
+        grad_mode = torch.is_grad_enabled()
+        if higher_order_name(target) == "wrap_with_set_grad_enabled":
+            grad_mode = bool(args[0])
+        backward = _BACKWARD_BODIES.get(higher_order_name(target))
+
+        def captured_body(leaf: Any) -> Any:
+            nonlocal bodies
+            if not isinstance(leaf, torch.fx.GraphModule):
+                return leaf
+            off = autocast_off() if bodies == backward else nullcontext()
+            bodies += 1
+            in_bodies = self.numbering.in_bodies(self.current.meta if self.current else {}, higher_order_name(target))
+            with off, _not_recorded(), torch.set_grad_enabled(grad_mode), in_bodies:
+                made = self._body(leaf, keeps_cache=higher_order_name(target) in PLAIN_BODIES)
+            name = tracer.get_fresh_qualname("body")
+            tracer.root.register_module(name, made)
+            return made
+
+        new_args, new_kwargs = tree_map(captured_body, (args, kwargs))
+        proxies = tree_map(tracer.unwrap_proxy, (new_args, new_kwargs))
+        out = tracer.create_proxy("call_function", target, *proxies, name=higher_order_name(target))
+        return self._track(out)
+
+    def _track(self, out: Any) -> Any:
+        """The foreseen results of the current node, known to the tracer as what `out` is."""
+        with _not_recorded():
+            example = tree_map(_fresh, noted(self.current) if self.current else None)
+        return track_tensor_tree(example, out, constant=None, tracer=_tracer())
+
+    def _as_it_stands(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op with its bodies as they came; the casts of torch's own autocast kernel are recorded before it."""
+        tracer = _tracer()
+        device = args[0].device.type
+        if torch.is_autocast_enabled(device):
+            low, count = torch.get_autocast_dtype(device), _CAST_ARGUMENTS[higher_order_name(target)]
+            args = (*(cast_for_autocast(a, device, low) for a in args[:count]), *args[count:])
+
+        def registered(leaf: Any) -> Any:
+            if isinstance(leaf, torch.fx.GraphModule):
+                tracer.root.register_module(tracer.get_fresh_qualname("body"), leaf)
+            return leaf
+
+        new = tree_map(registered, (args, kwargs))
+        out = tracer.create_proxy(
+            "call_function", target, *tree_map(tracer.unwrap_proxy, new), name=higher_order_name(target)
+        )
+        return self._track(out)
+
+    def _copy(self, node: torch.fx.Node) -> Any:
+        """A node inside a vmap goes over as it is. It comes to the tracer as what Dynamo foresaw, or as a proxy."""
+        tracer = _tracer()
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        unwrapped = tree_map(tracer.unwrap_proxy, (args, kwargs))
+        out = tracer.create_proxy(node.op, node.target, *unwrapped, name=node.name)
+        out.node.meta.update(node.meta)
+        if any(user not in self.batched for user in node.users):
+            return self._track(out)
+        return out
+
+    def _inline(self, args: tuple[Any, ...]) -> Any:
+        """What torch.export made of a region: its calls, in the region, without the wrapper."""
+        device, dtype, enabled, cache, body, *operands = args
+        key = exported_key(body)
+        if key is not None:
+            self._mark(enter_marked, (key,))
+        else:
+            region = self._enter((device, dtype, enabled, cache))
+        try:
+            return _Runner(body, self.captured, self.outside, self.cached[-1], self.numbering).run(*operands)
+        finally:
+            if key is not None:
+                self._mark(exit_marked, (key,))
+            else:
+                region.__exit__(None, None, None)
+                self.cached.pop()
+
+    def _body(self, body: torch.fx.GraphModule, keeps_cache: bool) -> torch.fx.GraphModule:
+        """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
+        values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
+        runner = _Runner(body, self.captured, self.outside, self.cached[-1], self.numbering)
+        made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
+        made.meta.update(body.meta)
+        flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]
+        self.captured.placeholders.append((made, flags))
+        return made
+
+
+def integer_vmaps(graph: torch.fx.GraphModule) -> frozenset[torch.fx.Node]:
+    """The nodes of each vmap of a graph in which nothing floats, such as those that make block masks.
+
+    Pre-dispatch tracing cannot follow a vmap. Where nothing floats there is nothing to decide, and no need to.
+    """
+    found: list[torch.fx.Node] = []
+    inside: list[torch.fx.Node] = []
+    depth = 0
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name == "_vmap_increment_nesting"
+        if depth:
+            inside.append(node)
+        if name == "_vmap_decrement_nesting" and depth:
+            depth -= 1
+            if not depth:
+                found += [] if any(map(_floats, inside)) else inside
+                inside = []
+    return frozenset(found)
+
+
+def _floats(node: torch.fx.Node) -> bool:
+    values = [noted(n) for n in (node, *node.all_input_nodes)]
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+
+
+def noted(node: torch.fx.Node) -> Any:
+    """The value that was foreseen for a node, by Dynamo or by torch.export."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def fake_mode_of(graph: torch.fx.GraphModule, **options: Any) -> FakeTensorMode:
+    """The mode of the fake tensors that are noted beside a graph's nodes; a new one, made with these options, else."""
+    found = (value.fake_mode for node in graph.graph.nodes if isinstance(value := noted(node), FakeTensor))
+    return next(found, None) or FakeTensorMode(**options)
+
+
+@contextmanager
+def _not_recorded() -> Iterator[None]:
+    """Calls inside are not part of the graph that is being captured."""
+    with disable_proxy_modes_tracing(), without_pre_dispatch_mode():
+        yield
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    return mode.tracer if mode is not None else None

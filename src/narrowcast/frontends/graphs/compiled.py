@@ -1,0 +1,55 @@
+"""What became of each compiled graph, for those who watch: explanations, tests, benchmarks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.fx import GraphModule
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.frontends.graphs.read import Reading
+from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.runtime.sites.graph_nodes import node_site
+
+
+class _Watching(threading.local):
+    def __init__(self) -> None:
+        self.lists: list[list[CompiledGraph]] = []
+
+
+_watching = _Watching()
+
+
+@contextmanager
+def watch_graphs() -> Iterator[list[CompiledGraph]]:
+    """The graphs that are compiled inside, in order. Threads are watched one by one."""
+    found: list[CompiledGraph] = []
+    _watching.lists.append(found)
+    try:
+        yield found
+    finally:
+        _watching.lists.remove(found)
+
+
+def report_graph(site: Site) -> CompiledGraph:
+    """A new graph, told to those who watch; the caller fills it in."""
+    made = CompiledGraph(len(_watching.lists[-1]) if _watching.lists else 0, site)
+    for found in _watching.lists:
+        found.append(made)
+    return made
+
+
+def note_reading(report: CompiledGraph, reading: Reading) -> None:
+    """Note what was read: the program before anything was decided, its policies, and casts at modules' boundaries."""
+    report.before, report.policies, report.boundaries = reading.program, reading.policies, reading.boundaries
+    report.hidden = reading.hidden
+
+
+def first_site(graph: GraphModule) -> Site:
+    """The place of the first call of a graph that has one."""
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output") and node.meta.get("stack_trace"):
+            return node_site(node.meta)
+    return NOWHERE

@@ -1,0 +1,117 @@
+"""The regions that hold while a graph is read: those around it, and those that it opens and leaves, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.core.decide import Region
+from narrowcast.core.ledger import HidingBlock
+from narrowcast.core.policy import Policy, Site
+from narrowcast.programs.program import OpenedRegion
+from narrowcast.runtime.regions.ruling import region_on
+from narrowcast.runtime.regions.stack import Prepared
+from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, Outside
+from narrowcast.runtime.torch_bridge import FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The regions that a graph starts in, by device type, and where it is called."""
+
+    regions: Mapping[str, Prepared] = field(default_factory=dict)
+    outside: Outside = NO_OUTSIDE
+
+    @staticmethod
+    def now(device_types: tuple[str, ...]) -> Ambient:
+        """What is open, and where we are, on this thread."""
+        found = {d: region_on(d) for d in device_types}
+        return Ambient({d: r.prepared.for_graphs for d, r in found.items() if r is not None}, Outside.now())
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A region that is open: its numbers, for ops that torch's own kernels cast and for those that its policy changes,
+    whose weight cache is another.
+    """
+
+    prepared: Prepared
+    torchs: int
+    ours: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The regions that hold, by device type, and the outermost block that hides one."""
+
+    regions: Mapping[str, Open] = field(default_factory=dict)
+    hiding: HidingBlock | None = None
+
+
+class Levels:
+    """numbers: of the program's regions. policies: theirs, by digest. stack: what holds, the innermost level last."""
+
+    def __init__(self, around: Mapping[str, Prepared]) -> None:
+        self.numbers: dict[OpenedRegion, int] = {}
+        self.policies: dict[str, Policy] = {}
+        self.session = 0
+        self.stack = [Level({device: self._opened(prepared) for device, prepared in around.items()})]
+
+    def _opened(self, prepared: Prepared) -> Open:
+        digest = prepared.policy.digest[:16]
+        self.policies.setdefault(digest, prepared.policy)
+        numbers = [
+            self.numbers.setdefault(OpenedRegion(prepared.facts, digest, 2 * self.session + ours), len(self.numbers))
+            for ours in ((0, 1) if prepared.changed else (0,))
+        ]
+        return Open(prepared, numbers[0], numbers[-1])
+
+    def open(self, prepared: Prepared, find_site: Callable[[], Site]) -> None:
+        """A region is entered. find_site: where, asked if it may hide another."""
+        around, device = self.stack[-1], prepared.facts.device_type
+        if len(self.stack) == 1 and not around.regions:
+            self.session += 1
+        hiding = around.hiding or _hiding(around.regions.get(device), prepared, find_site)
+        self.stack.append(Level({**around.regions, device: self._opened(prepared)}, hiding))
+
+    def open_native(self, device: str, dtype: Any, enabled: bool, cached: bool, find_site: Callable[[], Site]) -> None:
+        """A region of torch's is entered."""
+        low = FORMATS[dtype if dtype is not None else torch.get_autocast_dtype(device)]
+        facts = Region(device, low, enabled, cached)
+        around = self.stack[-1].regions.get(device)
+        prepared = Prepared(facts, Policy.native(device), (), frozenset(), {})
+        if around is not None and around.prepared.holds_inside:
+            prepared = around.prepared.with_facts(facts)
+        self.open(prepared, find_site)
+
+    def leave(self) -> None:
+        """The region that was entered last is left."""
+        if len(self.stack) > 1:
+            self.stack.pop()
+
+    def number_for(self, op: str, devices: list[str]) -> int | None:
+        """The region that rules a call on these device types; a cpu scalar beside an accelerator's tensor is none."""
+        now = self.stack[-1].regions
+        found = [d for d in devices if d in now]
+        if not found:
+            return None
+        region = now[next((d for d in found if d != "cpu"), found[0])]
+        return region.ours if op in region.prepared.changed else region.torchs
+
+    def is_on(self, number: int | None) -> bool:
+        """Whether the region of this number casts."""
+        return number is not None and list(self.numbers)[number].facts.enabled
+
+
+def _hiding(around: Open | None, prepared: Prepared, find_site: Callable[[], Site]) -> HidingBlock | None:
+    """What a region is to the one around it on its device type, if it keeps that from ruling."""
+    if around is None or not around.prepared.facts.enabled:
+        return None
+    device, policy = prepared.facts.device_type, around.prepared.policy.name
+    if not prepared.facts.enabled:
+        return HidingBlock("", device, find_site())
+    hides = around.prepared.differs and prepared.policy is Policy.native(device)
+    return HidingBlock(policy, device, find_site()) if hides else None

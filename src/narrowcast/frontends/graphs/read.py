@@ -1,0 +1,346 @@
+"""read: a graph of ATen calls as a program. Forward graphs, joint graphs and exported ones alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from narrowcast.core.ledger import HidingBlock
+from narrowcast.core.policy import NOWHERE, Policy, Site
+from narrowcast.frontends.graphs.levels import Ambient, Level, Levels
+from narrowcast.frontends.graphs.operands import operands_of
+from narrowcast.programs.program import CAST, ENTER, EXIT, Block, Memories, Operand, Program, Step, Value, Writes
+from narrowcast.runtime.regions.marks import BOUNDARY, enter_marked, exit_marked, find_marked
+from narrowcast.runtime.sites.graph_nodes import NO_OUTSIDE, node_site
+from narrowcast.runtime.sites.graph_numbering import Numbering
+from narrowcast.runtime.torch_bridge import is_random, is_weight, op_facts, short_type
+from narrowcast.runtime.torch_bridge.memory import alias_names
+from narrowcast.runtime.torch_surface.autograd import SET_GRAD_ENABLED
+from narrowcast.runtime.torch_surface.dispatch import (
+    TO_COPY,
+    HigherOrderOperator,
+    OpOverload,
+    higher_order_name,
+    schema_of,
+)
+from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
+
+_TO = torch.ops.aten.to.dtype
+_CASTS = (TO_COPY, _TO, torch.ops.prims.convert_element_type.default)
+
+Flags = Mapping[Node, tuple[bool, bool]]
+
+
+@dataclass(slots=True)
+class Reading:
+    """A program, and what it was read from.
+
+    nodes: by step id, and ids by node. modules: the graph module of each block, in the order in which they were read.
+    policies: by digest. boundaries: what is noted of casts at the boundaries of modules, by step id, as JSON.
+    hidden: calls in blocks in which the policy around does not rule.
+    """
+
+    program: Program
+    nodes: dict[int, Node]
+    ids: dict[Node, int]
+    modules: list[GraphModule]
+    policies: dict[str, Policy]
+    boundaries: dict[int, str] = field(default_factory=dict)
+    hidden: dict[HidingBlock, int] = field(default_factory=dict)
+
+
+def read_graph(
+    graph: GraphModule,
+    name: str = "forward",
+    ambient: Ambient | None = None,
+    flags: Flags | None = None,
+    grad_mode: bool = True,
+    joint: Mapping[Node, str] | None = None,
+) -> Reading:
+    """The graph as a program; it is not changed.
+
+    flags: of placeholders, whether they require grad and whether they are weights. joint: directions of nodes other
+    than forward.
+    """
+    return _Reader(name, ambient or Ambient(), flags or {}, grad_mode, joint or {}).run(graph)
+
+
+class _Reader:
+    def __init__(self, name: str, ambient: Ambient, flags: Flags, grad_mode: bool, joint: Mapping[Node, str]) -> None:
+        self.name = name
+        self.flags = flags
+        self.joint = joint
+        self.outside = ambient.outside
+        self.numbering = Numbering(ambient.outside.begins)
+        self.grad_mode = grad_mode
+        self.levels = Levels(ambient.regions)
+        self.boundaries: dict[int, str] = {}
+        self.nodes: dict[int, Node] = {}
+        self.ids: dict[Node, int] = {}
+        self.values: dict[int, Value] = {}
+        self.modules: list[GraphModule] = []
+        self.memories = Memories()
+        self.taken: set[int] = set()  # memory that an in-place op made part of autograd
+        self.sites: dict[tuple[Any, ...], Site] = {}
+        self.hidden: dict[HidingBlock, int] = {}
+
+    def run(self, graph: GraphModule) -> Reading:
+        body = self._block(graph, "main")
+        program, policies = Program(self.name, body, tuple(self.levels.numbers)), self.levels.policies
+        return Reading(program, self.nodes, self.ids, self.modules, policies, self.boundaries, self.hidden)
+
+    # -- blocks and steps
+
+    def _block(self, graph: GraphModule, name: str) -> Block:
+        self.modules.append(graph)
+        parameters: list[Value] = []
+        steps: list[Step] = []
+        returns: tuple[int, ...] = ()
+        grad_before, regions_before = self.grad_mode, len(self.levels.stack)
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                requires_grad, weight = self.flags.get(node, (False, False))
+                parameters.append(self._value(node, requires_grad, weight))
+            elif node.op == "output":
+                returns = tuple(self.ids[n] for n in node.all_input_nodes if n in self.ids)
+            elif node.op == "get_attr" and isinstance(_attribute(graph, node), GraphModule):
+                continue
+            else:
+                steps.append(self._step(graph, node))
+        self.grad_mode = grad_before
+        del self.levels.stack[regions_before:]
+        block = Block(name, tuple(parameters), tuple(steps), returns)
+        return _with_gradients(block, self.taken) if self.taken else block
+
+    def _value(self, node: Node, gradient: bool, weight: bool = False) -> Value:
+        number = len(self.ids)
+        self.ids[node] = number
+        self.nodes[number] = node
+        found = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(found, torch.Tensor):
+            shape = tuple(int(s) if isinstance(s, int) else str(s) for s in found.shape)
+            gradient = gradient and (found.is_floating_point() or found.is_complex())
+            value = Value(number, short_type(found.dtype), shape, found.device.type, gradient, weight)
+        else:
+            value = Value(number, _type_of(found), gradient=gradient and isinstance(found, (tuple, list)))
+        self.values[number] = value
+        return value
+
+    def _step(self, graph: GraphModule, node: Node) -> Step:
+        target = node.target
+        if target is ENTER_AUTOCAST or target is enter_marked:
+            return self._enter(node)
+        if target is EXIT_AUTOCAST or target is exit_marked:
+            return self._exit(node)
+        if target is SET_GRAD_ENABLED:
+            self.grad_mode = bool(node.args[0])
+            return Step(self._value(node, False), "set_grad_enabled", constants=str(node.args[0]), effects=("order",))
+        if isinstance(target, OpOverload):
+            return self._call(node, target)
+        return self._other(graph, node)
+
+    def _enter(self, node: Node) -> Step:
+        if node.target is enter_marked:
+            self.levels.open(find_marked(str(node.args[0])).prepared, partial(self._site_from, node))
+        else:
+            self._open_native(node)
+        constants = ", ".join(map(str, node.args))
+        return Step(self._value(node, False), ENTER, constants=constants, effects=("order",))
+
+    def _open_native(self, node: Node) -> None:
+        device, dtype, enabled, cached = (*node.args, None, True, None)[:4]
+        site = partial(self._site_from, node)
+        self.levels.open_native(str(device), dtype, bool(enabled), cached is not False, site)
+
+    def _exit(self, node: Node) -> Step:
+        self.levels.leave()
+        operands = tuple(Operand("region", self.ids[n]) for n in node.all_input_nodes)
+        return Step(self._value(node, False), EXIT, operands, effects=("order",))
+
+    def _call(self, node: Node, op: OpOverload) -> Step:
+        facts = op_facts(op)
+        written = {slot.name for slot in facts.slots if slot.written}
+        operands = tuple(Operand(name, self.ids[n], name in written) for name, n in operands_of(node))
+        inputs = [self.values[o.value] for o in operands]
+        gradient = self.grad_mode and op is not torch.ops.aten.detach.default and any(map(self._has_gradient, inputs))
+        value = self._value(node, gradient)
+        aliases = alias_names(op)
+        given, constants = _constants(node, op)
+        shared = tuple(n for n, o in enumerate(operands) if aliases is None or o.name in aliases)
+        for n in shared:
+            self._join(value.id, operands[n].value)
+        if op in _CASTS and _is_cast(value, inputs, given, op, node):
+            note = (node.meta.get("custom") or {}).get(BOUNDARY)
+            if note is not None:
+                self.boundaries[value.id] = note
+            return Step(
+                value, CAST, (Operand("self", operands[0].value),), "", frozenset(), False,
+                None, self.grad_mode, self.joint.get(node, "forward"), (), (), (), self._site(node),
+            )  # fmt: skip  # the user's own cast: no region's weight cache keeps it
+        hiding = self.levels.stack[-1].hiding
+        if hiding is not None and facts.computes:
+            self.hidden[hiding] = self.hidden.get(hiding, 0) + 1
+        if gradient and any(o.written for o in operands):
+            self.taken.update(self.memories.of(o.value) for o in operands if o.written)
+        region = self.levels.number_for(facts.id, [v.device for v in inputs if v.shape is not None])
+        direction = self.joint.get(node, "forward")
+        counts = direction == "forward" and self.levels.is_on(region)
+        return Step(
+            value,
+            facts.id,
+            operands,
+            constants,
+            given,
+            facts.computes,
+            region,
+            self.grad_mode,
+            direction,
+            shared,
+            ("random",) if is_random(op) else (),
+            (),
+            self._site(node),
+            number=self.numbering.number(node.meta, facts.id) if counts else 1,
+        )
+
+    # -- gradients that in-place ops bring to what shares memory with their target
+
+    def _join(self, value: int, source: int) -> None:
+        was_taken = self.memories.of(value) in self.taken
+        self.memories.join(value, source)
+        if was_taken:
+            self.taken.add(self.memories.of(value))
+
+    def _has_gradient(self, value: Value) -> bool:
+        return value.gradient or (bool(self.taken) and self.memories.of(value.id) in self.taken)
+
+    def _other(self, graph: GraphModule, node: Node) -> Step:
+        """A higher-order op, an attribute, or a Python function."""
+        if node.op == "get_attr":
+            attribute = _attribute(graph, node)
+            requires_grad = isinstance(attribute, torch.Tensor) and attribute.requires_grad
+            weight = isinstance(attribute, torch.Tensor) and is_weight(attribute)
+            return Step(self._value(node, requires_grad, weight), "attribute", constants=str(node.target))
+        bodies = [a for n in node.all_input_nodes if isinstance(a := _attribute(graph, n), GraphModule)]
+        blocks = self._blocks(node, bodies)
+        pure = node.target in _PURE or getattr(node.target, "__module__", "") in ("_operator", "math")
+        writes = not pure and (not blocks or any(s.writes for b in blocks for _, s in b.walk()))
+        inputs = [n for n in node.all_input_nodes if n in self.ids]
+        operands = tuple(Operand(f"a{k}", self.ids[n], writes) for k, n in enumerate(inputs))
+        gradient = self.grad_mode and any(self._has_gradient(self.values[o.value]) for o in operands)
+        name = "getitem" if node.target is operator.getitem else _target_name(node)
+        number = len(self.ids)
+        for operand in operands:
+            self._join(number, operand.value)
+        constants = str(node.args[1]) if name == "getitem" else ""
+        return Step(
+            self._value(node, gradient), name, operands, constants,
+            grad_mode=self.grad_mode, direction=self.joint.get(node, "forward"), aliases=tuple(range(len(operands))),
+            effects=() if pure else ("order",), blocks=blocks, site=self._site(node),
+        )  # fmt: skip
+
+    def _blocks(self, node: Node, bodies: list[GraphModule]) -> tuple[Block, ...]:
+        name = _target_name(node)
+        before, grad_before = len(self.levels.stack), self.grad_mode
+        if name.endswith("wrap_with_autocast"):
+            self._open_native(node)
+        if name.endswith("wrap_with_set_grad_enabled"):
+            self.grad_mode = bool(node.args[0])
+        blocks = []
+        for k, body in enumerate(bodies):
+            written_as_backward = name.endswith("autograd_function_apply") and k == 1
+            if written_as_backward or name.endswith("flex_attention"):  # eager code has no region in there
+                self.levels.stack.append(Level())
+                blocks.append(self._block(body, f"body{k}"))
+                self.levels.stack.pop()
+            else:
+                with self.numbering.in_bodies(node.meta, name.rpartition(".")[2]):
+                    blocks.append(self._block(body, f"body{k}"))
+        del self.levels.stack[before:]
+        self.grad_mode = grad_before
+        return tuple(blocks)
+
+    def _site(self, node: Node) -> Site:
+        trace, stack = node.meta.get("stack_trace"), node.meta.get("nn_module_stack")
+        if not trace and not stack and self.outside is NO_OUTSIDE:
+            return NOWHERE
+        key = (trace, tuple(stack) if stack else ())
+        site = self.sites.get(key)
+        if site is None:
+            site = self.sites[key] = node_site(node.meta, self.outside)
+        return site
+
+    def _site_from(self, node: Node) -> Site:
+        """The place of the first node, from this one on, that has one: Dynamo does not say where a region is opened."""
+        found = node
+        while found.op != "root" and not found.meta.get("stack_trace"):
+            found = found.next
+        return self._site(node if found.op == "root" else found)
+
+
+def _with_gradients(block: Block, taken: set[int]) -> Block:
+    """The block with a gradient flowing through everything that shares memory with what took one in, in place."""
+    writes = Writes(block)
+    memories = writes.memories(*taken)
+
+    def marked(value: Value) -> Value:
+        flows = value.format is not None and not value.gradient and writes.memories(value.id) & memories
+        return replace(value, gradient=True) if flows else value
+
+    steps = tuple(replace(step, value=marked(step.value)) for step in block.steps)
+    return replace(block, parameters=tuple(map(marked, block.parameters)), steps=steps)
+
+
+_PURE = (operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_float, torch.sym_int)
+
+
+def _attribute(graph: GraphModule, node: Node) -> Any:
+    if node.op != "get_attr":
+        return None
+    found: Any = graph
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _target_name(node: Node) -> str:
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return f"higher_order.{higher_order_name(target)}"
+    return str(getattr(target, "__qualname__", target)).replace(" ", "_").replace("(", "[").replace(")", "]")
+
+
+def _type_of(found: Any) -> str:
+    if found is None:
+        return "none"
+    if isinstance(found, (tuple, list)):
+        return "tuple"
+    return type(found).__name__.lower()
+
+
+def _constants(node: Node, op: OpOverload) -> tuple[frozenset[str], str]:
+    """Names of arguments that were given and are no tensors, and all of them as text."""
+    names = (argument.name for argument in schema_of(op).arguments)
+    pairs = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+    found = {name: value for name, value in pairs if not isinstance(value, Node) and value is not None}
+    return _MATTERS & found.keys(), ", ".join(f"{name}={value}" for name, value in found.items())
+
+
+_MATTERS = frozenset(["dtype"])
+
+
+def _is_cast(value: Value, inputs: list[Value], given: frozenset[str], op: OpOverload, node: Node) -> bool:
+    """Whether a conversion changes the floating format, and nothing else."""
+    if len(inputs) != 1 or value.format is None or inputs[0].format is None or value.device != inputs[0].device:
+        return False
+    if value.format is inputs[0].format:
+        return False
+    if op is _TO:
+        return not any(a is True for a in node.args[2:])
+    strided = node.kwargs.get("layout") in (None, torch.strided)
+    return strided and set(node.kwargs) <= {"dtype", "layout", "device"} and len(node.args) <= 2

@@ -1,0 +1,191 @@
+"""Where inlined nodes of a script come from: the submodules and the user's functions around them, and the user's line.
+
+TorchScript keeps little of that: of a submodule the last part of its name, `0` for `steps.0`, and of a call in torch's
+library the library's line. So calls are marked before they are inlined, by nodes around them that do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.frontends.scripts.classes import check_class
+from narrowcast.frontends.scripts.places import site_of
+from narrowcast.frontends.scripts.statistics import hold, hold_norms, release
+from narrowcast.runtime.sites.python_stack import is_user_file
+from narrowcast.runtime.torch_surface.jit import compiled_methods, find_type
+
+_MARK = "prim::TimePoint"  # nothing removes it, and nothing is to be seen of it where one is left
+_PREFIX = "narrowcast "
+_TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]")
+_EXIT = f"{_PREFIX}exit"
+Bound = Callable[[Any, Any], tuple[dict[str, Any], Any, Any]]
+
+
+def mark_calls(graph: Any, bound: Bound | None = None) -> None:
+    """Mark the calls of submodules, methods and functions in a graph, in place.
+
+    bound: lets what goes into a module's call and comes out pass through its boundary; returns what is to be noted of
+    it, and the nodes with which it begins and ends.
+    """
+    hold_norms(graph)  # torch inlines methods as it optimizes them
+    for call in (*graph.findAllNodes("prim::CallMethod"), *graph.findAllNodes("prim::CallFunction")):
+        facts: dict[str, Any] = {}
+        if call.kind() == "prim::CallMethod":
+            check_class(call)
+            facts = _facts_of_method(call)
+        file, line = site_of(call)
+        if _is_users(file):
+            facts |= {"file": file, "line": line}
+        first = last = call
+        if bound is not None and "path" in facts and is_forward(call.s("name")):
+            noted, first, last = bound(graph, call)
+            facts |= noted
+        hold(graph, call.output(), last)
+        if facts:
+            _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
+            _mark(graph, _EXIT).insertAfter(last)
+
+
+def is_forward(method: str) -> bool:
+    """Whether a method is what a module's call runs: `forward`, or one of its overloads (`forward__0` of nn.LSTM)."""
+    return method.partition("__")[0] == "forward"
+
+
+def mark_whole(graph: Any, facts: dict[str, Any], first: Any) -> None:
+    """Mark a whole graph as one call, in place; it begins with the node `first`."""
+    _mark(graph, _PREFIX + json.dumps(facts)).insertBefore(first)
+    graph.appendNode(_mark(graph, _EXIT))
+
+
+def mark_function(graph: Any, function: Callable[..., Any]) -> None:
+    """Mark a whole graph as that of a function, in place, if it is the user's."""
+    name = function_name(function)
+    first = next(iter(graph.nodes()), None)
+    if name and first is not None:
+        mark_whole(graph, {"function": name}, first)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The qualified name of a user's function; empty for any other."""
+    code = getattr(function, "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return ""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def unmark(graph: Any) -> None:
+    """Take out what `mark_calls` has put in, where calls are not inlined."""
+    for node in graph.findAllNodes(_MARK):
+        if is_caller_mark(node):
+            node.destroy()
+    release(graph)
+
+
+def graphs_of(module: Any) -> list[Any]:
+    """The graphs of the methods and hooks of a script module and its parts, each once: modules may share classes."""
+    methods: dict[tuple[str, str], Any] = {}
+    for part in module.modules():
+        for name, method in compiled_methods(part).items():
+            methods.setdefault((find_type(part), name), method)
+    return [method.graph for method in methods.values()]
+
+
+def is_caller_mark(node: Any) -> bool:
+    """Whether a node is a mark of ours."""
+    return bool(node.kind() == _MARK and node.hasAttribute("name") and node.s("name").startswith(_PREFIX))
+
+
+def cross(callers: list[Site], mark: Any) -> dict[str, Any] | None:
+    """Go over a mark: the innermost caller comes last. Returns what an entry says of the call; None for an exit."""
+    text = mark.s("name")
+    if text == _EXIT:
+        callers.pop()
+        return None
+    facts, outer = json.loads(text.removeprefix(_PREFIX)), callers[-1]
+    callers.append(
+        Site(
+            f"{outer.module_path}.{facts.get('path', '')}".strip("."),
+            (*([facts["class"]] if "class" in facts else []), *outer.classes),
+            (*([facts["function"]] if "function" in facts else []), *outer.functions),
+            facts.get("file", outer.file),
+            facts.get("line", outer.line),
+            outer.around,
+        )
+    )
+    return dict(facts)
+
+
+def site_in(caller: Site, node: Any) -> Site:
+    """Where a node stands: its own line, or if that is a library's, that of the user's call."""
+    file, line = site_of(node)
+    path = caller.module_path or _path_in_hierarchy(node)
+    if caller.file and not _is_users(file):
+        file, line = caller.file, caller.line
+    if not (path or file or caller.functions or caller.classes or caller.around):
+        return NOWHERE
+    return Site(path, caller.classes, caller.functions, file, line, caller.around)
+
+
+def set_names(graph: Any) -> set[str]:
+    """The names of attributes that a graph sets."""
+    return {node.s("name") for node in graph.findAllNodes("prim::SetAttr")}
+
+
+def path_of(node: Any) -> tuple[str, ...] | None:
+    """The names by which an attribute is read off the module; None if it is not read off it."""
+    names: list[str] = []
+    while node.kind() == "prim::GetAttr":
+        names.append(node.s("name"))
+        node = node.inputsAt(0).node()
+    return tuple(reversed(names)) if node.kind() == "prim::Param" else None
+
+
+def class_name(kind: Any) -> str:
+    """The Python name of a script type's class: `models.Block`; of the main program's `__main__.Block`."""
+    name = re.sub(r"___torch_mangle_\d+\.", "", str(kind.qualified_name())).removeprefix("__torch__.")
+    return name if "." in name else f"__main__.{name}"
+
+
+def method_name(class_of: str, name: str) -> str:
+    """The qualified name of a method; empty if its class is torch's."""
+    return "" if class_of.startswith("torch.") else f"{class_of}.{name}"
+
+
+def _facts_of_method(call: Any) -> dict[str, Any]:
+    if call.inputsAt(0).type().kind() != "ClassType":  # an interface: nobody knows yet
+        return {}
+    path = path_of(call.inputsAt(0).node())
+    kind = class_name(call.inputsAt(0).type())
+    facts: dict[str, Any] = {}
+    if path:
+        facts = {"path": ".".join(path), "class": kind}
+        if is_forward(call.s("name")):
+            facts["called"] = True
+    if method_name(kind, call.s("name")):
+        facts["function"] = method_name(kind, call.s("name"))
+    return facts
+
+
+def _is_users(file: str) -> bool:
+    """Whether a line is the user's; a script from a file may have been made with a torch that lay elsewhere."""
+    return bool(file) and is_user_file(file) and not _TORCH_ELSEWHERE.search(file)
+
+
+def _mark(graph: Any, text: str) -> Any:
+    made = graph.create(_MARK, [], 1)
+    made.s_("name", text)
+    return made
+
+
+def _path_in_hierarchy(node: Any) -> str:
+    """What TorchScript itself keeps of the submodules."""
+    parts = []
+    for part in node.getModuleHierarchy().split("."):
+        name, _, kind = part.partition("(")
+        if kind and name not in ("SELF", "UNKNOWN_INSTANCE", "INSTANCE_NAME_UNKNOWN", "TOP", ""):
+            parts.append(name)
+    return ".".join(parts)

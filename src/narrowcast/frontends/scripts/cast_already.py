@@ -1,0 +1,156 @@
+"""Parts of a script that are cast already: they stand in regions that are off.
+
+So a script that such a part is put into, and torch's own pass, leave it as it is. What no region ruled is left open to
+the caller. A region in Python around the call of a saved or frozen script casts it again all the same: TorchScript has
+no means to switch that off, and a script that asks whether there is one ends the process (torch 2.13). What `convert`
+makes of such a script runs as it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from narrowcast.frontends.scripts.places import site_of
+from narrowcast.frontends.scripts.region_facts import constant, region_class
+from narrowcast.frontends.scripts.scopes import remove_unused_objects
+from narrowcast.runtime.torch_surface.jit import (
+    NONE,
+    compiled_method,
+    deprecations_unsaid,
+    inline,
+    method_names,
+    own_pass_off,
+    simplify,
+)
+from narrowcast.runtime.torch_surface.state import autocast_off
+
+
+def enter_off(graph: Any, device_type: str, casts: bool = True) -> Any:
+    """Enter a region that is off, where the graph is written to. Returns the region.
+
+    casts: whether the region that it stands for cast, or was off itself; its dtype, which nobody else reads, says so.
+    """
+    device, other = graph.insertConstant(device_type), graph.insertConstant(_WAS_OFF)
+    (instance,) = graph.insertGraph(prepare_marks(), [device])
+    for use in instance.uses():
+        if not casts and use.user.kind() == "prim::SetAttr" and use.user.s("name") == "fast_dtype":
+            use.user.replaceInput(1, other)
+    return instance
+
+
+_WAS_OFF = 5  # torch.float16; prepare_marks has torch.bfloat16
+
+
+def has_cast(region: Any) -> bool:
+    """Whether a mark stands for a region that was on."""
+    users = [use.user for use in region.uses() if use.user.kind() == "prim::SetAttr"]
+    return all(constant(user.inputsAt(1)) != _WAS_OFF for user in users if user.s("name") == "fast_dtype")
+
+
+def leave_off(graph: Any, instance: Any) -> None:
+    """Write the end of the region `instance` where nodes are being inserted into the graph."""
+    node = graph.create("prim::Exit", [instance], 1)
+    node.output().setType(NONE)
+    graph.insertNode(node)
+
+
+def switch_off(graph: Any, device_types: Iterable[str]) -> None:
+    """The whole graph is in regions that are off, in place."""
+    first = next(iter(graph.nodes()), None)
+    if first is None:
+        return
+    graph.setInsertPoint(first)
+    instances = [enter_off(graph, device_type) for device_type in device_types]
+    graph.setInsertPoint(graph.block())
+    for instance in reversed(instances):
+        leave_off(graph, instance)
+
+
+def drop_empty(graph: Any) -> bool:
+    """Take out marks around nothing that computes, in place: a file cannot hold a with statement without a body.
+
+    Whether there was any.
+    """
+    found = _drop_empty_in(graph)
+    remove_unused_objects(graph)
+    return found
+
+
+def _drop_empty_in(block: Any) -> bool:
+    found = False
+    opened: list[tuple[Any, bool]] = []  # where a mark is entered, and whether something computes since
+    for node in list(block.nodes()):
+        for inner in node.blocks():
+            found |= _drop_empty_in(inner)
+        if node.kind() == "prim::Enter" and region_class(node.inputsAt(0)):
+            opened.append((node, False))
+        elif node.kind() == "prim::Exit" and opened and region_class(node.inputsAt(0)):
+            first, computes = opened.pop()
+            if computes:
+                opened = [(enter, True) for enter, _ in opened]
+            elif is_mark(node.inputsAt(0)) and first.inputsAt(0).unique() == node.inputsAt(0).unique():
+                node.destroy()
+                first.destroy()
+                found = True
+        elif _computes(node):
+            opened = [(enter, True) for enter, _ in opened]
+    return found
+
+
+def _computes(node: Any) -> bool:
+    """Whether a node, or one in its blocks, is more than a constant, an attribute or a region."""
+    if any(_computes(n) for inner in node.blocks() for n in inner.nodes()):
+        return True
+    plain = ("prim::Constant", "prim::GetAttr", "prim::CreateObject", "prim::SetAttr", "prim::Enter", "prim::Exit")
+    return node.kind() not in plain
+
+
+def cast_for(graph: Any) -> set[str]:
+    """The device types for which a whole graph is cast already."""
+    edges = [n for n in graph.nodes() if n.kind() in ("prim::Enter", "prim::Exit") and region_class(n.inputsAt(0))]
+    found = set()
+    for first, last in zip(edges, reversed(edges), strict=True):
+        region = first.inputsAt(0)
+        if first.kind() != "prim::Enter" or region.unique() != last.inputsAt(0).unique() or not is_mark(region):
+            break
+        users = [use.user for use in region.uses() if use.user.kind() == "prim::SetAttr"]
+        found |= {constant(user.inputsAt(1)) for user in users if user.s("name") == "device"}
+    return found
+
+
+def cast_for_all(script: Any) -> set[str]:
+    """The device types for which all of a script is; none for what is no script."""
+    graphs = [script.graph] if isinstance(script, torch.jit.ScriptFunction) else []
+    if isinstance(script, torch.jit.ScriptModule):
+        graphs = [compiled_method(script, name).graph for name in method_names(script)]
+    return set[str].intersection(*map(cast_for, graphs)) if graphs else set()
+
+
+def is_mark(region: Any) -> bool:
+    """Whether a region in a script says that what is in it is cast already."""
+    return site_of(region.node())[0].replace("\\", "/").endswith("narrowcast/frontends/scripts/cast_already.py")
+
+
+def _region_that_is_off(device_type: str):  # type: ignore[no-untyped-def]
+    region = torch.autocast(device_type, dtype=torch.bfloat16, enabled=False)
+    with region:  # not `as`: torch's own pass, which sees traces, refuses it
+        pass
+    return region
+
+
+@cache
+def prepare_marks() -> Any:
+    """The graph of the function above, without the exit: it makes the region, enters it, and gives it.
+
+    TorchScript compiles the class of native regions for it, as that class is when this is first called.
+    """
+    with deprecations_unsaid(), own_pass_off(), autocast_off():
+        graph = torch.jit.script(_region_that_is_off).graph.copy()
+    inline(graph)
+    simplify(graph)
+    graph.findNode("prim::Exit").destroy()
+    return graph

@@ -1,0 +1,146 @@
+"""Recurrent ops whose kernels call ops that lists name, with other work between them: what the kernels do.
+
+In a region eager autocast casts inside them. The formulas are those of aten/src/ATen/native/RNN.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, List, Optional, Tuple  # noqa: UP035  # what TorchScript reads
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from narrowcast.frontends.scripts.region_facts import constant
+from narrowcast.frontends.scripts.runtime import graph_of
+from narrowcast.runtime.torch_surface.jit import TENSOR, ListType
+
+
+def lstm_cell(
+    input: Tensor, hx: List[Tensor], w_ih: Tensor, w_hh: Tensor,  # noqa: UP006
+    b_ih: Optional[Tensor], b_hh: Optional[Tensor],  # noqa: UP045
+) -> Tuple[Tensor, Tensor]:  # noqa: UP006  # fmt: skip
+    """One step of an LSTM: the hidden and the cell state."""
+    gates = linear(hx[0], w_hh, b_hh).add_(linear(input, w_ih, b_ih))
+    chunks = gates.unsafe_chunk(4, 1)
+    into, forget, cell, out = chunks[0].sigmoid_(), chunks[1].sigmoid_(), chunks[2].tanh_(), chunks[3].sigmoid_()
+    state = (forget * hx[1]).add_(into * cell)
+    return out * state.tanh(), state
+
+
+def gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
+    b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:  # fmt: skip
+    """One step of a GRU."""
+    from_input = linear(input, w_ih, b_ih).unsafe_chunk(3, 1)
+    from_hidden = linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
+    reset = from_hidden[0].add_(from_input[0]).sigmoid_()
+    update = from_hidden[1].add_(from_input[1]).sigmoid_()
+    new = from_input[2].add(from_hidden[2].mul_(reset)).tanh_()
+    return (hx - new).mul_(update).add_(new)
+
+
+def rnn_tanh_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
+    b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:  # fmt: skip
+    """One step of a plain recurrent net."""
+    return linear(hx, w_hh, b_hh).add_(linear(input, w_ih, b_ih)).tanh()
+
+
+def rnn_relu_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
+    b_ih: Optional[Tensor] = None, b_hh: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:  # fmt: skip
+    """The same with another activation."""
+    return linear(hx, w_hh, b_hh).add_(linear(input, w_ih, b_ih)).relu()
+
+
+def _gru_steps(
+    inputs: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor,
+    b_ih: Optional[Tensor], b_hh: Optional[Tensor], backwards: bool,  # noqa: UP045
+) -> Tuple[Tensor, Tensor]:  # noqa: UP006  # fmt: skip
+    """One direction of one layer: all steps' states, and the last one."""
+    from_inputs = linear(inputs, w_ih, b_ih).unbind(0)
+    states: List[Tensor] = []  # noqa: UP006
+    count = len(from_inputs)
+    for step in range(count):
+        from_input = from_inputs[count - 1 - step if backwards else step].unsafe_chunk(3, 1)
+        from_hidden = linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
+        reset = from_hidden[0].add_(from_input[0]).sigmoid_()
+        update = from_hidden[1].add_(from_input[1]).sigmoid_()
+        new = from_input[2].add(from_hidden[2].mul_(reset)).tanh_()
+        hx = (hx - new).mul_(update).add_(new)
+        states.append(hx)
+    if backwards:
+        states.reverse()
+    return torch.stack(states, 0), hx
+
+
+def _rows_first(x: Tensor, batch_first: bool) -> Tensor:
+    return x.transpose(0, 1) if batch_first else x
+
+
+def _between(x: Tensor, dropout: float, train: bool) -> Tensor:
+    """What a layer gives to the next."""
+    return torch.dropout(x, dropout, True) if dropout != 0.0 and train else x
+
+
+def _states(hx: Tensor) -> List[Tensor]:  # noqa: UP006
+    return list(hx.unbind(0))
+
+
+def _stacked(states: List[Tensor]) -> Tensor:  # noqa: UP006
+    return torch.stack(states, 0)
+
+
+def _side_by_side(outputs: List[Tensor]) -> Tensor:  # noqa: UP006
+    return torch.cat(outputs, outputs[0].dim() - 1)
+
+
+def insert_gru(graph: Any, node: Any) -> list[Any] | None:
+    """All layers of a GRU as on the cpu, before its node: products are cast, the state is kept as it came.
+
+    Layer by layer, so that each weight is one value, which is cast once. None if the number of layers is not known.
+    """
+    x, hx, params, has_biases, layers, dropout, train, both_ways, batch_first = node.inputs()
+    known = [constant(value) for value in (has_biases, layers, both_ways)]
+    if None in known:
+        return None
+
+    def call(function: Callable[..., Any], *inputs: Any) -> list[Any]:
+        return list(graph.insertGraph(graph_of(function), list(inputs)))
+
+    def listed(values: list[Any]) -> Any:
+        made = graph.insertNode(graph.create("prim::ListConstruct", values, 1)).output()
+        made.setType(ListType(TENSOR))
+        return made
+
+    def element(values: Any, number: int) -> Any:
+        if values.node().kind() == "prim::ListConstruct":
+            return values.node().inputsAt(number)
+        made = graph.insertNode(graph.create("aten::__getitem__", [values, graph.insertConstant(number)], 1)).output()
+        made.setType(TENSOR)
+        return made
+
+    directions, each = 2 if known[2] else 1, 4 if known[0] else 2
+    (x,), (before,) = call(_rows_first, x, batch_first), call(_states, hx)
+    last = []
+    for layer in range(known[1]):
+        outputs = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            weights = [element(params, number * each + n) for n in range(each)]
+            weights += [graph.insertConstant(None) for _ in range(4 - each)]
+            backwards = graph.insertConstant(direction == 1)
+            (pair,) = call(_gru_steps, x, element(before, number), *weights, backwards)
+            unpack = graph.insertNode(graph.create("prim::TupleUnpack", [pair], 2))
+            output, state = unpack.outputs()
+            outputs.append(output)
+            last.append(state)
+        (x,) = call(_side_by_side, listed(outputs)) if directions == 2 else outputs
+        if layer < known[1] - 1:
+            (x,) = call(_between, x, dropout, train)
+    return [*call(_rows_first, x, batch_first), *call(_stacked, listed(last))]

@@ -1,0 +1,115 @@
+"""Composite ops: in the place of those that no rule names, scripts get what their kernels do (cells.py, products.py).
+
+Eager autocast works so by itself: such an op has no autocast kernel, and the ops that it calls have theirs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from narrowcast.core.ops import named
+from narrowcast.core.policy import Policy
+from narrowcast.errors import ScriptWarning
+from narrowcast.frontends.scripts import cells, products
+from narrowcast.frontends.scripts.callers import site_in
+from narrowcast.frontends.scripts.calls import decided_as_itself, facts_of
+from narrowcast.frontends.scripts.runtime import graph_of
+from narrowcast.frontends.scripts.scopes import Scope, Section
+from narrowcast.runtime.torch_bridge import find_registered, op_id
+from narrowcast.runtime.torch_surface.dispatch import op_name
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    f"aten::{formula.__name__}": formula
+    for formula in (
+        cells.lstm_cell, cells.gru_cell, cells.rnn_tanh_cell, cells.rnn_relu_cell,
+        products.tensordot, products.inner, products.linalg_multi_dot, products.chain_matmul,
+        products.linalg_matrix_power, products.cov, products.corrcoef, products.mv,
+    )
+} | {"aten::_sparse_mm": products.sparse_mm, "aten::_sparse_addmm": products.sparse_addmm}  # fmt: skip
+_GRU = "aten::gru"
+
+
+def open_composites(graph: Any, section: Section, policy_of: Callable[[Scope], Policy]) -> bool:
+    """Put what the kernels do in the place of these ops, in regions whose policies do not name them. True if any is."""
+    found = False
+    for item in section.walk():
+        node = item.node
+        on = [scope for scope in item.scopes.values() if scope.enabled is not False]
+        if not on or not is_composite(node) or any(_is_named(policy_of(scope), node) for scope in on):
+            continue
+        if node.kind() == _GRU and not any(scope.device_type == "cpu" for scope in on):
+            continue  # elsewhere it has a kernel of its own
+        graph.setInsertPoint(node)
+        made = _inserted(graph, node)
+        if made is None:
+            continue
+        for old, new in zip(node.outputs(), made, strict=True):
+            new.setType(old.type())
+            old.replaceAllUsesWith(new)
+        node.destroy()
+        found = True
+    return found
+
+
+def traced_inside() -> list[str]:
+    """The ops of which a trace records what they call, so that the casts of regions inside it are in it.
+
+    Not recurrent ones, of which libraries compute the whole, nor `mv`, which casts inside for sparse ones alone.
+    """
+    names = (*_FORMULAS, "aten::einsum", *(f"aten::{name}" for name in named("inside.stands_for_one")))
+    return [name for name in names if name != "aten::mv"]
+
+
+def casts_inside(node: Any, policies: Iterable[Policy]) -> bool:
+    """Whether eager autocast, under these policies, casts inside what a trace has recorded as one op."""
+    facts = facts_of(node)
+    if facts is None:
+        return False
+    calls_one = not decided_as_itself(facts.id) or op_name(facts.op) in named("inside.stands_for_one")
+    if not (calls_one or is_composite(node)):
+        return False
+    return not any(_is_named(policy, node) for policy in policies)
+
+
+def is_composite(node: Any) -> bool:
+    """Whether it is known what the op's kernel does, and this is the overload that is known."""
+    formula = _FORMULAS.get(node.kind())
+    if formula is not None:
+        return bool(len(list(graph_of(formula).inputs())) == node.inputsSize())
+    return bool(node.kind() == _GRU and node.schema().startswith("aten::gru.input("))
+
+
+def tell_closed(section: Section) -> None:
+    """ScriptWarning for ops inside which eager autocast casts, and a script does not."""
+    for item in section.walk():
+        kind, on = item.node.kind(), any(scope.enabled is not False for scope in item.scopes.values())
+        overload, _, _ = (item.node.schema() or "").partition("(")
+        name = kind.replace("::", ".")
+        closed = name.removeprefix("aten.") in named("inside.closed")
+        if on and closed and decided_as_itself(overload.replace("::", ".")):
+            site = site_in(item.caller, item.node)
+            warnings.warn(
+                f"narrowcast: {name} ({site}) calls ops inside that eager code casts in this region; "
+                "in a script it runs as its inputs are. Write what it does, or give it a rule of its own",
+                ScriptWarning,
+                stacklevel=2,
+            )
+
+
+def _inserted(graph: Any, node: Any) -> list[Any] | None:
+    """The results of what the kernel does, written where the graph is written to; None if it cannot be."""
+    if node.kind() == _GRU:
+        return cells.insert_gru(graph, node)
+    made: list[Any] = graph.insertGraph(graph_of(_FORMULAS[node.kind()]), list(node.inputs()))
+    if node.outputsSize() > 1:
+        unpack = graph.create("prim::TupleUnpack", made, node.outputsSize())
+        graph.insertNode(unpack)
+        made = list(unpack.outputs())
+    return made
+
+
+def _is_named(policy: Policy, node: Any) -> bool:
+    op = find_registered(node.schema().partition("(")[0])
+    return op is not None and bool(policy.table.candidates(op_id(op), True).whole)

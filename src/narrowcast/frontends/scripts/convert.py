@@ -1,0 +1,283 @@
+"""One graph of a script: regions found, read, decided, written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import NOWHERE, Policy, Site
+from narrowcast.errors import ScriptError
+from narrowcast.frontends.scripts.boundaries import ModuleBounds
+from narrowcast.frontends.scripts.callers import path_of, set_names
+from narrowcast.frontends.scripts.calls import is_optional_tensor
+from narrowcast.frontends.scripts.cast_already import drop_empty, enter_off, leave_off, switch_off
+from narrowcast.frontends.scripts.composites import open_composites, tell_closed
+from narrowcast.frontends.scripts.lifetimes import keep_until_last_use
+from narrowcast.frontends.scripts.numbering import number_calls
+from narrowcast.frontends.scripts.places import shown_at
+from narrowcast.frontends.scripts.policies import named_policy
+from narrowcast.frontends.scripts.read import Reader, Reading
+from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
+from narrowcast.frontends.scripts.statistics import keep_norms, norms_kept
+from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
+from narrowcast.programs.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.runtime.devices.abilities import fitted
+from narrowcast.runtime.sites.script_sites import MARK, number_of
+from narrowcast.runtime.sites.sightings import see_all
+from narrowcast.runtime.torch_bridge import check_ops, id_with_dtype
+from narrowcast.runtime.torch_surface.jit import BOOL, INT, TENSOR, drop_unused, forget_shapes, inline, simplify
+from narrowcast.runtime.torch_surface.state import autocast_off
+
+
+def inline_calls(graph: Any) -> None:
+    """Put the functions and methods that a graph calls into it, in place."""
+    with autocast_off():
+        inline(graph)
+    _read_attributes_once(graph)
+
+
+def _read_attributes_once(graph: Any) -> None:
+    """Attributes of a module that nothing sets are read once, at the top: one weight is one value."""
+    inputs = list(graph.inputs())
+    if not inputs or inputs[0].type().kind() != "ClassType":
+        return
+    changed = set_names(graph)
+    read: dict[tuple[str, ...], Any] = {}
+    for node in graph.findAllNodes("prim::GetAttr"):
+        path = path_of(node)
+        if path is None or changed & set(path):
+            continue
+        value = inputs[0]
+        for n in range(len(path)):
+            if path[: n + 1] not in read:
+                kind = node.output().type() if n == len(path) - 1 else None
+                again = _find_read(node, len(path) - 1 - n)
+                made = graph.create("prim::GetAttr", [value], 1)
+                made.s_("name", path[n])
+                made.output().setType(kind or again.output().type())
+                graph.prependNode(made)
+                if n:
+                    made.moveAfter(read[path[:n]].node())
+                read[path[: n + 1]] = made.output()
+            value = read[path[: n + 1]]
+        node.output().replaceAllUsesWith(value)
+        node.destroy()
+
+
+def _know_tensors(graph: Any, attribute: Callable[[Any], Any]) -> None:
+    """An attribute that is the same tensor as another is read once, and one that may be None but is a tensor is one.
+
+    attribute: from a value that is read off the module to what it is now.
+    """
+    known: dict[int, tuple[Any, Any]] = {}
+    for node in [node for node in graph.nodes() if node.kind() == "prim::GetAttr"]:
+        value, tensor = node.output(), attribute(node.output())
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) in known:
+            value.replaceAllUsesWith(known[id(tensor)][1])
+            node.destroy()
+            continue
+        if is_optional_tensor(value):
+            cast = graph.create("prim::unchecked_cast", [value], 1)
+            cast.output().setType(TENSOR)
+            cast.insertAfter(node)
+            value.replaceAllUsesAfterNodeWith(cast, cast.output())
+            value = cast.output()
+        known[id(tensor)] = tensor, value
+
+
+def _find_read(node: Any, up: int) -> Any:
+    for _ in range(up):
+        node = node.inputsAt(0).node()
+    return node
+
+
+def make_graph_explicit(
+    graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True,
+    observed: bool = False, begins: bool = True, kept: Kept = (),
+) -> tuple[Reading, Outcome]:  # fmt: skip
+    """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
+
+    module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
+    marked as cast already. observed: it says where it is as it runs. begins: it begins where the call of a module does,
+    or of what no module calls. kept: weights that are cast already. Returns what was read, and what the passes made of
+    its program.
+
+    Raises ScriptError for what cannot be cast.
+    """
+    changed = set_names(graph)
+
+    def attribute(value: Any) -> Any:
+        return attribute_of(value, module, changed)
+
+    _know_tensors(graph, attribute)
+    _simplify(graph)
+    scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
+    section = scanner.scan()
+    if open_composites(graph, section, policy_of):
+        graph.setInsertPoint(graph.block())  # it stood before nodes that are gone
+        _simplify(graph)
+        scanner = Scanner(graph, around, caller, _told, ModuleBounds(policy_of))
+        section = scanner.scan()
+    _refuse_unseen(section)
+    tell_closed(section)
+    _answer(graph, section)
+    number_calls(section, begins)
+    reading = Reader(attribute, policy_of).read(section, name)
+    see_all(reading.program, reading.policies)
+    writer = Writer(graph, section, reading, kept)
+    first, *later = BEFORE_AUTOGRAD
+    outcome = run_passes(reading.program, (first, writer.hoist, *later), reading.policies, id_with_dtype)
+    if observed:  # the casts of a call come behind its mark
+        _tell_sites(graph, reading)
+    forks = [item for item in section.walk() if item.node.kind() == "prim::fork"]
+    writer.write(outcome.program)
+    _convert_forks(forks, module, writer.cast_before)
+    if marked:
+        _mark(graph, scanner)
+    scanner.finish()
+    forget_shapes(graph)
+    with norms_kept(graph):
+        drop_unused(graph)
+        while marked and drop_empty(graph):  # what only a mark held may be dropped, and be all that another one holds
+            drop_unused(graph)
+    keep_norms(graph)
+    keep_until_last_use(graph)
+    return reading, outcome
+
+
+def _tell_sites(graph: Any, reading: Reading) -> None:
+    """Before each call the graph says where it stands."""
+    for number, item in reading.items.items():
+        graph.setInsertPoint(item.node)
+        site = number_of(reading.program.steps[number].site)
+        graph.insertNode(graph.create(MARK, [graph.insertConstant(site)], 0))
+    graph.setInsertPoint(graph.block())
+
+
+def _simplify(graph: Any) -> None:
+    with norms_kept(graph):
+        simplify(graph)
+    for node in graph.findAllNodes("prim::unchecked_cast"):
+        if node.input().type().kind() == node.output().type().kind() == "TensorType":  # a second name of one tensor
+            node.output().replaceAllUsesWith(node.input())
+            node.destroy()
+
+
+def _mark(graph: Any, scanner: Scanner) -> None:
+    """What the regions of a graph, and those around it, ruled is cast already."""
+    for first, last, device_types in scanner.ruled:
+        graph.setInsertPoint(first)
+        instances = [enter_off(graph, device_type) for device_type in _known(device_types)]
+        graph.setInsertPoint(last)
+        for instance in reversed(instances):
+            leave_off(graph, instance)
+    switch_off(graph, _known(scanner.around))
+
+
+def _known(device_types: Iterable[str]) -> list[str]:
+    """Device types by name; of what holds on every one, those that torch's own pass casts for."""
+    return [name for device in device_types for name in (("cuda", "cpu") if device == ANYWHERE else (device,))]
+
+
+def _told(policy: str) -> Policy | None:
+    return named_policy(policy) if policy else None
+
+
+def policy_of(scope: Scope) -> Policy:
+    """The policy of a region, resolved for its device type. A region names it by digest, name or path."""
+    chosen = named_policy(scope.policy) if scope.policy else Policy.native(scope.device_type)
+    check_ops(chosen)
+    return fitted(chosen, scope.device_type)
+
+
+def attribute_of(value: Any, module: Any, changed: Set[str] = frozenset()) -> Any:
+    """What an attribute that a graph reads off its module is now; None if that cannot be told.
+
+    changed: the names of attributes that the graph sets.
+    """
+    node = value.node()
+    if node.kind() == "prim::Param":
+        return module
+    if node.kind() == "prim::unchecked_cast":
+        return attribute_of(node.input(), module, changed)
+    if node.kind() != "prim::GetAttr" or node.s("name") in changed:
+        return None
+    owner = attribute_of(node.input(), module, changed)
+    return getattr(owner, node.s("name"), None) if owner is not None else None
+
+
+def _convert_forks(forks: list[Item], module: Any, cast_before: CastBefore) -> None:
+    """What is forked runs in the regions that hold where it is forked; weights that go in are cast before that."""
+    for item in forks:
+        forked, taken = item.node.g("Subgraph"), list(item.node.inputs())
+        inline_calls(forked)
+        scopes = {device: _passed_on(scope, item.node, forked) for device, scope in item.scopes.items()}
+        kept = []
+        for scope in item.scopes.values():
+            for value, inside in zip(taken, list(forked.inputs()), strict=False):
+                cast = cast_before(item.node, value, scope) if value.type().kind() == "TensorType" else None
+                if cast is not None:
+                    item.node.addInput(cast)
+                    kept.append((inside, forked.addInput()))
+        make_graph_explicit(forked, scopes, module, "forked", item.caller, kept=kept)
+        item.node.g_("Subgraph", forked)
+
+
+def _passed_on(scope: Scope, fork: Any, forked: Any) -> Scope:
+    """The region as the forked code sees it: what only the running script knows comes in as an input."""
+
+    def passed(value: Any, kind: Any) -> Any:
+        fork.addInput(value)
+        made = forked.addInput()
+        made.setType(kind)
+        return made
+
+    enabled = scope.enabled if isinstance(scope.enabled, bool) else passed(scope.enabled, BOOL)
+    low = scope.low if isinstance(scope.low, torch.dtype) else passed(scope.low, INT)
+    return replace(scope, enabled=enabled, low=low)
+
+
+_QUESTIONS = {"aten::is_autocast_enabled": "cuda", "aten::is_autocast_cpu_enabled": "cpu"}
+
+
+def _answer(graph: Any, section: Section) -> None:
+    """Code that asks whether autocast is on is told what its regions say: when the script runs, it is off."""
+    for item in section.walk():
+        scope = item.scopes.get(_QUESTIONS.get(item.node.kind(), ""))
+        if scope is not None:
+            graph.setInsertPoint(item.node)
+            known = isinstance(scope.enabled, bool)
+            item.node.output().replaceAllUsesWith(graph.insertConstant(scope.enabled) if known else scope.enabled)
+
+
+_UNSEEN = {
+    "prim::PythonOp": (
+        "a call into Python (of an object, or under torch.jit.ignore), which no region of a script reaches",
+        "Call it outside of the region.",
+    ),
+    "prim::CallMethod": (
+        "a call of a method that is chosen when the script runs (an interface)",
+        "Call it outside of the region, or a module whose class is known.",
+    ),
+    "prim::CallFunction": (
+        "a call of a function that is chosen when the script runs",
+        "Call it outside of the region, or the function itself.",
+    ),
+}
+
+
+def _refuse_unseen(section: Section) -> None:
+    """ScriptError for code in a region that nobody can cast."""
+    for item in section.walk():
+        kind = item.node.kind()
+        on = [s for s in item.scopes.values() if s.enabled is not False]
+        is_regions = bool(item.node.inputsSize()) and region_class(item.node.inputsAt(0)) is not None
+        if on and kind in _UNSEEN and not is_regions:
+            found, advice = _UNSEEN[kind]
+            raise ScriptError(asked="a script's region", found=found, where=shown_at(item.node), advice=advice)

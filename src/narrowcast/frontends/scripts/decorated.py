@@ -1,0 +1,286 @@
+"""Decorated functions as scripts see them. TorchScript compiles what is below the decorators, so the regions among them
+are read off the decorators' closures, wherever they come from: the source may name a local of a function that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from narrowcast.errors import Origin, ScriptError, ScriptWarning
+from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.runtime.sites.python_stack import find_site, is_user_file
+from narrowcast.runtime.torch_surface.jit import (
+    ScriptMethod,
+    compiled_methods,
+    is_ignored,
+    method_names,
+    own_methods,
+    python_class,
+)
+
+_OWN = f"{__name__.split('.')[0]}."
+_BARE = "__narrowcast_regions__"
+_WORDS = {"autocast", "custom_fwd", "set_autocast_enabled"}
+_MOST = 4096
+
+
+def regions_around(function: Any, is_region: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """The regions that decorate a function or method, the outermost first.
+
+    is_region: whether an object is one. Raises ScriptError where a decorator may open regions in code of its own, or
+    where what is below is no function.
+    """
+    found: tuple[Any, ...] = ()
+    for layer in _layers(function):
+        found += getattr(layer, _BARE, ())
+        if not hasattr(layer, "__wrapped__"):
+            if not isinstance(layer, types.FunctionType | types.BuiltinFunctionType):
+                raise _no_function(function, layer)
+            return found
+        region = None if _is_pin(layer) else next(filter(is_region, _closed_over(layer)), None)
+        if _is_decorator(layer) and region is not None:
+            found += (region,)
+        elif not _is_pin(layer):
+            _check_wrapper(function, layer, is_region)
+    return found
+
+
+def bare(function: Any, is_region: Callable[[Any], bool]) -> Any:
+    """The function below all decorators; a copy that knows the regions among them, if there are any."""
+    regions, inner = regions_around(function, is_region), undecorated(function)
+    if any(isinstance(getattr(layer, "__wrapped__", None), types.MethodType) for layer in _layers(function)):
+        raise _refused(function, inner, "a region decorates a method of an object, and a script has no such function")
+    if not regions or hasattr(inner, _BARE):
+        return inner
+    made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    made.__kwdefaults__ = inner.__kwdefaults__
+    functools.update_wrapper(made, inner)
+    del made.__wrapped__  # type: ignore[attr-defined]
+    setattr(made, _BARE, regions)
+    return made
+
+
+def undecorated(function: Any) -> Any:
+    """The function under all decorators that say what they wrap; of a method, the function that its class has."""
+    *_, inner = _layers(function)
+    return inner
+
+
+def check_pins(function: Any) -> None:
+    """ScriptError for a function with a pin and anything else around it: in a script their order would be lost."""
+    *around, inner = _layers(function)
+    ours = [layer for layer in around if _is_pin(layer) or _is_decorator(layer)]
+    if len(ours) > 1 and any(map(_is_pin, ours)):
+        raise ScriptError(
+            asked=f"a script of {inner.__qualname__}", found="it has a pin, and another pin or a region around it",
+            where=(Origin(inner.__code__.co_filename, inner.__code__.co_firstlineno),),
+            advice="Keep one of them; open the region in the function that calls it.",
+        )  # fmt: skip
+
+
+def check_methods(module: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+    """ScriptError for methods that are pinned: TorchScript reads what is below the decorator. For a `__call__` that
+    opens a region: it is not in a script. And for what stands in the place of a method, and that no script takes.
+    """
+    for part in module.modules():
+        _check_own(part, is_region)
+        if isinstance(part, torch.jit.ScriptModule):
+            _check_compiled(part, is_region)
+        for name in ("__call__", "_call_impl"):
+            call = getattr(type(part), name)
+            if call is not getattr(torch.nn.Module, name) and not isinstance(part, torch.jit.ScriptModule):
+                if _may_open(call, is_region):
+                    raise _refused(call, call, "it opens a region, and a script has what is in forward alone")
+        for kind in type(part).__mro__:
+            for name, found in vars(kind).items():
+                if callable(found) and hasattr(found, "__narrowcast_pinned__"):
+                    code = found.__wrapped__.__code__
+                    raise ScriptError(
+                        asked=f"a script of {kind.__qualname__}.{name}, which is pinned",
+                        found="TorchScript compiles methods without their decorators",
+                        where=(Origin(code.co_filename, code.co_firstlineno),),
+                        advice="Pin the module, or a function that the method calls.",
+                    )
+
+
+def _check_compiled(part: Any, is_region: Callable[[Any], bool]) -> None:
+    """The methods of a script that torch compiled: without their decorators."""
+    kind = python_class(part)
+    for name, compiled in compiled_methods(part).items() if kind is not None else ():
+        method = getattr(kind, name, None)
+        regions: tuple[Any, ...] = ()
+        with suppress(ScriptError):
+            regions = regions_around(method, is_region) if inspect.isfunction(method) else ()
+        cast_already = any(map(region_class, (n.output() for n in compiled.graph.findAllNodes("prim::CreateObject"))))
+        if any(not isinstance(region, torch.no_grad) for region in regions) and not cast_already:
+            found = "torch.jit.script compiled it without the region that decorates it"
+            raise _refused(method, method, found, "Give narrowcast.script the Python module itself, or open the region "
+                           "in the method: with torch.autocast(...): ...")  # fmt: skip
+
+
+def _check_own(part: torch.nn.Module, is_region: Callable[[Any], bool]) -> None:
+    """The attributes of an object that stand in the place of methods."""
+    is_script, methods = isinstance(part, torch.jit.ScriptModule), own_methods(part)
+    names = set(method_names(part) if is_script else dir(type(part)))
+    for value in vars(part).values():
+        if inspect.isfunction(value) and isinstance(undecorated(value), torch.nn.Module):
+            raise _no_function(type(part).forward, undecorated(value))
+    for name in names & vars(part).keys():
+        value, method = vars(part)[name], methods.get(name)
+        if is_script:
+            if isinstance(value, ScriptMethod) or not _may_open(value, is_region):
+                continue
+            found = f"{name} was decorated when it was a script already, which runs without the region"
+        elif not inspect.isroutine(value):
+            if not callable(value) or not inspect.isroutine(getattr(type(part), name)):
+                continue
+            found = f"its attribute {name} is {_named(value)}, and TorchScript compiles functions alone"
+        elif method is not None and inspect.unwrap(method, stop=inspect.ismethod).__self__ is not part:
+            found = f"its attribute {name} is the method of another object, and a script compiles it as its own"
+        elif is_ignored(value) and _may_open(value, is_region):
+            found = f"its attribute {name} is decorated, and a script calls the method of its class in Python"
+        elif name == "forward" and method is None:
+            found = "its attribute forward is a function without self, and a script compiles it as a method"
+        else:
+            continue
+        raise ScriptError(
+            asked=f"a script of {part.original_name if is_script else type(part).__qualname__}",
+            found=found,
+            where=places_of(undecorated(value), value),
+            advice="Write a method of the class, with the region inside: with torch.autocast(...): ...",
+        )
+
+
+def namespace(function: Any) -> dict[str, Any]:
+    """The names that a function sees: its module's, and those it closes over."""
+    inner = undecorated(function)
+    return {**getattr(inner, "__globals__", {}), **_captured(inner)}
+
+
+def is_of_contextlib(function: Any) -> bool:
+    """A function that contextlib.contextmanager decorates, or one of its own classes."""
+    home = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+    return home == nullcontext.__module__ and function is not nullcontext
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """The function, and what each decorator wraps, the innermost last."""
+    while True:
+        function = getattr(function, "__func__", function)
+        yield function
+        if not hasattr(function, "__wrapped__"):
+            return
+        function = function.__wrapped__
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if isinstance(function, types.FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not filled yet
+                found[name] = cell.cell_contents
+    return found
+
+
+def _closed_over(layer: Any) -> list[Any]:
+    return [getattr(value, "__self__", value) for value in _captured(layer).values()]
+
+
+def _is_pin(layer: Any) -> bool:
+    return "__narrowcast_pinned__" in getattr(layer, "__dict__", {})
+
+
+def _is_decorator(layer: Any) -> bool:
+    """Whether it is what torch's context managers, or our regions, make of a function, and not something around it."""
+    home = getattr(layer, "__globals__", {}).get("__name__", "")  # `__module__` is that of what it wraps
+    return str(home).startswith((_OWN, "torch.amp.", "torch.utils."))
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__qualname__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def _check_wrapper(function: Any, layer: Any, is_region: Callable[[Any], bool]) -> None:
+    """A decorator of somebody else: what it does is not in a script."""
+    code = getattr(layer, "__code__", None)
+    if _may_open(layer, is_region):
+        found = "a decorator opens a region in code of its own, and TorchScript compiles only what is below decorators"
+        raise _refused(function, layer, found)
+    if code is not None and (is_user_file(code.co_filename) or _is_decorator(layer)):  # others are called in Python
+        warnings.warn(
+            f"narrowcast: the script of {undecorated(function).__qualname__} leaves out what its decorator does "
+            f"({code.co_filename}:{code.co_firstlineno}): TorchScript compiles what is below decorators",
+            ScriptWarning,
+            stacklevel=2,
+        )
+
+
+def _may_open(wrapper: Any, is_region: Callable[[Any], bool]) -> bool:
+    """Whether the code of a decorator, or what it reaches, names a region; what is decorated does not count."""
+    seen, waiting = {id(layer) for layer in _layers(wrapper)} - {id(wrapper)}, [wrapper]
+    while waiting and len(seen) < _MOST:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
+            continue
+        seen.add(id(value))
+        if is_region(value):
+            return True
+        code = getattr(value, "__code__", None)
+        if isinstance(code, types.CodeType) and (value is wrapper or is_user_file(code.co_filename)):
+            names = set(_names_of(code))
+            if names & _WORDS:
+                return True
+            waiting += [found for name, found in value.__globals__.items() if name in names]
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        else:
+            waiting += [getattr(value, name, None) for name in ("__self__", "__func__", "func")]
+            waiting += _captured(value).values()
+            waiting += [*getattr(value, "__dict__", {}).values(), *vars(type(value)).values()]
+    return False
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _names_of(constant)
+
+
+def _no_function(function: Any, layer: Any) -> ScriptError:
+    found = f"a region decorates {_named(layer)}, and TorchScript compiles functions alone"
+    advice = "Decorate its forward, or open the region where it is called: with torch.autocast(...): ..."
+    return _refused(function, layer, found, advice)
+
+
+def places_of(*values: Any) -> tuple[Origin, ...]:
+    """The lines of functions, or of what objects run when they are called; if none is known, the user's that asks."""
+    known = [vars(value if isinstance(value, type) else type(value)) for value in values]
+    pairs = zip(values, known, strict=True)
+    calls = [v if hasattr(v, "__code__") else names.get("__call__") or names.get("forward") for v, names in pairs]
+    codes = dict.fromkeys(code for call in calls if (code := getattr(call, "__code__", None)) is not None)
+    found = tuple(Origin(code.co_filename, code.co_firstlineno) for code in codes if is_user_file(code.co_filename))
+    site = find_site()
+    return found or ((Origin(site.file, site.line),) if site.file else ())
+
+
+def _refused(function: Any, layer: Any, found: str, advice: str = "") -> ScriptError:
+    inner = undecorated(function)
+    return ScriptError(
+        asked=f"a script of {getattr(inner, '__qualname__', None) or 'a decorated ' + type(inner).__name__}",
+        found=found,
+        where=places_of(inner, layer),
+        advice=advice or "Open the region where the function is called, or in its body: with torch.autocast(...): ...",
+    )

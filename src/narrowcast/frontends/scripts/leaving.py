@@ -1,0 +1,283 @@
+"""Functions that leave a with statement early, written so that TorchScript takes them.
+
+A `with` that return, break or continue leave is pushed into the statements around those. In functions that have such
+statements, TorchScript's compiler ends with an internal assertion at any `with`: there a region is marked by statements
+that change nothing (below). What a condition or an iterable computes is in the region, and stands where it was written,
+so that the compiler still concludes from `x is not None and x.dim() > 1` what it concludes in Python's own order.
+
+    with region:                                       region._enabled = region._enabled
+        if x is not None and x.sum() > 0:      ->      if x is not None and x.sum() > 0:
+            return x                                       region.cached = region.cached
+                                                           return x
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.runtime.torch_surface.jit import NONE
+
+Node = Any  # torch._C.Node
+
+TORCH = "__narrowcast_torch"
+"""The name of torch in functions that TorchScript compiles."""
+ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK = "_enabled", "fast_dtype", "device", "cached"
+"""Assigned to themselves where a region is entered, is still open after a part that leaves it, and is left; and at the
+begin of each branch or loop body where it was left before that, after the condition."""
+_GRAD = "__narrowcast_grad_"
+_WITHOUT_OPS = ("range", "enumerate", "zip", "len", "isinstance", "hasattr", "getattr", "is_scripting", "dim", "size")
+_numbers = itertools.count()
+
+
+def exits_early(body: list[ast.stmt], top: bool = True) -> bool:
+    """Whether anything but the last statement of a function leaves it, or a loop."""
+    for n, statement in enumerate(body):
+        if isinstance(statement, ast.Break | ast.Continue):
+            return True
+        if isinstance(statement, ast.Return) and not (top and n == len(body) - 1):
+            return True
+        if isinstance(statement, ast.If | ast.For | ast.While | ast.With):
+            inside = top and isinstance(statement, ast.With) and n == len(body) - 1
+            if exits_early(statement.body, inside) or exits_early(getattr(statement, "orelse", []), False):
+                return True
+    return False
+
+
+class Flattener:
+    """One function's with statements, as marks."""
+
+    def __init__(
+        self,
+        is_no_grad: Callable[[ast.expr], bool],
+        is_other: Callable[[ast.expr], bool],
+        refuse: Callable[[ast.expr], None],
+    ) -> None:
+        """is_other: whether an expression is known to be no region; there are marks for regions alone. refuse: raises
+        where something leaves another.
+        """
+        self.refuse = refuse
+        self.is_no_grad = is_no_grad
+        self.is_other = is_other
+        self.entered: set[str] = set()
+
+    def flattened(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements without `with`."""
+        found: list[ast.stmt] = []
+        for statement in body:
+            for name in ("body", "orelse"):
+                if getattr(statement, name, None) and not isinstance(statement, ast.FunctionDef):
+                    setattr(statement, name, self.flattened(getattr(statement, name)))
+            if isinstance(statement, ast.With):
+                found += self._pushed(statement)
+            else:
+                found.append(statement)
+        return found
+
+    def _pushed(self, statement: ast.With) -> list[ast.stmt]:
+        """A with statement as marks around those of its parts that nothing leaves; what is no region stays as it is."""
+        for n, item in enumerate(statement.items):
+            if self.is_other(item.context_expr):
+                if _leaves(statement.body):
+                    self.refuse(item.context_expr)
+                outer, inner = (ast.With(items=i, body=[]) for i in (statement.items[:n], statement.items[n + 1 :]))
+                inner.body = statement.body
+                statement.items, statement.body = [item], self._pushed(inner) if inner.items else inner.body
+                outer.body = [statement]
+                return self._pushed(at(outer, statement)) if outer.items else outer.body
+        made: list[ast.stmt] = []
+        items: list[str] = []
+        for item in statement.items:
+            if self.is_no_grad(item.context_expr):
+                name = f"{_GRAD}{next(_numbers)}"
+                made.append(at(ast.parse(f"{name} = {TORCH}.is_grad_enabled()").body[0], statement))
+                items.append(name)
+                continue
+            name, keep = kept("with", item.context_expr, statement)
+            made.append(keep)
+            if item.optional_vars is not None:
+                again = ast.Assign(targets=[item.optional_vars], value=ast.Name(name, ast.Load()))
+                made.append(at(again, statement))
+            items.append(name)
+        return made + self._inside(items, statement.body)
+
+    def _inside(self, items: list[str], body: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements, each in the regions with these names."""
+        made: list[ast.stmt] = []
+        whole: list[ast.stmt] = []
+
+        def close() -> None:
+            if whole:
+                made.extend([*self._edges(items, whole[0]), *whole, *_exits(items, EXIT_MARK, whole[-1])])
+                whole.clear()
+
+        for statement in body:
+            if isinstance(statement, ast.Return):
+                whole += _hoisted(statement)
+            if not _leaves([statement]):
+                whole.append(statement)
+                continue
+            close()
+            if isinstance(statement, ast.Return | ast.Break | ast.Continue):
+                made.append(statement)
+            else:
+                made += self._compound(items, statement)
+        close()
+        return made
+
+    def _compound(self, items: list[str], statement: Any) -> list[ast.stmt]:
+        made: list[ast.stmt] = []
+        is_if, asked = isinstance(statement, ast.If), getattr(statement, "test", getattr(statement, "iter", None))
+        if isinstance(statement, ast.While) and _computes(statement.test):
+            branch = ast.If(test=statement.test, body=statement.body, orelse=[ast.Break()])
+            statement.body, statement.test = [at(branch, statement)], at(ast.Constant(True), statement)
+        elif not isinstance(statement, ast.While) and asked is not None and _computes(asked):
+            made += self._edges(items, statement)
+        marked = bool(made)
+        if not is_if and not self.entered.issuperset(items):  # one region for all steps of the loop
+            made = [*self._edges(items, statement), *_exits(items, EXIT_MARK, statement)]
+        for name in ("body", "orelse"):
+            inner = self._inside(items, getattr(statement, name, []))
+            if marked and (is_if or inner):
+                inner = [*_exits(items, BRANCH_MARK, statement), *inner]
+            if inner:
+                setattr(statement, name, inner)
+        return [*made, statement]
+
+    def _edges(self, items: list[str], place: ast.stmt) -> list[ast.stmt]:
+        found = [at(_edge(name, AGAIN_MARK if name in self.entered else ENTER_MARK), place) for name in items]
+        self.entered.update(items)
+        return found
+
+
+def _exits(items: list[str], mark: str, place: ast.stmt) -> list[ast.stmt]:
+    return [at(_edge(name, mark), place) for name in reversed(items)]
+
+
+def _edge(name: str, mark: str) -> ast.stmt:
+    """Where a region, or a part without gradients, is entered or left."""
+    if name.startswith(_GRAD):
+        is_left = mark in (EXIT_MARK, BRANCH_MARK)
+        return ast.parse(f"{TORCH}.set_grad_enabled({name if is_left else False})").body[0]
+    return ast.parse(f"{name}.{mark} = {name}.{mark}").body[0]
+
+
+def _hoisted(statement: ast.Return) -> list[ast.stmt]:
+    """The assignments of what a return computes; it returns their names then, in the tuple or list that was written."""
+    made: list[ast.stmt] = []
+
+    def hoist(value: ast.expr) -> ast.expr:
+        if isinstance(value, ast.Tuple | ast.List):
+            value.elts = [hoist(element) for element in value.elts]
+        elif _computes(value):
+            name, keep = kept("value", value, statement)
+            made.append(keep)
+            return at(ast.Name(name, ast.Load()), statement)  # type: ignore[no-any-return]
+        return value
+
+    if statement.value is not None:
+        statement.value = hoist(statement.value)
+    return made
+
+
+def kept(what: str, value: ast.expr, place: ast.stmt) -> tuple[str, ast.stmt]:
+    """A new name, and the statement that gives it a value."""
+    name = f"__narrowcast_{what}_{next(_numbers)}"
+    return name, at(ast.Assign(targets=[ast.Name(name, ast.Store())], value=value), place)
+
+
+def _leaves(body: list[ast.stmt], in_loop: bool = False) -> bool:
+    """Whether return, or break and continue of a loop outside, occur in the statements."""
+    for statement in body:
+        if isinstance(statement, ast.Return):
+            return True
+        if isinstance(statement, ast.Break | ast.Continue) and not in_loop:
+            return True
+        loop = in_loop or isinstance(statement, ast.For | ast.While)
+        if isinstance(statement, ast.If | ast.For | ast.While | ast.With):
+            if _leaves(statement.body, loop) or _leaves(getattr(statement, "orelse", []), loop):
+                return True
+    return False
+
+
+def _computes(expression: ast.expr) -> bool:
+    """Whether an expression may call an op: then it is computed in the region."""
+    if isinstance(expression, ast.Call):
+        called = getattr(expression.func, "attr", getattr(expression.func, "id", ""))
+        return called not in _WITHOUT_OPS or any(map(_computes, (*expression.args, expression.func)))
+    if isinstance(expression, ast.BinOp | ast.Subscript):
+        return True
+    if isinstance(expression, ast.UnaryOp) and not isinstance(expression.op, ast.Not):
+        return not isinstance(expression.operand, ast.Constant)
+    if isinstance(expression, ast.Compare) and not all(isinstance(o, ast.Is | ast.IsNot) for o in expression.ops):
+        return not all(isinstance(e, ast.Constant) or _counts(e) for e in (expression.left, *expression.comparators))
+    return any(_computes(child) for child in ast.iter_child_nodes(expression) if isinstance(child, ast.expr))
+
+
+def _counts(expression: ast.expr) -> bool:
+    """Whether it is a number of Python's, and no tensor."""
+    called = getattr(expression, "func", None)
+    return getattr(called, "attr", getattr(called, "id", "")) in ("dim", "size", "len") and not _computes(expression)
+
+
+def without_docstring(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """The docstring of a function, if it has one, and the rest of its body."""
+    first = body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
+        return body[:1], body[1:]
+    return [], body
+
+
+def at(node: Any, place: Any) -> Any:
+    """A new node with the position of another in the source."""
+    ast.copy_location(node, place)
+    for child in ast.walk(node):
+        if not hasattr(child, "lineno"):
+            ast.copy_location(child, place)
+    return node
+
+
+# -- what becomes of the marks in a graph ------------------------------------------------------------------------------
+
+
+def make_edges(graph: Any) -> None:
+    """Turn the marks of regions (leaving.py) into the nodes that with statements have. Other passes drop marks."""
+    _make_edges_in(graph, graph.block(), None, [])
+
+
+def _make_edges_in(graph: Any, block: Any, owner: Node | None, around: list[int]) -> None:
+    """owner: the node that the block belongs to. around: the objects that are entered in the block of that."""
+    entered: list[int] = []
+    for node in list(block.nodes()):
+        for inner in node.blocks():
+            _make_edges_in(graph, inner, node, entered)
+        edge = _mark_of(node) if node.kind() == "prim::SetAttr" else None
+        if edge is None:
+            continue
+        key, place = node.inputsAt(0).unique(), node
+        if edge == BRANCH_MARK and key not in entered:  # the condition ends before the branches
+            place = owner if key in around else None
+        if place is not None:
+            leaves = edge in (EXIT_MARK, BRANCH_MARK)
+            made = graph.create("prim::Exit" if leaves else "prim::Enter", [node.inputsAt(0)], 1)
+            made.output().setType(NONE if leaves else node.inputsAt(0).type())
+            if edge == AGAIN_MARK:
+                made.s_("name", AGAIN_MARK)
+            made.copyMetadata(node)
+            made.insertBefore(place)
+            open_here = entered if place is node else around
+            open_here.remove(key) if leaves else open_here.append(key)
+        node.destroy()
+
+
+def _mark_of(node: Node) -> str | None:
+    """The mark, if an assignment marks the edge of a region."""
+    read = node.inputsAt(1).node()
+    if region_class(node.inputsAt(0)) is None or read.kind() != "prim::GetAttr" or read.s("name") != node.s("name"):
+        return None
+    if read.input().unique() != node.inputsAt(0).unique():
+        return None
+    return node.s("name") if node.s("name") in (ENTER_MARK, AGAIN_MARK, EXIT_MARK, BRANCH_MARK) else None

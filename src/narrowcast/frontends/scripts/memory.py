@@ -1,0 +1,86 @@
+"""Memory in scripts: which values may share it, and which of them blocks write to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.frontends.scripts.boundaries import passage
+from narrowcast.frontends.scripts.scopes import Item
+from narrowcast.programs.program import Block, Operand, Step, reaching
+from narrowcast.runtime.torch_bridge import OpFacts
+from narrowcast.runtime.torch_bridge.memory import alias_names
+from narrowcast.runtime.torch_surface.dispatch import storage_key
+
+_PLAIN = ("IntType", "FloatType", "BoolType", "NumberType", "StringType", "NoneType", "DeviceObjType")
+
+
+class Memory:
+    """ids: of the script's values in the program, as far as it is read. known: tensors that are there before it runs,
+    all of them.
+    """
+
+    def __init__(self, ids: Mapping[int, int], known: Mapping[int, torch.Tensor]) -> None:
+        self.ids, self.known = ids, known
+        self.views: Counter[int] = Counter()  # how many known tensors are views of each memory
+
+    def may_share(
+        self, node: Any, facts: OpFacts | None, made: Step, blocks: tuple[Block, ...]
+    ) -> Callable[[Operand], bool]:
+        """Whether what a node gives may have the memory of one of its operands."""
+        if passage(node) is not None:
+            return lambda operand: operand.name == made.operands[-1].name
+        if facts is not None:
+            names = alias_names(facts.op)
+            return lambda operand: names is None or operand.name in names
+        if node.kind() == "prim::GetAttr" and self._is_alone(node.output()):
+            return lambda operand: False
+        through = reaching(blocks) if node.kind() in ("prim::If", "prim::Loop") else None
+        if through is None:
+            return lambda operand: True
+        # a loop that does not run gives what it was given
+        given = [v for v in node.inputs() if v.unique() in self.ids and not _is_plain(v)]
+        passed = {*through, *(self.ids[v.unique()] for v in given)}
+        return lambda operand: operand.value in passed
+
+    def _is_alone(self, attribute: Any) -> bool:
+        """Whether an attribute is no tensor, or one whose memory no other attribute that is read has."""
+        tensor = self.known.get(attribute.unique())
+        if tensor is None or tensor.layout is not torch.strided:
+            return _is_plain(attribute)
+        if not self.views:
+            dense = {id(t): t for t in self.known.values() if t.layout is torch.strided}
+            self.views = Counter(storage_key(t) for t in dense.values())
+        return self.views[storage_key(tensor)] == 1
+
+    def written_in(self, item: Item, blocks: tuple[Block, ...]) -> set[int]:
+        """The values that the blocks of a node may write to, views of them included."""
+        passed_on = self._passed_on(item)
+        found = {o.value for block in blocks for step in block.steps for o in step.operands if o.written}
+        before = -1
+        while len(found) > before:
+            before = len(found)
+            for block in blocks:
+                for step in reversed(block.steps):
+                    if step.id in found:
+                        found.update(step.operands[n].value for n in step.aliases)
+            found.update(value for parameter, value in passed_on if parameter in found)
+        return found
+
+    def _passed_on(self, item: Item) -> list[tuple[int, int]]:
+        """What the body of a loop takes: each parameter, with what comes there before the loop and after each step."""
+        if item.node.kind() != "prim::Loop":
+            return []
+        (body,) = item.blocks
+        taken = list(body.block.inputs())[1:] * 2
+        came = [*list(item.node.inputs())[2:], *list(body.block.outputs())[1:]]
+        pairs = zip(taken, came, strict=True)
+        return [(self.ids[t.unique()], self.ids[v.unique()]) for t, v in pairs if v.unique() in self.ids]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or the like, which shares memory with nothing."""
+    return value.type().kind() in _PLAIN

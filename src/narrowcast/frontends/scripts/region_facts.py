@@ -1,0 +1,142 @@
+"""What a script says of a region: read off the values that make it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import DEVICE_TYPES
+from narrowcast.errors import RegionError, ScriptError
+from narrowcast.frontends.scripts.places import shown_at, shown_from
+
+Value = Any  # torch._C.Value
+Node = Any  # torch._C.Node
+
+AUTOCAST = "torch.amp.autocast_mode.autocast"
+_CLASSES = (AUTOCAST, "torch.cpu.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast")
+MADE = "made"
+"""Among the attributes of a region object: the object itself, as what makes it gives it."""
+POLICY = "narrowcast_policy"
+"""The attribute of region objects that names a policy, by digest; torch's own have none."""
+
+
+def region_class(value: Value) -> str | None:
+    """The qualified name of a region's class, if the value is a region."""
+    kind = value.type()
+    if kind.kind() != "ClassType":
+        return None
+    name = str(kind.qualified_name()).removeprefix("__torch__.")
+    return name if any(name == c or name.startswith(f"{c}_") for c in (*_CLASSES, REGION)) else None
+
+
+REGION = "narrowcast.frontends.eager.region.autocast"
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """The dtype that TorchScript writes as this number."""
+    return _DTYPES[number]
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """The number that TorchScript writes for a dtype. RegionError for one in which no region computes."""
+    if dtype not in _NUMBERS:
+        advice = "Give torch.bfloat16 or torch.float16."
+        raise RegionError(
+            f"a region in a script in {dtype}", "autocast cannot use this dtype as its low format", advice=advice
+        )
+    return _NUMBERS[dtype]
+
+
+DEFAULT_LOW = "aten::get_autocast_dtype"
+_NUMBERS = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10/core/ScalarType.h
+_DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
+_A_REGION = "a region in a script"
+_WRITTEN = 'Write it where it is used, with torch.autocast("cpu", torch.bfloat16): ...'
+_UNKNOWN = {  # by what gives the region: why its device type is not known, and what to write instead
+    "prim::GetAttr": ("it is kept as an attribute, of which a script knows no device type", _WRITTEN),
+    "aten::__getitem__": (
+        "only the running script knows which region of the list or dict it is",
+        f"{_WRITTEN}, one with statement for each region, chosen by an if.",
+    ),
+    "": (
+        "only the running script knows its device type",
+        "Write it where it is used, with torch.autocast(x.device.type): ..., in a function that narrowcast.script "
+        "compiles: it does so for each device type.",
+    ),
+}
+
+
+def makers_of(instance: Value, seen: set[int]) -> list[dict[str, Value]] | None:
+    """The attributes of each object that a value may be; None if that cannot be told."""
+    if instance.unique() in seen:
+        return []
+    seen.add(instance.unique())
+    node = instance.node()
+    if node.kind() == "prim::CreateObject":
+        attributes: dict[str, Value] = {MADE: instance}
+        for use in instance.uses():
+            if use.user.kind() == "prim::SetAttr" and use.offset == 0:
+                name = use.user.s("name")
+                if name in attributes:
+                    return None
+                attributes[name] = use.user.inputsAt(1)
+        return [attributes]
+    if node.kind() == "prim::Enter":  # `as`
+        return makers_of(node.inputsAt(0), seen)
+    if node.kind() == "prim::If":
+        found: list[dict[str, Value]] = []
+        position = [o.unique() for o in node.outputs()].index(instance.unique())
+        for block in node.blocks():
+            of_block = makers_of(list(block.outputs())[position], seen)
+            if of_block is None:
+                return None
+            found += of_block
+        return found
+    return None
+
+
+def the_same(makers: list[dict[str, Value]] | None, name: str, missing: Any = None) -> Any:
+    """The constant that an attribute has in every object; None if there is none."""
+    found = {constant(m[name]) if name in m else missing for m in makers or ()}
+    return found.pop() if len(found) == 1 else None
+
+
+def constant(value: Value) -> Any:
+    """A constant's value, the device's default dtype included; None for anything else."""
+    node = value.node()
+    if node.kind() == "prim::Constant":
+        return value.toIValue()
+    if node.kind() == DEFAULT_LOW:
+        device = constant(node.input())
+        return number_of(torch.get_autocast_dtype(device)) if isinstance(device, str) else None
+    return None
+
+
+def device_of(makers: list[dict[str, Value]] | None, instance: Value, node: Node) -> str:
+    """The device type of a region, or ScriptError where it is not known or has no autocast."""
+    device = the_same(makers, "device")
+    if device is None:
+        found, advice = _UNKNOWN.get(instance.node().kind(), _UNKNOWN[""])
+        maker = instance.node()
+        asked = f"a region in a script, self.{maker.s('name')}" if maker.kind() == "prim::GetAttr" else _A_REGION
+        place = shown_at(maker)  # TorchScript has none for what a with statement finds by its name alone
+        raise ScriptError(asked if place else f"{asked}, around this line", found, place or shown_from(node), advice)
+    if device not in DEVICE_TYPES:
+        raise ScriptError(
+            asked=f"a region on device type {device!r}", found="no autocast lists are known for it",
+            where=shown_at(instance.node()), advice=f"Give one of: {', '.join(DEVICE_TYPES)}.",
+        )  # fmt: skip
+    return str(device)
+
+
+def low_format(low: Any, instance: Value) -> Any:
+    """The low format, where it is known as the number of a dtype; else what the script will know."""
+    if not isinstance(low, int):
+        return low
+    if low not in _DTYPES:
+        raise ScriptError(
+            asked=f"a region in a script with dtype number {low}", found="it is no floating format",
+            where=shown_at(instance.node()), advice="Give torch.bfloat16 or torch.float16.",
+        )  # fmt: skip
+    return dtype_of(low)

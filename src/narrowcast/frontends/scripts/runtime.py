@@ -1,0 +1,172 @@
+"""What scripts do where formats are known only when they run: plain TorchScript, which goes into their graphs.
+
+Each function is compiled once; its graph is copied to where it is needed, so scripts run without Narrowcast. Eligible
+are, as everywhere, floating tensors on the region's device type that are not fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, List, Optional  # noqa: UP035  # what TorchScript reads
+
+import torch
+from torch import Tensor
+
+from narrowcast.runtime.torch_surface.jit import deprecations_unsaid, own_pass_off
+from narrowcast.runtime.torch_surface.state import autocast_off
+
+
+def is_eligible(x: Tensor, on: bool, device: str) -> bool:
+    """Whether a region casts it."""
+    return on and x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
+
+
+def cast(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
+    """To a dtype, if it is eligible."""
+    if is_eligible(x, on, device) and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
+def cast_everywhere(x: Tensor, dtype: int) -> Tensor:
+    """To a dtype, on any device, if it floats and is not fp64."""
+    if x.is_floating_point() and x.dtype != torch.float64 and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
+def cast_everywhere_exactly(x: Tensor, dtype: int) -> Tensor:
+    """The same, fp64 as well."""
+    if x.is_floating_point() and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
+def cast_exactly(x: Tensor, on: bool, device: str, dtype: int) -> Tensor:
+    """To exactly this dtype, fp64 as well."""
+    if on and x.is_floating_point() and x.device.type == device and x.dtype != dtype:
+        return x.to(dtype)
+    return x
+
+
+def lower(x: Tensor, cuda: bool, cpu: bool, cuda_low: int, cpu_low: int, other: int) -> Tensor:
+    """To the low format, from any other one."""
+    y = x._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
+    if y.dtype == other:  # the op knows fp32 only
+        up = y._autocast_to_full_precision(cuda, cpu)
+        y = up._autocast_to_reduced_precision(cuda, cpu, cuda_low, cpu_low)
+    return y
+
+
+def is_weight(x: Tensor, on: bool, device: str) -> bool:
+    """Whether it turns out to be one that a region casts, as is_weight of torch_bridge says where Python runs."""
+    return on and x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.device.type == device
+
+
+def cast_weight(x: Tensor, on: bool, device: str, low: int) -> Tensor:
+    """To the low format, if it is a weight."""
+    return x.to(low) if is_weight(x, on, device) else x
+
+
+def cast_weight_once(
+    x: Tensor,
+    on: bool,
+    device: str,
+    low: int,
+    weights: list[Tensor],
+    casts: List[Tensor],  # noqa: UP006
+) -> Tensor:
+    """The same, with the cast that was made of this very weight before."""
+    if not torch.is_grad_enabled() or not is_weight(x, on, device):
+        return x
+    found = -1
+    for i in range(len(weights)):
+        if weights[i] is x and casts[i].dtype == low:
+            found = i
+    if found < 0:
+        found = len(weights)
+        weights.append(x)
+        casts.append(x.to(low))
+    return casts[found]
+
+
+def cast_optional(x: Optional[Tensor], on: bool, device: str, dtype: int) -> Optional[Tensor]:  # noqa: UP045
+    """`cast` of a tensor that may be None."""
+    if x is not None:
+        if is_eligible(x, on, device) and x.dtype != dtype:
+            return x.to(dtype)
+    return x
+
+
+def cast_list(xs: List[Tensor], on: bool, device: str, dtype: int) -> List[Tensor]:  # noqa: UP006
+    """`cast` of each tensor of a list."""
+    return [cast(x, on, device, dtype) for x in xs]
+
+
+def promote(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    """To the widest of fp32 and the low format; eager code, too, knows no third."""
+    dst = low
+    for x in xs:
+        if is_eligible(x, on, device) and dst != 6:
+            if x.dtype == torch.float32:
+                dst = 6
+            elif x.dtype != low:
+                raise RuntimeError("native promotion met a format that is neither fp32 nor the region's")
+    return [cast(x, on, device, dst) for x in xs]
+
+
+def align(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    """To the narrowest format that holds those of all."""
+    dst = -1
+    for x in xs:
+        if x.is_floating_point():
+            dtype: int = x.dtype
+            if dst == -1 or dtype == 7:
+                dst = dtype
+            elif dtype != dst and dst != 7 and dtype == 6:
+                dst = 6
+            elif dtype != dst and dst != 7 and dst != 6:
+                raise RuntimeError("no format holds all of fp16, bf16")
+    return [cast(x, on, device, dst) for x in xs]
+
+
+def inside(xs: List[Tensor], on: bool, device: str, low: int) -> List[Tensor]:  # noqa: UP006
+    """To fp32, for the time of one call."""
+    return [cast(x, on, device, 6) for x in xs]
+
+
+def back(x: Tensor, firsts: List[Tensor], on: bool, device: str) -> Tensor:  # noqa: UP006
+    """A result in the format in which the first eligible operand came."""
+    for first in firsts:
+        if is_eligible(first, on, device):
+            return cast(x, on, device, first.dtype)
+    return x
+
+
+def back_exactly(x: Tensor, firsts: List[Tensor]) -> Tensor:  # noqa: UP006
+    """A result in the format in which the first floating argument came, fp64 as well."""
+    for first in firsts:
+        if first.is_floating_point() and x.is_floating_point():
+            return x.to(first.dtype)
+    return x
+
+
+def chosen_dtype(x: Tensor, dtype: Optional[int], on: bool, device: str) -> Optional[int]:  # noqa: UP045
+    """fp32, where the script leaves a dtype open."""
+    if dtype is None and is_eligible(x, on, device):
+        return 6
+    return dtype
+
+
+def keep(x: Tensor) -> None:
+    """Reads a tensor, and does nothing: what makes it is not dropped."""
+    if x.dim() < 0:
+        raise RuntimeError("a tensor without dimensions")
+
+
+@cache
+def graph_of(function: Callable[..., Any]) -> Any:
+    """The function's graph, with what it calls inside it, and without the casts of torch's own pass."""
+    with deprecations_unsaid(), own_pass_off(), autocast_off():
+        return torch.jit.script(function).inlined_graph

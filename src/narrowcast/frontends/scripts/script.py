@@ -1,0 +1,291 @@
+"""`script`, `trace` and `convert`: TorchScript with explicit casts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import DEVICE_TYPES, Policy, as_policy
+from narrowcast.errors import NarrowcastError, ScriptError, ScriptWarning
+from narrowcast.formats import Format
+from narrowcast.frontends.eager import autocast
+from narrowcast.frontends.eager.asked import AskedRegion, asked_region
+from narrowcast.frontends.scripts.callers import graphs_of
+from narrowcast.frontends.scripts.cast_already import cast_for_all
+from narrowcast.frontends.scripts.compiling import around, check_module, compile_function, compile_module, compiling
+from narrowcast.frontends.scripts.decorated import places_of, undecorated
+from narrowcast.frontends.scripts.places import shown_at, shown_in
+from narrowcast.frontends.scripts.scopes import Scopes
+from narrowcast.frontends.scripts.scripted import ExplicitModule, explicit_function, explicit_module
+from narrowcast.frontends.scripts.tracing import traced_function, traced_module, tracing
+from narrowcast.runtime.devices.abilities import for_target
+from narrowcast.runtime.devices.device import random_state_kept
+from narrowcast.runtime.regions.ruling import ruled_device_types
+from narrowcast.runtime.torch_bridge import DTYPES, device_type_of, tensors_in
+from narrowcast.runtime.torch_surface.jit import PREPACKED, add_text, deprecations_unsaid, function_from_graph
+
+
+def script(
+    target: Callable[..., Any] | torch.nn.Module,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    made_for: str = "",
+) -> Any:
+    """Compile a function or a module with TorchScript so that its graphs have plain casts, those of eager autocast.
+
+    policy, dtype, device_type: the region around it all, as for `narrowcast.autocast`; or region, such an object; none
+        if all are None. A device_type left out is that of the module's parameters, or cpu.
+
+    Regions inside hold in every form: `torch.autocast`, `torch.cpu.amp.autocast`, `torch.cuda.amp.autocast` and
+    `narrowcast.autocast` as with statements or decorators, nested, made earlier, chosen by a condition, with `enabled`
+    and `dtype` that only the running script knows. Returns a torch.jit.ScriptFunction or a torch.jit.ScriptModule; what
+    it saves runs in plain torch. Called inside a region, what the script leaves open follows that region.
+
+    made_for: file of the profile of the device that the script is for, if it is not this one; `narrowcast.target_of`
+        reads off a module for which it was made, also off one that was saved.
+
+    Raises ScriptError, with file, line and column, for code in a region that cannot be cast; whatever TorchScript
+    raises for code that it cannot compile.
+    """
+    if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return convert(target, policy=policy, dtype=dtype, device_type=device_type, region=region, made_for=made_for)
+    if not isinstance(target, torch.nn.Module) and not inspect.isfunction(target):
+        raise _no_code("script", target, "Give a Python function, or an instance of a Module.")
+    if inspect.isfunction(target) and not _is_compiled(undecorated(target)):
+        raise _no_code("script", target, "Give a function that is written with def, and that returns its results.")
+    scopes, made_on = _scopes(target, asked_region("script", policy, dtype, device_type, region), made_for)
+    with compiling(autocast, _device_types(target)), _explained(target):
+        if isinstance(target, torch.nn.Module):
+            return _noting(explicit_module(compile_module(target, autocast), scopes, target), made_on)
+        pin = getattr(target, "__narrowcast_pinned__", None)
+        return explicit_function(compile_function(target, autocast), scopes, undecorated(target), pin)
+
+
+def convert(
+    script: Any,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    made_for: str = "",
+) -> Any:
+    """Give a script that exists already, one that was loaded from a file for example, explicit casts. It is copied.
+
+    The arguments are those of `script`. Returns a torch.jit.ScriptModule, or for a torch.jit.ScriptFunction a function.
+
+    Raises ScriptError for what is no script, and for code in a region that cannot be cast.
+    """
+    asked = asked_region("convert", policy, dtype, device_type, region)
+    scopes, made_on = _scopes(script, asked, made_for)
+    if any(rule.function for rule in asked.policy.rules):
+        warnings.warn(
+            "narrowcast: a script that exists already does not say which functions it was made of: rules about "
+            "functions hold in its methods only (function = '*Block.forward'). nc.script knows them all",
+            ScriptWarning,
+            stacklevel=2,
+        )
+    if scopes and set(scopes) <= cast_for_all(script):
+        warnings.warn(
+            "narrowcast: this script is cast already, as a whole: the region that is given has nothing left to rule. "
+            "Convert the original instead: nc.convert(what was scripted, traced or loaded before it was cast, ...)",
+            ScriptWarning,
+            stacklevel=2,
+        )
+    with deprecations_unsaid():
+        if isinstance(script, torch.jit.ScriptFunction):
+            copied = function_from_graph(str(script.name), script.graph.copy())
+            return explicit_function(copied, scopes)
+        if not isinstance(script, torch.jit.ScriptModule):
+            raise ScriptError(
+                asked=f"convert({type(script).__name__})", found="it is no script",
+                advice="Give what torch.jit.load, torch.jit.script or torch.jit.trace returns.",
+            )  # fmt: skip
+        check_module(script, autocast)
+        return _noting(explicit_module(_copied(script), scopes), made_on)
+
+
+_MISTYPED = re.compile(r"autocast self, .*\nExpected a value of type '(.+)' for argument '(\w+)' .* type '(.+)'")
+_WANTED = {"dtype": "a torch.dtype", "device_type": "text"}
+
+
+@contextlib.contextmanager
+def _explained(target: Any) -> Iterator[None]:
+    """ScriptError for what TorchScript's compiler says of our regions, and where it fails without a place or a cause;
+    a note for what it refuses itself.
+    """
+    asked = f"script({getattr(target, '__qualname__', type(target).__name__)})"
+    place = getattr(target, "forward", target)
+    try:
+        yield
+    except NarrowcastError:
+        raise
+    except Exception as error:
+        text = str(error)
+        mistyped = _MISTYPED.search(text)
+        if mistyped is not None:
+            wanted = _WANTED.get(mistyped[2], "True or False; bool(x) of a tensor or a number x")
+            found = f"its {mistyped[2]} is of type {mistyped[3]}"
+            raise ScriptError("a region in a script", found, shown_in(text), f"Give {wanted}.") from None
+        if "INTERNAL ASSERT FAILED" in text:
+            raise ScriptError(
+                asked, f"TorchScript's compiler fails: {text.strip().partition(chr(10))[0]}", places_of(place),
+                "It does so at a with statement that is no region and stands behind an early return: move it into a "
+                "function of its own.",
+            ) from error  # fmt: skip
+        where = "".join(f" ({origin})" for origin in places_of(place))
+        error.add_note(
+            f"narrowcast: {asked}{where}: this is an error of TorchScript itself. Write it in other words, or take "
+            "narrowcast.trace or narrowcast.compile, which run the Python code as it is."
+        )
+        raise
+
+
+def _device_types(target: Any) -> tuple[str, ...]:
+    """Those that regions in a script may mean: of its parameters, and of what is here."""
+    here = torch.accelerator.current_accelerator()
+    found = (device_type_of(target), here.type if here is not None else None)
+    return tuple(device for device in found if device in DEVICE_TYPES)
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether TorchScript has a word for such a function."""
+    steps = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return getattr(function, "__name__", "") != "<lambda>" and not any(asks(function) for asks in steps)
+
+
+def _no_code(asked: str, target: Any, advice: str) -> ScriptError:
+    kind = "a class" if inspect.isclass(target) else f"an object of type {type(target).__name__}"
+    if inspect.isfunction(target):
+        kind = "a lambda" if undecorated(target).__name__ == "<lambda>" else "a generator or a coroutine"
+    return ScriptError(
+        asked=f"{asked}({getattr(target, '__qualname__', None) or type(target).__name__})",
+        found=f"it is {kind}",
+        where=places_of(undecorated(target), target),
+        advice=advice,
+    )
+
+
+def _copied(script: torch.jit.ScriptModule) -> Any:
+    """The same module with types of its own, in the same mode. ScriptError for one that cannot be copied."""
+    fused = next((n for graph in graphs_of(script) for n in graph.findAllNodes(PREPACKED)), None)
+    if fused is not None:
+        raise ScriptError(
+            asked="convert(a script from torch.jit.optimize_for_inference)",
+            found="its weights are packed for oneDNN's fp32 kernels, and are no tensors any more",
+            where=shown_at(fused),
+            advice="Convert what torch.jit.freeze gives, and optimize the result: "
+            "torch.jit.optimize_for_inference(torch.jit.freeze(nc.convert(frozen, ...).eval())).",
+        )
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    copied = torch.jit.load(buffer)
+    for parameter, original in zip(copied.parameters(), script.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+    return copied.train(script.training) if hasattr(script, "training") else copied  # a frozen one has no mode
+
+
+def _scopes(target: Any, asked: AskedRegion, made_for: str) -> tuple[Scopes, str]:
+    """The region around a script, checked as eager regions are, and the name of the device that it is made for."""
+    device_type = asked.device_type or device_type_of(target) or "cpu"
+    chosen, made_on = for_target(asked.policy, device_type, made_for)
+    if not asked.is_there:
+        return {}, made_on
+    region = asked.on(device_type, chosen)
+    facts = region.prepared.facts
+    return around(device_type, DTYPES[facts.low], facts.enabled, facts.cache, region.policy), made_on
+
+
+def _noting(module: ExplicitModule, made_on: str) -> ExplicitModule:
+    """The module, which says from here on for which device it was made, saved ones too."""
+    add_text(module, TARGET, made_on)
+    return module
+
+
+TARGET = "narrowcast_target"
+
+
+_one_trace_at_a_time = threading.RLock()
+"""torch's weight cache is that of all threads: a cast that one trace has recorded is no value of another's graph."""
+
+
+def trace(
+    target: Callable[..., Any] | torch.nn.Module,
+    example_inputs: Any,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | str | Format | None = None,
+    device_type: str | None = None,
+    region: autocast | None = None,
+    made_for: str = "",
+    **options: Any,
+) -> Any:
+    """Trace a function or a module with TorchScript, with the casts of eager autocast in the graph.
+
+    example_inputs: a tensor or a tuple of them, as for torch.jit.trace; options: its other keywords (check_trace,
+        strict, example_kwarg_inputs, ...).
+    policy, dtype, device_type: the region around it all, as for `narrowcast.autocast`; or region, such an object; none
+        if all are None: then the regions that are open hold, and those inside the code.
+
+    The weight cache works: what it kept from before the trace is let go first.
+    """
+    if not callable(target) or inspect.isclass(target):
+        raise _no_code("trace", target, "Give a function, or an instance of a Module.")
+    checked = options.pop("check_trace", True)
+    asked = asked_region("trace", policy, dtype, device_type, region)
+    around: Any = contextlib.nullcontext()
+    is_on = device_type_of(target) or device_type_of(example_inputs) or "cpu"
+    device, made_on = "", for_target(as_policy(None), is_on)[1]
+    if asked.is_there:
+        device = asked.device_type or is_on
+        chosen, made_on = for_target(asked.policy, device, made_for)
+        around = asked.on(device, chosen)
+    with _one_trace_at_a_time, deprecations_unsaid(), around:
+        torch.clear_autocast_cache()
+        ruled = ruled_device_types()
+        if device and device not in ruled:
+            ruled += (device,)
+        with tracing():
+            try:
+                traced = torch.jit.trace(target, example_inputs, check_trace=False, **options)
+            finally:
+                torch.clear_autocast_cache()
+            is_module = isinstance(target, torch.nn.Module)
+            made = _noting(traced_module(traced, ruled), made_on) if is_module else traced_function(traced, ruled)
+        if checked and "example_kwarg_inputs" not in options:
+            _check_trace(target, made, example_inputs)
+    return made
+
+
+def _check_trace(target: Any, made: Any, example_inputs: Any) -> None:
+    """ScriptWarning if the trace gives something else than the code that was traced."""
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    with torch.no_grad(), random_state_kept():
+        torch.manual_seed(0)
+        expected = tensors_in(target(*copy.deepcopy(inputs)))
+        torch.manual_seed(0)
+        found = tensors_in(made(*copy.deepcopy(inputs)))
+    torch.clear_autocast_cache()
+    pairs = zip(expected, found, strict=False)
+    if len(expected) != len(found) or not all(
+        a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs
+    ):
+        warnings.warn(
+            "narrowcast: the trace does not give what the code gives for the same inputs: it may depend on values, or "
+            "on what it has done before",
+            ScriptWarning,
+            stacklevel=3,
+        )

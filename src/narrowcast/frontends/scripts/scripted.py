@@ -1,0 +1,380 @@
+"""Script functions and modules with explicit casts, and what they do when they are called inside a region.
+
+A script's graph has the casts of its own regions and of the one that it was made with: that graph is saved. Called
+inside a region, eager or native, it is converted once more from the graph that it was made of, with that region around
+it, and the result runs with autocast off. So what the script switches off is off, whoever calls it, and what it leaves
+open follows the caller.
+
+A script that was given no region is a part of what calls it: rules about places mean it as eager code does, by paths
+from the outermost module that is called. One that was given a region is a program of its own: paths begin at it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import NOWHERE, Policy, Site
+from narrowcast.frontends.scripts.boundaries import Modules, bound_whole, close_passages
+from narrowcast.frontends.scripts.callers import (
+    class_name,
+    function_name,
+    graphs_of,
+    is_forward,
+    mark_calls,
+    method_name,
+    unmark,
+)
+from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
+from narrowcast.frontends.scripts.read import Reading
+from narrowcast.frontends.scripts.scopes import Scope, Scopes
+from narrowcast.programs.passes import Outcome
+from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.runtime.regions.failures import note_failure
+from narrowcast.runtime.regions.pinned import Pin
+from narrowcast.runtime.regions.ruling import region_on, ruled_device_types
+from narrowcast.runtime.sites.python_stack import called_modules, find_site, module_path, path_around
+from narrowcast.runtime.sites.script_sites import are_wanted, inside_script
+from narrowcast.runtime.torch_bridge import DTYPES, FORMATS
+from narrowcast.runtime.torch_surface.dynamo import never_trace
+from narrowcast.runtime.torch_surface.jit import (
+    compiled_method,
+    compiled_methods,
+    find_type,
+    function_from_graph,
+    hooks_of,
+    method_names,
+    module_type,
+    optimizes,
+    wrap_module,
+)
+from narrowcast.runtime.torch_surface.state import any_autocast, autocast_off
+
+
+@dataclass(slots=True)
+class Method:
+    """One function of a script: the graph that it was made of, what was done to it, and its forms in other regions.
+
+    fixed: traced in its regions: it leaves nothing open. called: by another method of its module; TorchScript keeps
+    what it inlined then, and would run that instead of the graph. asked: what rules of its own regions ask of places.
+    """
+
+    name: str
+    schema: Any
+    raw: Any
+    around: Scopes
+    module: Any = None
+    caller: Site = NOWHERE
+    fixed: bool = False
+    called: bool = False
+    asked: frozenset[str] = frozenset()
+    variants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def make_explicit(
+        self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None, observed: bool = False,
+        begins: bool = True,
+    ) -> tuple[Reading, Outcome]:  # fmt: skip
+        """Convert a graph of the method, in place, with its own regions and those around its call.
+
+        marked: what they ruled is marked as cast already, for those who put the graph elsewhere. caller: another one.
+        observed: the graph says where it is as it runs. begins: as in `_begins`.
+        """
+        around = {**scopes, **self.around}
+        caller = caller or self.caller
+        return make_graph_explicit(graph, around, self.module, self.name, caller, marked, observed, begins)
+
+    def convert_own(self, graph: Any) -> None:
+        """Convert the graph that others get, in place, with the method's own regions."""
+        reading, _ = self.make_explicit(graph, {}, marked=True)
+        self.asked = frozenset().union(*(_asked_of_sites(policy) for policy in reading.policies.values()))
+
+    def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it, in whatever region we are."""
+        try:
+            return self._run(plain, args, kwargs)
+        except RuntimeError as error:
+            scope = next(iter(self.around.values()), None)
+            low = "" if scope is None else str(FORMATS.get(scope.low, ""))
+            note_failure(error, "cpu" if scope is None else scope.device_type, low=low)
+            raise
+
+    def _run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ambient = any_autocast()
+        key, scopes, asked = _ambient(self.around) if ambient and not self.fixed else ((), {}, frozenset())
+        if are_wanted():
+            return self._run_observed(key, scopes, args, kwargs)
+        caller = self._called_from(asked | self.asked)
+        if not scopes and caller == self.caller and not self.called:
+            with autocast_off() if ambient else nullcontext(), _as_written():
+                return plain(*args, **kwargs)
+        with self.lock:
+            begins = "call" not in asked or self._begins()
+            variant = self.variants.get((*key, caller, begins))
+            if variant is None:
+                variant = self.variants[*key, caller, begins] = self._variant(scopes, caller, begins=begins)
+        with autocast_off(), _as_written():
+            return variant(*self._bound(args, kwargs))
+
+    def _run_observed(self, key: tuple[Any, ...], scopes: Scopes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same in a form that says where it is, paths and lines as eager code has them."""
+        caller = self._called_from(frozenset(("module", "module_class", "function")))
+        with self.lock:
+            begins = self._begins()
+            variant = self.variants.get(("observed", *key, caller, begins))
+            if variant is None:
+                variant = self._variant(scopes, caller, observed=True, begins=begins)
+                self.variants["observed", *key, caller, begins] = variant
+        with autocast_off(), _as_written(), inside_script():
+            return variant(*self._bound(args, kwargs))
+
+    def _variant(self, scopes: Scopes, caller: Site, observed: bool = False, begins: bool = True) -> Any:
+        graph = self.raw.copy()
+        self.make_explicit(graph, scopes, caller=caller, observed=observed, begins=begins)
+        return function_from_graph(self.name, graph)
+
+    def _begins(self) -> bool:
+        """Whether it begins where the call of a module does, or no module is around its call."""
+        is_call = isinstance(self.module, torch.nn.Module) and is_forward(self.name)
+        return is_call or not called_modules()
+
+    def _called_from(self, asked: frozenset[str]) -> Site:
+        """What is around everything in the method where it is called now, as far as rules ask for that."""
+        if not asked or self.around:
+            return self.caller
+        here, modules = find_site(), called_modules()
+        path, around, classes = here.module_path, here.around, here.classes
+        if modules and isinstance(modules[0], torch.jit.ScriptModule):  # the call of this script
+            classes = classes[1:]
+        elif isinstance(self.module, torch.nn.Module):
+            path = module_path([self.module, *modules])
+            around = around if modules else path_around([self.module])
+        return Site(
+            path if "module" in asked else "",
+            (*self.caller.classes, *(classes if "module_class" in asked else ())),
+            (*self.caller.functions, *(here.functions if "function" in asked else ())),
+            around=around if "module" in asked else "",
+        )
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """All arguments by position: functions made of graphs know no names and no defaults."""
+        arguments = list(self.schema.arguments)
+        given: list[Any] = []
+        if self.module is not None:
+            given.append(self.module)
+            arguments = arguments[1:]
+        if len(args) > len(arguments):
+            raise TypeError(f"{self.name}() takes {len(arguments)} arguments, {len(args)} were given")
+        given += args
+        left = dict(kwargs)
+        for argument in arguments[len(args) :]:
+            if argument.name in left:
+                given.append(left.pop(argument.name))
+            elif argument.has_default_value():
+                given.append(argument.default_value)
+            else:
+                raise TypeError(f"{self.name}() is missing value for argument '{argument.name}'")
+        if left:
+            raise TypeError(f"{self.name}() got an unexpected argument '{next(iter(left))}'")
+        return given
+
+    def explained(self, number: int, scopes: Scopes) -> CompiledGraph:
+        """What becomes of it in these regions, for explanations."""
+        graph = self.raw.copy()
+        start = time.perf_counter()
+        reading, outcome = self.make_explicit(graph, {} if self.fixed else scopes)
+        seconds = time.perf_counter() - start
+        first = next((step.site for step in reading.program.steps.values() if step.site.file), NOWHERE)
+        return CompiledGraph(
+            number, first, reading.program, outcome.program, edits=outcome.edits, policies=reading.policies,
+            hidden=reading.hidden, seconds=seconds,
+        )  # fmt: skip
+
+
+def _as_written() -> Any:
+    """Run a graph as it stands. TorchScript's executor would take an `addmm` apart, make one of equal casts, which then
+    add up gradients in the low format, and give some gradients in the format of the wrong operand.
+    """
+    if optimizes():
+        return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    return nullcontext()
+
+
+def _ambient(around: Scopes) -> tuple[tuple[Any, ...], Scopes, frozenset[str]]:
+    """The regions that we are in, without those that a script's own replace; what tells them apart; what rules ask."""
+    found: Scopes = {}
+    key: list[Any] = []
+    asked: frozenset[str] = frozenset()
+    for device_type in ruled_device_types():
+        region = region_on(device_type)
+        if region is not None and device_type not in around:
+            facts, policy = region.prepared.facts, region.prepared.policy
+            found[device_type] = Scope(device_type, facts.enabled, DTYPES[facts.low], policy.digest, facts.cache)
+            key.append((facts, policy.digest))
+            asked |= _asked_of_sites(policy)
+    return tuple(key), found, asked
+
+
+def scopes_here() -> Scopes:
+    """The regions that we are in."""
+    return _ambient({})[1]
+
+
+_asked: dict[str, frozenset[str]] = {}  # by the digests of policies
+
+
+def _asked_of_sites(policy: Policy) -> frozenset[str]:
+    """What a policy's rules ask of the places of calls: `module`, `module_class`, `function`, and `call`."""
+    if policy.digest not in _asked:
+        names = ("module", "module_class", "function", "call")
+        _asked[policy.digest] = frozenset(n for n in names for rule in policy.rules if getattr(rule, n) is not None)
+    return _asked[policy.digest]
+
+
+class ExplicitFunction(torch.jit.ScriptFunction):  # type: ignore[type-arg]
+    """A script function whose casts are explicit."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; regions around the call hold in what the script leaves open."""
+        method = methods_of(self)["forward"]
+        return method.run(super().__call__, args, kwargs)
+
+
+class ExplicitModule(torch.jit.RecursiveScriptModule):  # type: ignore[name-defined, misc]
+    """A script module whose casts are explicit."""
+
+    def __getattr__(self, attr: str) -> Any:
+        """A method that runs in whatever region it is called, or anything else that a script module has."""
+        methods = self.__dict__.get("_narrowcast_methods", {})
+        if attr in methods and attr in method_names(self):  # and is no hook
+            return BoundMethod(methods[attr], compiled_method(self, attr))
+        return super().__getattr__(attr)
+
+    def __copy__(self) -> ExplicitModule:
+        return _as_explicit(wrap_module(copy.copy(self._c)), methods_of(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExplicitModule:
+        return _as_explicit(wrap_module(copy.deepcopy(self._c, memo)), methods_of(self))
+
+
+class BoundMethod:
+    """A method of an ExplicitModule; whatever else is asked of it, torch's own script method answers."""
+
+    def __init__(self, method: Method, plain: Any) -> None:
+        self._method = method
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; regions around the call hold in what the script leaves open."""
+        return self._method.run(self._plain, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+class BoundHook(BoundMethod):
+    """A hook of an ExplicitModule."""
+
+    def __call__(self, module: Any, *args: Any) -> Any:
+        """Call it, as a method is called."""
+        return self._method.run(functools.partial(self._plain, module), args, {})
+
+
+# Dynamo calls scripts, and does not look into them
+never_trace(ExplicitFunction.__call__, BoundMethod.__call__, BoundHook.__call__)
+
+
+def explicit_function(
+    function: Any, around: Scopes, written: Callable[..., Any] | None = None, pin: Pin | None = None
+) -> ExplicitFunction:
+    """The script function, with explicit casts from here on. written: the Python function that it was made of."""
+    graph = function.graph
+    mark_calls(graph)
+    if pin is not None:
+        bound_whole(graph, [a.name for a in function.schema.arguments], pin, is_method=False)
+    inline_calls(graph)
+    name = function_name(written) if written is not None else ""
+    caller = Site(functions=(name,)) if name else NOWHERE
+    method = Method(function.name, function.schema, graph.copy(), around, caller=caller)
+    method.convert_own(graph)
+    return with_method(function, method)
+
+
+def explicit_module(module: Any, around: Scopes, written: torch.nn.Module | None = None) -> ExplicitModule:
+    """The script module, all methods of its own with explicit casts from here on. written: what it was made of."""
+    modules, graphs = Modules.of(module, written), graphs_of(module)
+    for graph in graphs:
+        mark_calls(graph, modules.bound)
+    calls = [node for graph in graphs for node in graph.findAllNodes("prim::CallMethod")]
+    called = {node.s("name") for node in calls}
+    chosen = any(node.inputsAt(0).type().kind() == "InterfaceType" for node in calls)
+    parts = {find_type(part): part for part in (module.modules() if chosen else [module])}
+    found: dict[tuple[str, str], Any] = {}
+    for kind, part in parts.items():
+        for name, plain in compiled_methods(part).items():
+            if name == "forward":
+                bound_whole(plain.graph, modules.arguments[kind], modules.pins.get(kind), is_method=True)
+            found[kind, name] = plain
+    for plain in found.values():  # before any is changed: they call each other
+        inline_calls(plain.graph)
+    methods = {}
+    for (kind, name), plain in found.items():
+        regions, owner = (around, module) if kind == find_type(module) else ({}, None)
+        caller = caller_of(parts[kind], name)
+        methods[kind, name] = Method(
+            name, plain.schema, plain.graph.copy(), regions, owner, caller, called=name in called
+        )
+    for key, plain in found.items():
+        methods[key].convert_own(plain.graph)
+    for graph in graphs:
+        unmark(graph)
+        close_passages(graph)
+    own = {name: method for (_, name), method in methods.items() if method.module is module}
+    for name in own:
+        module.__dict__.pop(name, None)
+    return with_methods(module, own)
+
+
+def with_method(function: Any, method: Method) -> ExplicitFunction:
+    """A script function, whose graph is explicit, as one that knows."""
+    function.__class__ = ExplicitFunction
+    function._narrowcast_methods = {"forward": method}
+    return function  # type: ignore[no-any-return]
+
+
+def with_methods(module: Any, methods: dict[str, Method]) -> ExplicitModule:
+    """A script module, whose graphs are explicit, as one that knows."""
+    module.__class__ = ExplicitModule
+    module.__dict__["_narrowcast_methods"] = methods
+    for hooks, compiled in hooks_of(module):
+        hooks.update((n, BoundHook(methods[hook.name], hook)) for n, hook in enumerate(compiled))
+    return module  # type: ignore[no-any-return]
+
+
+def _as_explicit(module: Any, methods: dict[str, Method]) -> ExplicitModule:
+    """A copy of a module with these methods."""
+    copies = {n: replace(m, module=module, variants={}, lock=threading.Lock()) for n, m in methods.items()}
+    return with_methods(module, copies)
+
+
+def caller_of(module: Any, method: str) -> Site:
+    """What is around everything in a method: the module's class, and the method itself."""
+    kind = class_name(module_type(module))
+    name = method_name(kind, method)
+    return Site(classes=(kind,), functions=(name,) if name else ())
+
+
+def methods_of(script: Any) -> dict[str, Method]:
+    """What was done to each function of a script; nothing for other objects."""
+    found: dict[str, Method] = getattr(script, "__dict__", {}).get("_narrowcast_methods") or {}
+    return found

@@ -1,0 +1,91 @@
+"""What a script keeps between calls, in attributes that are no buffers: taken before a run, put back after it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from narrowcast.frontends.scripts.callers import path_of
+from narrowcast.runtime.torch_surface.jit import compiled, compiled_method, method_names
+
+Path = tuple[str, ...]
+_NOT_KEPT = (torch.ScriptModule, torch.ScriptObject)
+
+
+class ScriptState:
+    """The attributes but weights that the methods of a script, and of the scripts in it, read or set.
+
+    Compiled code reaches an attribute by its name alone, so what no method names is never written to.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        values = _attributes(model)
+        weights = list(model.parameters())
+        identities = {id(weight) for weight in weights}
+        self._kept = [
+            (owner, name, value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+            for owner, name, value in values
+            if not isinstance(value, _NOT_KEPT) and id(value) not in identities
+        ]
+
+    def put_back(self) -> None:
+        """Give the attributes their values back; a tensor that was written to is the same tensor still."""
+        with torch.no_grad():
+            for owner, name, value, as_it_was in self._kept:
+                if not isinstance(value, torch.Tensor):
+                    owner.setattr(name, as_it_was)
+                    continue
+                if owner.getattr(name) is not value:
+                    owner.setattr(name, value)
+                if not torch.equal(value, as_it_was):
+                    value.copy_(as_it_was)
+
+
+def converted_script(script: torch.jit.ScriptModule, dtype: torch.dtype) -> torch.jit.ScriptModule:
+    """A copy whose floating tensors have this dtype, those besides weights and buffers, too."""
+    with torch.no_grad():  # else the copies of weights are results, which get no gradient
+        made = copy.deepcopy(script)
+    for weight, own in zip(made.parameters(), script.parameters(), strict=True):
+        weight.requires_grad_(own.requires_grad)
+    made.to(dtype)
+    for owner, name, value in _attributes(made):
+        is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not dtype
+        if is_other:
+            owner.setattr(name, value.detach().to(dtype))
+    return made
+
+
+def scripts_in(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
+    """The scripts among a model's modules, and the model if it is one."""
+    return [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+
+
+def _attributes(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
+    """Owner, name and value of what the methods of scripts read or set."""
+    scripts = scripts_in(model)
+    found = [(_owner(script, path), path[-1]) for script in scripts for path in sorted(_named_attributes(script))]
+    return [(owner, name, owner.getattr(name)) for owner, name in found if owner is not None]
+
+
+def _named_attributes(script: torch.jit.ScriptModule) -> set[Path]:
+    """The paths of the attributes that the methods of a script read or set."""
+    found: set[Path | None] = set()
+    for method in method_names(script):
+        graph = compiled_method(script, method).graph
+        found.update(path_of(node) for node in graph.findAllNodes("prim::GetAttr"))
+        for node in graph.findAllNodes("prim::SetAttr"):
+            owner = path_of(node.inputsAt(0).node())
+            found.add(None if owner is None else (*owner, node.s("name")))
+    return {path for path in found if path}
+
+
+def _owner(script: torch.jit.ScriptModule, path: Path) -> Any:
+    """The compiled module that has the attribute; None where it is of something else, as of an object."""
+    owner = compiled(script)
+    for name in path[:-1]:
+        owner = owner.getattr(name) if owner.hasattr(name) else None
+        if not isinstance(owner, torch.ScriptModule):
+            return None
+    return owner if owner.hasattr(path[-1]) else None

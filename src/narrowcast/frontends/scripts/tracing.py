@@ -1,0 +1,217 @@
+"""Traces: the casts of eager code are in them as torch records them; the regions that made them are marked, so that
+nobody casts these parts again (cast_already.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from narrowcast.core.policy import NOWHERE
+from narrowcast.errors import ScriptWarning
+from narrowcast.frontends.scripts.callers import graphs_of, mark_calls, site_in, unmark
+from narrowcast.frontends.scripts.cast_already import enter_off, has_cast, leave_off, prepare_marks, switch_off
+from narrowcast.frontends.scripts.composites import casts_inside, traced_inside
+from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit, policy_of
+from narrowcast.frontends.scripts.region_facts import region_class
+from narrowcast.frontends.scripts.scripted import (
+    ExplicitFunction,
+    ExplicitModule,
+    Method,
+    caller_of,
+    methods_of,
+    scopes_here,
+    with_method,
+    with_methods,
+)
+from narrowcast.runtime.regions.watchers import told_of_regions
+from narrowcast.runtime.torch_surface.jit import (
+    compiled_method,
+    compiled_module,
+    compiler_lock,
+    forks_replaced,
+    method_names,
+    recorded_inside,
+    script_calls_replaced,
+    traced_graph,
+    tracing_state,
+)
+from narrowcast.runtime.torch_surface.state import any_autocast, is_enabled
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Regions that are entered in a trace are marked in it, and scripts of torch's own are cast by the regions around.
+
+    One thread at a time.
+    """
+    kept: list[Method] = []
+    with compiler_lock:
+        prepare_marks()  # TorchScript compiles the class of native regions for it, as that class is outside
+        marker = _Marker()
+        marked = told_of_regions(marker, "traces mark regions")
+        with _following(kept), _forks_inside(marker), marked, recorded_inside(traced_inside()):
+            yield
+
+
+@contextmanager
+def _forks_inside(marker: _Marker) -> Iterator[None]:
+    """What is forked in a region is recorded where it is forked, as eager code runs it: in a graph of its own its casts
+    would be out of reach of the code around it, which takes them from torch's weight cache.
+    """
+
+    def fork(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracing_state() is None or not (any_autocast() or any(marker.open.values())):
+            return plain(function, *args, **kwargs)
+        return _Forked(function(*args, **kwargs))
+
+    def wait(plain: Any, future: Any) -> Any:
+        return future.wait() if isinstance(future, _Forked) else plain(future)
+
+    with forks_replaced(lambda plain: partial(fork, plain), lambda plain: partial(wait, plain), "traces follow forks"):
+        yield
+
+
+class _Forked:
+    """What was forked in a trace, and is done."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        """The result."""
+        return self.result
+
+    value = wait
+
+
+@contextmanager
+def _following(kept: list[Method]) -> Iterator[None]:
+    """kept: the forms of scripts that were made; a trace refers to them until its calls are inlined."""
+
+    def call_function(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any_autocast() or methods_of(self):
+            return call(self, *args, **kwargs)
+        kept.append(_method_of(self, None))
+        return kept[-1].run(self, args, kwargs)
+
+    def call_method(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any_autocast():
+            return call(self, *args, **kwargs)
+        kept.append(_method_of(self, self.owner))
+        return kept[-1].run(self, args, kwargs)
+
+    why = "traces cast the scripts that they call"
+    with script_calls_replaced(lambda call: partial(call_function, call), lambda call: partial(call_method, call), why):
+        yield
+
+
+def _method_of(script: Any, module: Any) -> Method:
+    raw = script.graph.copy()
+    inline_calls(raw)
+    return Method(script.name, script.schema, raw, {}, module)
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+class _Marker:
+    """Marks each region that is entered while this thread traces."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[Any]] = {}
+
+    def entered(self, region: Any) -> None:
+        """A region is entered, torch's or ours."""
+        state = tracing_state()
+        if state is not None:
+            mark = enter_off(traced_graph(state), region.device, is_enabled(region))
+            self.open.setdefault(id(region), []).append(mark)
+
+    def left(self, region: Any, raised: bool) -> None:
+        """A region is left: close its mark in the graph that is being traced."""
+        if self.open.get(id(region)):
+            instance, state = self.open[id(region)].pop(), tracing_state()
+            if state is not None:
+                leave_off(traced_graph(state), instance)
+
+
+# -- what was traced ---------------------------------------------------------------------------------------------------
+
+
+def traced_function(function: Any, regions: tuple[str, ...]) -> ExplicitFunction:
+    """A traced function; `regions` are the device types that a region around the trace ruled, and rules still."""
+    inline_calls(function.graph)
+    _cast_inside(function.graph, regions)
+    return with_method(function, _method(function.name, function, None, regions))
+
+
+def traced_module(traced: Any, regions: tuple[str, ...]) -> ExplicitModule:
+    """The module that torch traced, with explicit casts; regions: those open around the trace."""
+    graphs = graphs_of(traced)
+    for graph in graphs:
+        mark_calls(graph)
+    for graph in graphs:
+        inline_calls(graph)
+    module = compiled_module(traced)
+    methods = {}
+    for name in method_names(module):
+        plain = compiled_method(module, name)
+        _cast_inside(plain.graph, regions, module, name)
+        methods[name] = _method(name, plain, module, regions)
+    for graph in graphs_of(module):
+        unmark(graph)
+    return with_methods(module, methods)
+
+
+def _method(name: str, plain: Any, module: Any, regions: tuple[str, ...]) -> Method:
+    caller = caller_of(module, name) if module is not None else NOWHERE
+    return Method(name, plain.schema, plain.graph.copy(), {}, module, caller, fixed=bool(regions))
+
+
+def _cast_inside(graph: Any, regions: tuple[str, ...], module: Any = None, name: str = "forward") -> None:
+    """The whole graph is cast already, except what torch has recorded as one op: that is cast now, in place."""
+    _tell_inside(graph)
+    scopes = {device: scope for device, scope in scopes_here().items() if device in regions}
+    policies = [policy_of(scope) for scope in scopes.values()]
+    inside = [node for node in graph.nodes() if policies and casts_inside(node, policies)]
+    if not inside:
+        switch_off(graph, regions)
+        return
+    graph.setInsertPoint(next(iter(graph.nodes())))
+    off = [enter_off(graph, device) for device in scopes]
+    for node in inside:
+        graph.setInsertPoint(node)
+        for instance in reversed(off):
+            leave_off(graph, instance)
+        mark = graph.create("prim::Constant", [], 1)
+        mark.insertAfter(node)
+        graph.setInsertPoint(mark)
+        off = [enter_off(graph, device) for device in scopes]
+        mark.destroy()
+    graph.setInsertPoint(graph.block())
+    for instance in reversed(off):
+        leave_off(graph, instance)
+    make_graph_explicit(graph, scopes, module, name, marked=True)
+
+
+def _tell_inside(graph: Any) -> None:
+    """ScriptWarning for ops in regions inside the traced code that torch has recorded without what they cast."""
+    marks: list[bool] = []
+    for node in graph.nodes():
+        if node.kind() == "prim::Enter" and region_class(node.inputsAt(0)):
+            marks.append(has_cast(node.inputsAt(0)))
+        elif node.kind() == "prim::Exit" and region_class(node.inputsAt(0)):
+            marks.pop()
+        elif marks and marks[-1] and casts_inside(node, ()):
+            name = node.kind().replace("::", ".")
+            warnings.warn(
+                f"narrowcast: {name} ({site_in(NOWHERE, node)}) stands in a region inside the traced code, "
+                "and torch does not record what it casts there: the trace runs it as its inputs are. Open "
+                "the region around nc.trace, or use nc.script",
+                ScriptWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,381 @@
+"""The observer: told of every call of a run, forward, backward and recomputed, each with its identity.
+
+Calls are those that a policy decides: ops at the Autocast keys, which our kernels tell of, and below them whatever
+else computes. Compiled graphs are run step by step meanwhile (`regions.stepwise`), so that they tell the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
+from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
+from narrowcast.frontends.compiled.stepwise import is_program, run_program
+from narrowcast.frontends.eager.call_hook import ask_at_calls
+from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
+from narrowcast.frontends.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
+from narrowcast.observation.observer.door import Door
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.observer.turns import Turns, Who
+from narrowcast.observation.observer.words import deciding_rule
+from narrowcast.observation.observer.written import Weights
+from narrowcast.runtime.regions.recomputation import carry_into_recomputation
+from narrowcast.runtime.regions.stack import innermost
+from narrowcast.runtime.sites.graph_nodes import current_site
+from narrowcast.runtime.sites.numbering import coming_round
+from narrowcast.runtime.sites.python_stack import find_site
+from narrowcast.runtime.sites.script_sites import script_site, told_of_script_sites
+from narrowcast.runtime.torch_bridge import OpFacts, op_facts, ops_of
+from narrowcast.runtime.torch_surface.autograd import (
+    current_autograd_node,
+    current_graph_task,
+    next_sequence_number,
+    sequence_number,
+)
+from narrowcast.runtime.torch_surface.dispatch import (
+    TO_COPY,
+    DispatchMode,
+    OpOverload,
+    below_modes,
+    step_in,
+    step_out,
+    without_functions,
+    without_modes,
+)
+from narrowcast.runtime.torch_surface.dynamo import CompiledCode, never_begin_at
+from narrowcast.runtime.torch_surface.fx import FakeTensor
+from narrowcast.runtime.torch_surface.jit import script_calls_replaced
+from narrowcast.runtime.torch_surface.modules import find_recomputation
+from narrowcast.runtime.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
+
+_AS_IT_IS = nullcontext()
+_COPY = torch.ops.aten.copy_.default
+_KEPT_NODES = 200_000
+"""How many autograd nodes are remembered; their backward knows the forward call."""
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.decided: list[SeenCall | None] = []
+        self.starts: list[int] = []
+        self.is_out = False
+        self.executing = False
+        self.looking = False
+
+
+class Observer(DispatchMode):
+    """`with observer.observing():` its `before` and `after` are called around each call of the block.
+
+    On the thread that opened it, and on autograd's threads.
+    """
+
+    steps_graphs = True
+    """Compiled graphs run step by step while it looks."""
+    casts_scripts = True
+    """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
+    weights: Weights | None = None
+    """Those that are to be put back after the run."""
+    saw_scripts = False
+    """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
+    sees_inside = False
+    """Whether `gives` is to be told of the ops inside of calls that are decided: casts, and what the op is made of."""
+    door: Door
+    """What looking raises goes through it: the program goes on."""
+
+    def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
+        super().__init__()
+        self.door = Door([])
+        self._device_types = present_device_types()
+        self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
+        self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
+        self._local = _ThreadState()
+        self._turns = Turns()
+        self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo gives up for good on code that it meets under a mode which does not say this."""
+        return True
+
+    @property
+    def roots(self) -> Iterable[torch.nn.Module]:
+        """The outermost modules that were called."""
+        return list(self._turns.roots)
+
+    # -- what those who look are told --------------------------------------------------------------------------------
+
+    def looks_before(self, facts: OpFacts) -> bool:
+        """Whether `before` is to be told of calls of this op: each telling costs as much as a small op."""
+        return True
+
+    def before(self, call: SeenCall) -> None:
+        """A call is about to run."""
+
+    def after(self, call: SeenCall) -> None:
+        """It has run."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether `moved` is to be told."""
+        return False
+
+    def moved(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An op has run that is no call: a copy, memory of some shape."""
+
+    def gives(self, seen: SeenCall, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """What an op gives in place of its result; facts, args, kwargs: of the call itself, or of one inside it."""
+        return result
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Look at what runs inside."""
+        ask_at_calls()
+        carry_into_recomputation()
+        with ExitStack() as stack:
+            for device_type, ops in self._ops.items():
+                install_visiting(ops.values(), device_type)
+                stack.callback(remove_visiting, device_type)
+            stack.enter_context(CompiledCode(on=False))
+            stack.enter_context(told_of_script_sites())
+            around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
+            stack.enter_context(script_calls_replaced(around, around, "runs are observed"))
+            add_watcher(self)
+            stack.callback(remove_watcher, self)
+            stack.enter_context(self)
+            yield
+
+    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call. Exported programs run call by call."""
+        is_begun = self.door.run("a module's call", self._turns.begin, module)
+        try:
+            return run_program(module, (self,), args, kwargs) if is_program(module) else call(args, kwargs)
+        finally:
+            if is_begun:
+                self._turns.end()
+
+    def _called_script(self, thread: int, call: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of a script function or method of torch's own, in the thread that is observed."""
+        self.saw_scripts = True
+        uncast = autocast_off() if not self.casts_scripts and threading.get_ident() == thread else _AS_IT_IS
+        with uncast:
+            return call(script, *args, **kwargs)
+
+    # -- told by our kernels, and by graphs that run step by step ------------------------------------------------------
+
+    def begin(self, call: DecidedCall) -> None:
+        """A call that is decided is about to run."""
+        seen = self.door.run(call.facts.id, self._begun, call)
+        if seen is not None:
+            self._local.starts.append(next_sequence_number())
+        self._local.decided.append(seen)
+        if len(self._local.decided) == 1 and not self.sees_inside and self.weights is None:
+            self._local.is_out = step_out(self)
+
+    def _begun(self, call: DecidedCall) -> SeenCall | None:
+        """The call, if it is one of its own, and those who look are told."""
+        state = self._local
+        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking:
+            return None
+        if any(isinstance(t, FakeTensor) for _, t in call.tensors):
+            return None
+        seen = self._seen(call.facts, call.noted, call.args, call.kwargs)
+        seen.plan, seen.rule = call.plan, deciding_rule(call.plan)
+        if self.looks_before(call.facts):
+            self._tell_of(self.before, seen)
+        return seen
+
+    def end(self, result: Any) -> None:
+        """The call that began last has returned."""
+        seen = self._over()
+        if seen is None:
+            return
+        self.door.run(seen, self._note_nodes, seen, self._local.starts.pop())
+        seen.result = result
+        self._tell_of(self.after, seen)
+        seen.who.end()
+
+    def _note_nodes(self, seen: SeenCall, start: int) -> None:
+        """The autograd nodes that were made since are the call's. Without gradients only casts of weights make some."""
+        if not torch.is_grad_enabled():
+            return
+        for number in range(start, next_sequence_number()):
+            self._nodes[number] = (seen.id, seen.site, seen.policy)
+
+    def fail(self, error: BaseException) -> None:
+        """The call that began last has raised."""
+        if self._over() is not None:
+            self._local.starts.pop()
+
+    def _over(self) -> SeenCall | None:
+        """The call that began last. What follows it is seen again."""
+        state = self._local
+        seen = state.decided.pop()
+        if state.is_out and not state.decided:
+            state.is_out = False
+            step_in(self)
+        return seen
+
+    def wants_whole(self, op: str, device_type: str) -> bool:
+        """What eager code tells of on that device: its lists are not another's."""
+        return op in self._ops[device_type]
+
+    def let_go(self, tensors: tuple[Any, ...]) -> None:
+        """Nothing is kept by tensors' identity."""
+
+    # -- seen by the mode ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = op_facts(func)
+        if self._is_nobodys(facts, types):
+            return func(*args, **kwargs)
+        decided = self._local.decided
+        seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
+        if decided and facts.writes and self.weights is not None:
+            self.door.run(facts.id, self._before_write, facts, args, kwargs)
+        result = self._execute(func, args, kwargs)
+        if seen is None:
+            if self.follows and not decided:
+                self._look(self.moved, facts.id, facts, args, kwargs, result)
+            return result
+        try:
+            result = self.gives(seen, facts, args, kwargs, result)
+            if decided:
+                return result
+            seen.result = result
+            if torch.is_grad_enabled() and seen.who.direction != BACKWARD:
+                # an op without a gradient makes no node: the last one is another's
+                self._nodes.setdefault(next_sequence_number() - 1, (seen.id, seen.site, seen.policy))
+        except Exception as error:
+            self.door.caught(error, seen)
+            return result
+        self._tell_of(self.after, seen)
+        seen.who.end()
+        return result
+
+    def _is_nobodys(self, facts: OpFacts, types: Any) -> bool:
+        """Whether an op is not looked at: a view, a question, what we compute ourselves, what is fake."""
+        if (facts.is_view and not self._local.decided) or self._local.looking or facts.id.startswith("prim."):
+            return True
+        return bool(types) and any(issubclass(t, FakeTensor) for t in types)
+
+    def _met(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
+        """An op that nobody has decided about, if it is a call of its own, and those who look are told."""
+        func = facts.op
+        if facts.writes and self.weights is not None:
+            self._before_write(facts, args, kwargs)
+        is_cast = func is TO_COPY or (func is _COPY and args[0].dtype is not args[1].dtype)
+        if not (is_cast or facts.computes or (facts.writes and func is not _COPY)):
+            return None
+        seen = self._seen(facts, None, args, kwargs, is_cast)
+        if self.looks_before(facts):
+            self._tell_of(self.before, seen)
+        return seen
+
+    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.weights is not None:
+            with quietly():
+                self.weights.before_write(facts, args, kwargs)
+
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op with autocast as it would be without us: kernels that call other ops must find it on."""
+        state = self._local
+        if state.decided or state.executing:
+            return func(*args, **kwargs)
+        on = autocast_was_on(self._keys)
+        if not on:
+            return func(*args, **kwargs)
+        state.executing = True
+        try:
+            with switched_on(on), coming_round(op_facts(func).id):
+                return func(*args, **kwargs)
+        finally:
+            state.executing = False
+
+    def _tell_of(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
+        """Tell of a call, unless looking at it has failed."""
+        if not seen.is_lost and not self._look(told, seen, seen):
+            seen.is_lost = True
+
+    def _look(self, told: Callable[..., None], what: Any, *args: Any) -> bool:
+        """Tell those who look; whether that went well. What is computed meanwhile is nobody's call."""
+        state = self._local
+        state.looking = True
+        try:
+            with below_modes(), without_functions(), autocast_off():
+                if torch.is_grad_enabled():
+                    with torch.no_grad():
+                        told(*args)
+                else:
+                    told(*args)
+            return True
+        except Exception as error:
+            self.door.caught(error, what)
+            return False
+        finally:
+            state.looking = False
+
+    # -- identities ----------------------------------------------------------------------------------------------------
+
+    def _seen(
+        self, facts: OpFacts, noted: Site | None, args: tuple[Any, ...], kwargs: dict[str, Any], is_cast: bool = False
+    ) -> SeenCall:
+        direction, forward = self._direction()
+        if direction == BACKWARD:
+            of, site, policy = forward or (None, noted or find_site(with_names=False), None)
+            path, turn = (of.module_path, of.turn) if of is not None else (site.module_path, 1)
+            who = Who(self._turns.of_backward(path, facts.id, turn), site)
+            return SeenCall(who, facts, args, kwargs, forward=of, is_cast=is_cast, policy=policy)
+        region = innermost()
+        policy = region.prepared.policy if region is not None else None
+        with_names = policy is not None and policy.table.asks_for_names
+        who = self._turns.who(facts.id, direction, is_cast, noted or current_site() or script_site(), with_names)
+        return SeenCall(who, facts, args, kwargs, is_cast=is_cast, policy=policy)
+
+    def _direction(self) -> tuple[str, tuple[CallId, Site, Policy | None] | None]:
+        """Forward, backward or recomputation; and of a backward call the forward call."""
+        if current_graph_task() == -1:
+            return FORWARD, None
+        if find_recomputation() is not None:
+            return RECOMPUTATION, None
+        node = current_autograd_node()
+        found = self._nodes.get(sequence_number(node)) if node is not None else None
+        while len(self._nodes) > _KEPT_NODES:
+            self._nodes.popitem(last=False)
+        return BACKWARD, found
+
+
+never_begin_at(Observer.called)
+
+
+def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:
+    """The ops that native autocast, or one of these policies, decides about by name; by their ids."""
+    named = [op for policy in policies for op in _named_ops(policy.resolve(device_type))]
+    return _native_ops(device_type) | {op_facts(op).id: op for op in named} if named else _native_ops(device_type)
+
+
+@cache
+def _native_ops(device_type: str) -> dict[str, OpOverload]:
+    return {op_facts(op).id: op for op in _named_ops(Policy.native(device_type))}
+
+
+def _named_ops(policy: Policy) -> tuple[OpOverload, ...]:
+    return tuple(op for rule in policy.rules if not rule.is_glob for op in ops_of(rule))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Code of ours that computes with the user's tensors: no mode, no class's function, no autocast, no autograd."""
+    with without_modes(), without_functions(), autocast_off(), torch.no_grad():
+        yield

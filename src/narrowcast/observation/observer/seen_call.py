@@ -1,0 +1,93 @@
+"""A call of a run, as those who look at it are told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowcast.core.decide import Plan
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Policy, Rule, Site, find_allowance
+from narrowcast.frontends.eager.kernels import gather, slots_of
+from narrowcast.observation.observer.turns import Who
+from narrowcast.observation.observer.words import format_names, planned_names
+from narrowcast.runtime.torch_bridge import OpFacts, tensors_in
+
+
+@dataclass(slots=True, eq=False)
+class SeenCall:
+    """A call of a run. args, kwargs: as the op was called, before the casts of the plan.
+
+    formats: those of its tensors as they came, and as the op reads them; None: it reads them as they came. forward: of
+    a backward call, the forward call whose gradients it computes. policy: of the region that is open, or was at the
+    forward. is_cast: a conversion between formats, of autocasting's or of the user's. is_lost: looking at it raised.
+    """
+
+    who: Who
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    formats: tuple[str, str] | None = None
+    plan: Plan | None = None
+    rule: Rule | None = None
+    forward: CallId | None = None
+    is_cast: bool = False
+    result: Any = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    policy: Policy | None = None
+    is_lost: bool = False
+
+    def __str__(self) -> str:
+        """Which call it is, and where."""
+        return f"{self.id} ({self.site.file}:{self.site.line})"
+
+    @property
+    def id(self) -> CallId:
+        """Its identity, asked for while it runs."""
+        return self.who.id
+
+    @property
+    def site(self) -> Site:
+        """Its place, asked for while it runs."""
+        return self.who.site
+
+    @property
+    def came(self) -> str:
+        """The formats of its tensors as they came."""
+        return self._formats()[0]
+
+    @property
+    def computes(self) -> str:
+        """The formats in which the op reads them."""
+        return self._formats()[1]
+
+    def _formats(self) -> tuple[str, str]:
+        if self.formats is None:
+            came = format_names([t.dtype for t in tensors_in(self.args, self.kwargs)])
+            self.formats = came, came if self.rule is None or self.plan is None else self._planned(self.plan)
+        return self.formats
+
+    def _planned(self, plan: Plan) -> str:
+        tensors = gather(self.facts, self.args, self.kwargs)
+        return planned_names(plan, list(zip(slots_of(self.facts, self.args, self.kwargs), tensors, strict=True)))
+
+    def without_tensors(self) -> SeenCall:
+        """The call for whoever keeps it, and not its tensors."""
+        who = self.who.known()
+        return replace(self, who=who, formats=self._formats(), args=(), kwargs={}, result=None, plan=None, notes={})
+
+    def allows_nonfinite(self, argument: str = "") -> Rule | None:
+        """The rule that allows what is not finite here, in an argument or in what the call gives."""
+        of = self.forward or self.id
+        return (
+            None
+            if self.policy is None
+            else find_allowance(self.policy.allowances, of.op, self.site, argument, of.number)
+        )
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The tensors that it returned."""
+        return tensors_in(self.result)

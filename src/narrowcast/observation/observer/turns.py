@@ -1,0 +1,236 @@
+"""Who a call of a run is: the modules that are being called, their paths, and the numbers of calls in them.
+
+Modules tell when they are called (`Observer.called`), so a path is put together once for each call of a module, and
+only if someone asks: reading it off the Python stack, op by op, takes longer than small ops do.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
+from narrowcast.core.policy import Site
+from narrowcast.runtime.sites.graph_nodes import GraphCall, current_graph_call
+from narrowcast.runtime.sites.python_stack import (
+    find_site,
+    is_wrapper,
+    loop_line,
+    module_path,
+    modules_on_stack,
+    name_in,
+)
+
+Key = tuple[str, str, str]
+"""Module path, op, direction. The path is empty for what the module that is called computes itself."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One call of a module, on its way: which one of this module, and how many calls of each op it has made.
+
+    path: None where the Python stack has to be asked; `is_found`: whether that is known yet.
+    """
+
+    module: Any
+    number: int
+    counts: dict[Key, int] = field(default_factory=dict)
+    path: str | None = None
+    is_found: bool = False
+
+    def count(self, path: str, op: str, direction: str) -> int:
+        """The number of the next call."""
+        key = (path, op, direction)
+        number = self.counts[key] = self.counts.get(key, 0) + 1
+        return number
+
+
+class Who:
+    """The identity and the place of a call; those of the forward are put together when they are first asked for.
+
+    So they have to be asked for while the call runs, or whoever looks at it is told.
+    """
+
+    __slots__ = ("_asked", "_id", "_site")
+
+    def __init__(self, identity: CallId | None, site: Site | None, asked: _Asked | None = None) -> None:
+        self._id, self._site, self._asked = identity, site, asked
+
+    @property
+    def id(self) -> CallId:
+        """The identity."""
+        return self._id or self._found()[0]
+
+    @property
+    def site(self) -> Site:
+        """The place."""
+        return self._site or self._found()[1]
+
+    @property
+    def direction(self) -> str:
+        """Forward, backward or recomputation: known at once."""
+        return FORWARD if self._id is None else self._id.direction
+
+    def module(self) -> str | weakref.ref[Any]:
+        """The path of its module, or, where that would have to be put together, the module."""
+        if self._id is None and self._asked is not None:
+            return weakref.ref(self._asked[0][-1].module)
+        return self.id.module_path
+
+    def known(self) -> Who:
+        """The same, found now, for whoever keeps the call."""
+        if self._id is None:
+            self._found()
+        return self
+
+    def end(self) -> None:
+        """The call is over: what has not been asked for is not known any more."""
+        self._asked = None
+
+    def _found(self) -> tuple[CallId, Site]:
+        if self._asked is None:
+            raise RuntimeError("who the call was is asked for after it has ended: keep `call.who.known()`")
+        turns, op, number, with_names = self._asked
+        path = None if with_names else _path(turns)
+        if path is None:
+            self._site = find_site(with_names)
+        else:
+            here = loop_line()
+            self._site = Site(path, file=here.file, line=here.line)
+        self._id = CallId(self._site.module_path, op, number, turns[-1].number, FORWARD)
+        return self._id, self._site
+
+
+_Asked = tuple[list[_Turn], str, int, bool]
+"""What a call is found by: the modules being called, its op and number, whether names are wanted."""
+
+
+class _Called(threading.local):
+    def __init__(self) -> None:
+        self.turns: list[_Turn] = []
+
+
+class Turns:
+    """The calls of modules in one run, and who stands where in them."""
+
+    def __init__(self) -> None:
+        self._called = _Called()
+        self._of_module: dict[int, tuple[list[int], weakref.ref[Any]]] = {}  # by id: half the time of weak keys
+        self._outside = _Turn(None, 1)
+        self._of_path: dict[str, int] = {}
+        self._in_graphs: dict[tuple[str, GraphCall], _Turn] = {}
+        self.roots: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+        """The outermost modules that were called, in that order."""
+
+    def begin(self, module: Any) -> bool:
+        """The module is called."""
+        turns = self._called.turns
+        if not turns:
+            self.roots.setdefault(module)
+        found = self._of_module.get(id(module))
+        if found is None:
+            key, of_module = id(module), self._of_module
+            found = of_module[key] = ([0], weakref.ref(module, lambda _: of_module.pop(key, None)))
+        number = found[0]
+        number[0] += 1
+        # what is called outside of modules has the path and the turn of the outermost: they are counted together
+        counts = self._outside.counts if not turns and number[0] == 1 else {}
+        turns.append(_Turn(module, number[0], counts))
+        return True
+
+    def end(self) -> None:
+        """The call that began last on this thread has ended."""
+        self._called.turns.pop()
+
+    def who(self, op: str, direction: str, is_cast: bool, noted: Site | None, with_names: bool) -> Who:
+        """Who the next call of an op is, forward or recomputed. Casts are counted apart.
+
+        noted: its place, if a graph or a script says it. with_names: else with the names of classes and functions.
+        """
+        turns = self._called.turns
+        counted = "cast" if is_cast else direction
+        if noted is None and turns and direction == FORWARD:
+            return Who(None, None, (turns, op, turns[-1].count("", op, counted), with_names))
+        site = noted or find_site(with_names)
+        graph_call = current_graph_call()
+        turn = turns[-1] if turns else self._outside
+        path = site.module_path
+        if graph_call is not None:
+            turn = self._in_graph(path, graph_call)
+        elif turns and path == _path(turns):
+            path = ""
+        number = turn.count(path, op, counted)
+        return Who(CallId(site.module_path, op, number, turn.number, direction), site)
+
+    def of_backward(self, path: str, op: str, turn: int) -> CallId:
+        """The next call of an op in the backward of one call of a module."""
+        return CallId(path, op, self._outside.count(path, op, f"{BACKWARD} {turn}"), turn, BACKWARD)
+
+    def _in_graph(self, path: str, call: GraphCall) -> _Turn:
+        """The call of a module inside a graph that a node stands in."""
+        found = self._in_graphs.get((path, call))
+        if found is None:
+            number = self._of_path[path] = self._of_path.get(path, 0) + 1
+            found = self._in_graphs[path, call] = _Turn(None, number)
+        return found
+
+
+def path_of(module: str | weakref.ref[Any], roots: Iterable[torch.nn.Module]) -> str:
+    """The path of what `Who.module` gave."""
+    if isinstance(module, str):
+        return module
+    called = module()
+    return next((name for root in roots for name, each in root.named_modules() if each is called), "")
+
+
+def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """The parameters of the models that ran, by their ids: full names, and with the model's class where two models have
+    the same; numbered where the classes are the same, too.
+    """
+    named: dict[int, tuple[str, str]] = {}
+    models: Counter[str] = Counter()
+    for root in roots:
+        kind = type(root).__name__
+        models[kind] += 1
+        model = kind if models[kind] == 1 else f"{kind} {models[kind]}"
+        for name, parameter in root.named_parameters():
+            full = name.replace("_orig_mod.", "")
+            if len(full) > len(named.get(id(parameter), ("", ""))[0]):  # of a part that was called by itself, too
+                named[id(parameter)] = full, model
+    often = Counter(name for name, _ in named.values())
+    return {key: name if often[name] == 1 else f"{model}.{name}" for key, (name, model) in named.items()}
+
+
+def _path(turns: list[_Turn]) -> str | None:
+    """The path of the module whose call began last; None where the Python stack has to be asked."""
+    if not turns[-1].is_found:
+        _find_paths(turns)
+    return turns[-1].path
+
+
+def _find_paths(turns: list[_Turn]) -> None:
+    """Put the paths of calls together that have none yet, from the outermost inwards.
+
+    Modules that were called before the run began are on the stack alone. Wrappers around the model are no part of a
+    path: what they call has its path read off the stack.
+    """
+    first = turns[0]
+    if not first.is_found:
+        around = modules_on_stack()[len(turns) - 1 :]
+        if around and around[0] is first.module and not is_wrapper(around[-1]):
+            first.path = module_path(around)
+        first.is_found = True
+    for outer, inner in pairwise(turns):
+        if inner.is_found:
+            continue
+        if outer.path is not None:
+            name = name_in(outer.module, inner.module)
+            inner.path = f"{outer.path}.{name}" if outer.path and name else outer.path or name
+        inner.is_found = True

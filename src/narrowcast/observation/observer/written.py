@@ -1,0 +1,57 @@
+"""Weights that a model writes to while it runs: copied before they are written to first, and put back after the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.observation.statistics.arguments import tensors_by_name
+from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.runtime.torch_bridge import OpFacts
+from narrowcast.runtime.torch_surface.dispatch import storage_key
+
+
+class Weights:
+    """The weights of models, by name, as they are now. Must be used where nothing watches.
+
+    A run that nobody observes may write to what an earlier one wrote to, and to nothing else.
+    """
+
+    def __init__(self, *weights: Mapping[str, torch.Tensor]) -> None:
+        named = [(name, w) for each in weights for name, w in each.items() if has_storage(w)]
+        self._weights = [(name, w, w.detach()) for name, w in named]  # what lies there is held: `.data` may be replaced
+        self._copies: dict[int, torch.Tensor] = {}
+        self._lying_in: dict[int, list[int]] = {}
+        for number, (_, w) in enumerate(named):
+            self._lying_in.setdefault(storage_key(w), []).append(number)
+
+    def before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what the op is about to write to."""
+        written = {slot.name for slot in facts.slots if slot.written}
+        for argument, tensor in tensors_by_name(facts, args, kwargs) if self._lying_in else ():
+            if argument.partition(".")[0] in written and has_storage(tensor):
+                for number in self._lying_in.get(storage_key(tensor), ()):
+                    if number not in self._copies:
+                        self._copies[number] = self._weights[number][2].clone()
+
+    def put_back(self) -> list[str]:
+        """Give the weights their values back; the names of those that had others."""
+        changed = []
+        for number, (name, weight, before) in enumerate(self._weights):
+            is_replaced = not _is_same_memory(weight, before)
+            if is_replaced:
+                weight.data = before
+            copy = self._copies.get(number)
+            is_written = copy is not None and not torch.equal(copy, before)
+            if copy is not None and is_written:
+                before.copy_(copy)
+            if is_replaced or is_written:
+                changed.append(name)
+        return changed
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    lies = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (a, b)]
+    return has_storage(a) and storage_key(a) == storage_key(b) and lies[0] == lies[1]

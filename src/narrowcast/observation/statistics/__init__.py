@@ -1,0 +1,1 @@
+"""Statistics of tensors: ranges exactly, the rest from samples."""

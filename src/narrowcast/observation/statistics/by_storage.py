@@ -1,0 +1,75 @@
+"""Facts about tensors, kept by the memory they lie in: a view has those of its base, and freed memory has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, holds_others, storage_key
+from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
+
+T = TypeVar("T")
+_CHECKED_AT = 4096
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in memory that can be told from others: no sparse, nested, meta or wrapped one, and none
+    of a class that holds others (a DTensor, a quantized weight).
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or holds_others(type(tensor)):
+        return False
+    return not is_functorch_wrapped_tensor(tensor)
+
+
+class ByStorage(Generic[T]):
+    """A mapping from tensors' memory, which it does not keep alive. freed: told of each value whose memory was freed,
+    some time after that.
+    """
+
+    def __init__(self, freed: Callable[[T], None] | None = None) -> None:
+        self._entries: dict[int, tuple[Any, T]] = {}
+        self._freed = freed
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """What is known of the memory that the tensor lies in."""
+        found = self._entries.get(storage_key(tensor)) if has_storage(tensor) else None
+        return found[1] if found is not None and not found[0].expired() else None
+
+    def put(self, tensor: torch.Tensor, value: T) -> None:
+        """Keep a value; a tensor without memory of its own is left out."""
+        if not has_storage(tensor):
+            return
+        if len(self._entries) >= _CHECKED_AT:
+            self.sweep()
+        key = storage_key(tensor)
+        if self._freed is not None:
+            self._gone(self._entries.get(key))
+        self._entries[key] = (StorageWeakRef(tensor.untyped_storage()), value)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forget what is known."""
+        if has_storage(tensor):
+            self._gone(self._entries.pop(storage_key(tensor), None))
+
+    def _gone(self, entry: tuple[Any, T] | None) -> None:
+        """Another tensor lies where one lay that was freed."""
+        if entry is not None and self._freed is not None and entry[0].expired():
+            self._freed(entry[1])
+
+    def sweep(self) -> None:
+        """Forget what lies in memory that was freed."""
+        gone = [key for key, (reference, _) in self._entries.items() if reference.expired()]
+        for value in [self._entries.pop(key)[1] for key in gone]:
+            if self._freed is not None:
+                self._freed(value)
+
+    def living(self) -> Iterator[T]:
+        """The values whose memory is still in use."""
+        for reference, value in list(self._entries.values()):
+            if not reference.expired():
+                yield value
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)

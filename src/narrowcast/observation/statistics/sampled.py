@@ -1,0 +1,160 @@
+"""The facts of tensors out of what was taken of them, many at once: those of one shape are computed as one array.
+
+Each tensor's own numbers come out the same, whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from narrowcast.formats import Format
+from narrowcast.reports.results.run_records import Histogram, TensorFacts
+from narrowcast.reports.results.sketch import SUMS, sketch_text
+from narrowcast.runtime.torch_bridge import FORMATS
+
+_TOGETHER = 1 << 22
+"""How many elements are computed as one array at most."""
+_UNDER_ALL = -(1 << 20)
+_FORMATS = {str(f): f for f in FORMATS.values()}
+
+
+@dataclass(slots=True)
+class Taken:
+    """What was taken of a tensor: its finite range, the shares of NaN and infinity, a sample and the rows of a sketch.
+
+    sample, rows: 2-d arrays of fp32 or fp64, the former without what is not finite.
+    """
+
+    facts: TensorFacts
+    low: float
+    high: float
+    nan: float
+    infinite: float
+    sample: Any
+    rows: Any
+
+
+def taken(facts: TensorFacts, low: float, high: float, sample: Any, rows: Any, everything: Any = None) -> Taken:
+    """What was taken, with what is not finite told apart. everything: all values, where they are at hand."""
+    if math.isfinite(low) and math.isfinite(high):
+        return Taken(facts, low, high, 0.0, 0.0, sample, rows)
+    values = sample if everything is None else everything
+    nan, infinite = float(np.isnan(values).mean()), float(np.isinf(values).mean())
+    nan = max(nan, 1 / facts.elements) if math.isnan(low) else nan
+    infinite = max(infinite, 1 / facts.elements) if math.isinf(low) or math.isinf(high) else infinite
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return Taken(facts, low, high, nan, infinite, np.where(np.isfinite(sample), sample, 0), rows)
+
+
+def facts_of(all_taken: Sequence[Taken]) -> list[TensorFacts]:
+    """The facts of each tensor, in their order."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for number, each in enumerate(all_taken):
+        alike[each.sample.shape, each.sample.dtype, each.rows.shape].append(number)
+    found: dict[int, TensorFacts] = {}
+    for (shape, _, rows), numbers in alike.items():
+        step = max(1, _TOGETHER // max(1, math.prod(shape), math.prod(rows)))
+        for start in range(0, len(numbers), step):
+            some = numbers[start : start + step]
+            found.update(zip(some, _facts([all_taken[n] for n in some]), strict=True))
+    return [found[number] for number in range(len(all_taken))]
+
+
+def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
+    values = np.stack([each.sample for each in alike])
+    looked_at = values[0].size
+    exponents, is_zero = exponents_of(values)
+    below = exponents.max(axis=-1, keepdims=True) - exponents
+    zeros = np.count_nonzero(is_zero, axis=(1, 2)).tolist()
+    keep = ~is_zero.reshape(len(alike), -1) if any(zeros) else None
+    flat = values.reshape(len(alike), -1).astype(np.float64)
+    means = (flat.sum(axis=1) / looked_at).tolist()
+    squares = (np.einsum("ij,ij->i", flat, flat) / looked_at).tolist()
+    counted = zip(
+        alike, zeros, means, squares, _histograms(exponents, keep), _histograms(below, keep),
+        _sketches([each.rows for each in alike]), strict=True,
+    )  # fmt: skip
+    for each, zero, mean, square, histogram, under, sketch in counted:
+        facts, format = each.facts, _FORMATS[each.facts.format]
+        yield TensorFacts(  # replace() takes three times as long
+            facts.format, facts.shape, facts.device, facts.elements, low=each.low, high=each.high, mean=mean,
+            rms=math.sqrt(square), zeros=zero / looked_at - each.nan - each.infinite,
+            subnormal=_subnormal(histogram, format) / looked_at, saturated=_saturated(each, format), nan=each.nan,
+            infinite=each.infinite, exponents=histogram, below=under, looked_at=looked_at, lies_in=facts.lies_in,
+            checksum=facts.checksum, file=facts.file, sketch=sketch,
+        )  # fmt: skip
+
+
+def _subnormal(counts: Histogram, format: Format) -> int:
+    smallest = math.frexp(format.smallest_normal)[1] - 1
+    return sum(counts.counts[: smallest - counts.first]) if counts.counts and counts.first < smallest else 0
+
+
+def _saturated(each: Taken, format: Format) -> float:
+    if max(-each.low, each.high) < format.max:
+        return 0.0
+    return float(np.count_nonzero(np.abs(each.sample) == format.max) / each.sample.size)
+
+
+def exponents_of(values: Any) -> tuple[Any, Any]:
+    """The binary exponent of each number, far below all others for zeros; and which are zeros. Read off the bits: that
+    takes a fifth of the time of frexp, which is asked where there are fp32's or fp64's own subnormal numbers.
+    """
+    mantissa_bits, integer = (23, np.int32) if values.dtype == np.float32 else (52, np.int64)
+    bits = values.view(integer) & np.iinfo(integer).max
+    is_zero = bits == 0
+    exponents = (bits >> mantissa_bits).astype(np.int32, copy=False)
+    exponents -= (1 << (30 if mantissa_bits == 23 else 62) - mantissa_bits) - 1
+    lowest = -126 if mantissa_bits == 23 else -1022
+    is_low = exponents < lowest
+    if is_low.any():
+        exponents[is_low] = np.frexp(values[is_low])[1] - 1
+        exponents[is_zero] = _UNDER_ALL
+    return exponents, is_zero
+
+
+def _histograms(numbers: Any, keep: Any) -> list[Histogram]:
+    """One of each array of the first dimension, of the elements that are kept."""
+    count = len(numbers)
+    flat = numbers.reshape(count, -1)
+    kept = flat.ravel() if keep is None else flat[keep]
+    if not kept.size:
+        return [Histogram()] * count
+    first = int(kept.min())
+    span = int(kept.max()) - first + 1
+    places = flat - first + np.arange(0, count * span, span)[:, None]
+    places = places.ravel() if keep is None else places[keep]
+    counts = np.bincount(places, minlength=count * span).reshape(count, span)
+    return [_histogram(first, row) for row in counts]
+
+
+def _histogram(first: int, counts: Any) -> Histogram:
+    there = np.flatnonzero(counts)
+    if not there.size:
+        return Histogram()
+    start, stop = int(there[0]), int(there[-1]) + 1
+    return Histogram(first + start, tuple(counts[start:stop].tolist()))
+
+
+def _sketches(rows: list[Any]) -> Iterator[str]:
+    """The sums and the length of each row, as a run keeps them."""
+    values = np.stack(rows).astype(np.float64)
+    with np.errstate(all="ignore"):
+        lengths = np.sqrt(np.einsum("nij,nij->ni", values, values))
+        sums = np.stack([each @ _sums_of(values.shape[2]) for each in values])  # one by one: a product's sums may
+        raw = np.concatenate([sums, lengths[:, :, None]], axis=2).astype("<f4")  # depend on how many rows it has
+    return (sketch_text(each.tobytes()) for each in raw)
+
+
+@lru_cache(maxsize=16)
+def _sums_of(columns: int) -> Any:
+    """A matrix that sums every sixteenth element: a product takes a fifth of the time of numpy's sum."""
+    return np.tile(np.eye(SUMS), (-(-columns // SUMS), 1))[:columns]

@@ -1,0 +1,264 @@
+"""Statistics of tensors, in one pass each: the range exactly, the rest of a sample, which is looked at at the end.
+
+A tensor that was not written to since is looked at once, however many calls read it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrowcast.errors import Origin, RunError
+from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.statistics.sampled import Taken, facts_of, taken
+from narrowcast.reports.results.run_records import TensorFacts
+from narrowcast.reports.results.sketch import SUMS, sketched_rows, sketched_step
+from narrowcast.runtime.torch_bridge import FORMATS, short_type
+from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key, version_of
+
+SAMPLE = 4096
+"""How many elements of a tensor the sampled statistics look at."""
+_HELD_BYTES = 1 << 26
+"""Samples that wait to be looked at together are looked at when they take this much."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What was taken of a tensor on an accelerator and not read yet."""
+
+    facts: TensorFacts
+    range: tuple[torch.Tensor, torch.Tensor]
+    sample: torch.Tensor
+    rows: torch.Tensor
+
+    def read(self, everything: torch.Tensor | None = None) -> Taken:
+        """The same, read now."""
+        low, high = self.range[0].item(), self.range[1].item()
+        is_finite = math.isfinite(low) and math.isfinite(high)
+        values = None if is_finite or everything is None else _numpy(everything)
+        return taken(self.facts, low, high, _numpy(self.sample), _numpy(self.rows), values)
+
+
+class Statistics:
+    """A table of tensors' facts. Must be used where nothing watches: its own work is no call of the run.
+
+    whole: look at every element, not at a sample. checksums: also keep one of each tensor's bytes. folder: write the
+    tensors themselves into it, as long as limit_bytes last.
+    """
+
+    def __init__(
+        self, whole: bool = False, checksums: bool = False, folder: Path | None = None, limit_bytes: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        self._whole, self._checksums = whole, checksums
+        self.folder, self._left = folder, limit_bytes
+        self.not_written = 0
+        self._written: list[Path] = []
+        self._rows: list[TensorFacts | Taken | _Pending] = []
+        self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
+        self._last_in: dict[int, tuple[int, Any]] = {}
+        self._held_bytes = 0
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The tensor's number in the table, where it is entered if it is not there as it is now."""
+        if not has_storage(tensor):
+            self._rows.append(_unseen(tensor))
+            return len(self._rows) - 1
+        storage = storage_key(tensor)
+        lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (storage, _version(tensor), lies)  # halves of one tensor share all but where they lie
+        found = self._known.get(key)
+        if found is not None and not found[1].expired():
+            return found[0]
+        before = self._last_in.get(storage)
+        lies_in = before[0] if before is not None and not before[1].expired() else -1
+        weak = before[1] if before is not None and lies_in >= 0 else StorageWeakRef(tensor.untyped_storage())
+        self._rows.append(self._look(tensor, lies_in))
+        number = len(self._rows) - 1
+        self._known[key] = self._last_in[storage] = (number, weak)
+        if len(self._known) > 4096:
+            self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
+            self._last_in = {k: v for k, v in self._last_in.items() if not v[1].expired()}
+        return number
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """The tensor was written to: what is known of its storage holds no longer."""
+        if has_storage(tensor):
+            storage = storage_key(tensor)
+            self._known = {key: value for key, value in self._known.items() if key[0] != storage}
+
+    def table(self) -> list[TensorFacts]:
+        """All that was entered, read now."""
+        self._read()
+        return self.without_values()
+
+    def without_values(self) -> list[TensorFacts]:
+        """The same, of what was not read the sizes alone."""
+        return [row if isinstance(row, TensorFacts) else row.facts for row in self._rows]
+
+    def _look(self, tensor: torch.Tensor, lies_in: int) -> TensorFacts | Taken | _Pending:
+        x = tensor.detach()
+        elements = x.numel()
+        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in=lies_in)
+        if not elements:
+            return facts
+        if self._checksums or self.folder is not None:
+            facts = self._kept(x, facts)
+        if x.dtype not in FORMATS:
+            return facts
+        if FORMATS[x.dtype].bits < 16:
+            x = x.float()
+        pending = _Pending(facts, torch.aminmax(x), sample_of(x, x.numel() if self._whole else SAMPLE), rows_of(x))
+        found: Taken | _Pending = pending
+        if not x.is_cpu:
+            pending.sample, pending.rows = pending.sample.clone(), pending.rows.clone()
+        elif self._whole:
+            return facts_of([pending.read(x)])[0]
+        else:
+            found = pending.read(x)
+        self._held_bytes += found.sample.nbytes + found.rows.nbytes
+        if self._held_bytes > _HELD_BYTES:
+            self._rows.append(found)
+            self._read()
+            return self._rows.pop()
+        return found
+
+    def _read(self) -> None:
+        """Look at all that waits, together."""
+        waiting = {n: row for n, row in enumerate(self._rows) if not isinstance(row, TensorFacts)}
+        found = facts_of([row.read() if isinstance(row, _Pending) else row for row in waiting.values()])
+        for number, facts in zip(waiting, found, strict=True):
+            self._rows[number] = facts
+        self._held_bytes = 0
+
+    def _kept(self, x: torch.Tensor, facts: TensorFacts) -> TensorFacts:
+        raw = _raw(x)
+        if self._checksums:
+            facts = replace(facts, checksum=f"{zlib.crc32(raw.data):08x}")
+        if self.folder is None:
+            return facts
+        if raw.nbytes > self._left:
+            self.not_written += 1
+            return facts
+        name = f"tensor-{len(self._rows)}.npy"
+        try:
+            with (self.folder / name).open("wb") as stream:
+                np.save(stream, raw, allow_pickle=False)
+        except OSError as error:
+            for file in (*self._written, self.folder / name):
+                file.unlink(missing_ok=True)  # without the run that names them they say nothing
+            raise RunError(
+                f"writing tensors into {self.folder}", f"{type(error).__name__}: {error}",
+                (Origin(str(self.folder / name)),),
+                "Give a folder with room, or a smaller tensor_limit_bytes; nothing was left.",
+            ) from error  # fmt: skip
+        self._written.append(self.folder / name)
+        self._left -= raw.nbytes
+        return replace(facts, file=name)
+
+
+def _unseen(tensor: torch.Tensor) -> TensorFacts:
+    """What is known of a tensor whose values are not looked at; sizes that differ from row to row are left out."""
+    try:
+        shape = tuple(int(size) for size in tensor.shape)
+        return TensorFacts(short_type(tensor.dtype), shape, tensor.device.type, tensor.numel())
+    except (RuntimeError, AttributeError, TypeError):
+        return TensorFacts(short_type(tensor.dtype), (), tensor.device.type, 0)
+
+
+def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
+    """At most so many elements of a tensor, as rows (last dimension) that lie evenly; small ones whole. 2-d."""
+    if x.dim() == 0:
+        return x.reshape(1, 1)
+    columns = x.shape[-1]
+    if x.numel() <= elements:
+        return x.reshape(-1, columns) if columns else x.reshape(0, 0)
+    wide = x if columns <= elements else x[..., :: -(-columns // elements)]
+    rows = max(1, elements // wide.shape[-1])
+    for dimension in range(x.dim() - 2, -1, -1):
+        wanted = max(1, rows // _product(wide.shape[:dimension]))
+        step = -(-wide.shape[dimension] // wanted) if _product(wide.shape[: dimension + 1]) > rows else 1
+        first = (step - 1) // 2  # images have their margins at the ends
+        wide = wide[(slice(None),) * dimension + (slice(first, None, step),)]
+    return wide.reshape(-1, wide.shape[-1])
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """The rows that a sketch is made of, 2-d, for any strides; of rows that are too wide blocks that lie evenly."""
+    if x.dim() < 2:
+        rows = x.reshape(1, -1)
+    else:
+        leading = tuple(x.shape[:-1])
+        if x.is_contiguous() and x.numel():  # in half the time
+            rows = x.view(-1, x.shape[-1]).index_select(0, _row_numbers(_product(leading), x.device))
+        else:
+            rows = x[_row_index(leading, x.device)]
+    step = sketched_step(rows.shape[1])
+    if step == 1:
+        return rows
+    whole = rows.shape[1] // SUMS
+    return rows[:, : whole * SUMS].reshape(len(rows), whole, SUMS)[:, ::step].reshape(len(rows), -1)
+
+
+@lru_cache(maxsize=4096)
+def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
+    """Which rows are looked at, of so many."""
+    return torch.tensor(sketched_rows(rows), dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Where the rows lie that are looked at, by dimension."""
+    return torch.unravel_index(_row_numbers(_product(leading), device), leading)
+
+
+def _product(sizes: Any) -> int:
+    found = 1
+    for size in sizes:
+        found *= int(size)
+    return found
+
+
+def _numpy(x: torch.Tensor) -> Any:
+    """The values in memory of their own: torch refuses to resize for ever after what numpy has looked at."""
+    return x.to("cpu", x.dtype if x.dtype is torch.float64 else torch.float32, copy=True).resolve_neg().numpy()
+
+
+def _raw(x: torch.Tensor) -> Any:
+    """The bytes of a tensor, in memory of their own likewise."""
+    content = x.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    return content.flatten().view(torch.uint8).numpy() if content.numel() else np.empty(0, np.uint8)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of a tensor's bytes: equal for equal tensors, hardly ever for others."""
+    x = tensor.detach()
+    if not x.numel() or not has_storage(x):
+        return 0
+    return zlib.crc32(_raw(x).data)
+
+
+def folder_for(path: str | Path) -> Path:
+    """A folder for tensors, made if its parent is there. RunError if it cannot be written to."""
+    folder = Path(path)
+    try:
+        folder.mkdir(exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written to")
+    except OSError as error:
+        raise RunError(
+            f"tensors={str(path)!r}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
+            "Give a folder whose parent exists and that can be written to.",
+        ) from error  # fmt: skip
+    return folder

@@ -1,0 +1,223 @@
+"""Whether tensors are finite, asked with one sum each; and which infinities are meant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from narrowcast.core.ops import named
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import Named, tensors_by_name
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_surface.dispatch import holds_others, op_name, tree_leaves, version_of
+
+Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def is_floating(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has floating values that can be looked at."""
+    return tensor.dtype in FORMATS and has_storage(tensor)
+
+
+def inputs_of(call: SeenCall) -> Named:
+    """The floating arguments of a call by name; where it writes to some and was told of before, their copies."""
+    return [(name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+
+
+def came_in(call: SeenCall) -> list[torch.Tensor]:
+    """The same arguments themselves, also those that it writes to."""
+    came: list[torch.Tensor] | None = call.notes.get("came")
+    return [t for _, t in inputs_of(call)] if came is None else came
+
+
+def reads(call: SeenCall, argument: str) -> bool:
+    """Whether the call reads what an argument held, and does not just write to it."""
+    _, name, overload = call.facts.id.split(".")
+    if not (overload == "out" or overload.endswith("_out") or name.removesuffix("_") in named("finite.written_unread")):
+        return True
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    return argument.partition(".")[0] not in written
+
+
+def parts_inside(call: SeenCall) -> Named:
+    """Of arguments of classes that hold other tensors, those tensors: what a collective gives, sharded ones."""
+    found: Named = []
+    waiting: Named = [
+        (name, t) for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if holds_others(type(t))
+    ]
+    while waiting:
+        name, tensor = waiting.pop()
+        inside = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        parts: Named = [(name, getattr(tensor, each)) for each in inside]
+        waiting += [(name, part) for name, part in parts if holds_others(type(part))]
+        found += [(name, part) for name, part in parts if is_floating(part)]
+    return found
+
+
+def gave(call: SeenCall) -> list[torch.Tensor]:
+    """The floating tensors that a call gave, or wrote to."""
+    if gives_memory(call):
+        return []
+    results = [t for t in call.results if is_floating(t)]
+    if not call.facts.overwrites:
+        return results
+    there = {id(t) for t in results}
+    written = {slot.name for slot in call.facts.slots if slot.written}
+    names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
+    pairs = zip(names, came_in(call), strict=True)
+    return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]
+
+
+def gives_memory(call: SeenCall) -> bool:
+    """Whether it only gives a tensor other memory."""
+    return op_name(call.facts.op) in named("finite.gives_memory")
+
+
+def fills(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is all of the memory it lies in."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_whole_number(tensor: torch.Tensor) -> bool:
+    """Whether it holds signed integers, as infinities may be cast to."""
+    return tensor.dtype in _INTEGERS and has_storage(tensor)
+
+
+def out_of_range(tensor: torch.Tensor) -> bool:
+    """Whether integers are as large as what casts make of an infinity, also after small numbers were added to it."""
+    half = torch.iinfo(tensor.dtype).max // 2
+    return bool(((tensor > half) | (tensor < -half)).any())
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What flags were, by number. totals: a sum of each tensor. memory: alike for what lay in one memory, unwritten."""
+
+    totals: list[float]
+    memory: list[int]
+
+    def is_finite(self, number: int) -> bool:
+        """Whether all elements were."""
+        return math.isfinite(self.totals[number])
+
+    def has_nan(self, numbers: list[int]) -> bool:
+        """Whether there was NaN, or infinities of both signs, in one of these."""
+        return any(math.isnan(self.totals[number]) for number in numbers)
+
+
+class Flags:
+    """For each tensor as it is now one number: whether it is finite; read of accelerators when it is asked for."""
+
+    def __init__(self) -> None:
+        self._known: ByStorage[dict[Key, int]] = ByStorage()
+        self._values: list[float | torch.Tensor] = []
+        self._first: list[int] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The tensor's number."""
+        version = -1 if tensor.is_inference() else version_of(tensor)
+        key = (version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+        numbers = self._known.get(tensor)
+        if numbers is None:
+            numbers = {}
+            self._known.put(tensor, numbers)
+        found = numbers.get(key)
+        if found is None:
+            numbers[key] = found = len(self._values)
+            self._first.append(min((n for k, n in numbers.items() if k[0] == version), default=found))
+            self._values.append(_total(tensor))
+        return found
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """The tensor was written to."""
+        self._known.drop(tensor)
+
+    def is_finite(self, number: int) -> bool:
+        """The flag, read now."""
+        value = self._values[number] = float(self._values[number])
+        return math.isfinite(value)
+
+    def read(self) -> Read:
+        """All flags, in one transfer for each device; those that were read are forgotten."""
+        waiting: dict[torch.device, list[int]] = {}
+        for number, value in enumerate(self._values):
+            if isinstance(value, torch.Tensor):
+                waiting.setdefault(value.device, []).append(number)
+        values = dict(enumerate(self._values))
+        for numbers in waiting.values():
+            together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
+            values.update(zip(numbers, together.tolist(), strict=True))
+        found = Read([float(values[number]) for number in range(len(values))], self._first)
+        self._values, self._first, self._known = [], [], ByStorage()
+        return found
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite, looked at now."""
+    return math.isfinite(_total(tensor))
+
+
+def _total(tensor: torch.Tensor) -> float | torch.Tensor:
+    """A sum in at least fp32, which is not finite if an element is not; the opposite is looked into on the cpu.
+
+    There fp32 is multiplied by itself: BLAS takes less time for that than torch for a sum, the more so for what lies
+    in no cache and is shared among threads.
+    """
+    x = tensor.detach() if tensor.requires_grad else tensor
+    if not x.numel():
+        return 0.0
+    if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
+        flat = x.view(-1)
+        total = torch.dot(flat, flat)
+    elif x.dtype is torch.float16:
+        total = x.sum(dtype=torch.float32)
+    else:
+        total = (x if FORMATS[x.dtype].bits >= 16 else x.float()).sum()
+    if not x.is_cpu:
+        return total.float()
+    found: float = total.item()
+    return found if math.isfinite(found) or not bool(torch.isfinite(x).all()) else 0.0
+
+
+def only_passed_on(came: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether, element by element, what is not finite stands where it stood in what came."""
+    for result in results:
+        bad = torch.zeros_like(result, dtype=torch.bool)
+        try:
+            for tensor in came:
+                bad |= ~tensor.isfinite()
+        except RuntimeError:  # another shape: not element by element
+            return False
+        if bool((~result.isfinite() & ~bad).any()):
+            return False
+    return True
+
+
+# -- infinities that are meant -----------------------------------------------------------------------------------------
+
+
+def numbers_not_finite(call: SeenCall) -> str:
+    """Why an infinite result is meant: the call was given an infinite number, as masks are filled with one."""
+    numbers = [v for v in tree_leaves((call.args, call.kwargs)) if isinstance(v, float)]
+    return "filled in as a number" if any(math.isinf(v) for v in numbers) else ""
+
+
+def mask_like(call: SeenCall, results: list[torch.Tensor]) -> str:
+    """Why an infinite result is meant: all of it is -inf, where an argument has the lowest value of its format."""
+    if any(bool(torch.isnan(t).any()) or bool((t == math.inf).any()) for t in results):
+        return ""
+    for name, tensor in inputs_of(call):
+        if tensor.numel() and is_lowest(float(tensor.detach().min()), tensor):
+            return f"a mask of the lowest value of {FORMATS[tensor.dtype]} ({name})"
+    return ""
+
+
+def is_lowest(value: float, tensor: torch.Tensor) -> bool:
+    """Whether a value is, within a hundredth, the lowest that the tensor's format holds: what masks are filled with."""
+    return value <= -0.99 * FORMATS[tensor.dtype].max

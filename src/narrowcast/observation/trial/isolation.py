@@ -1,0 +1,217 @@
+"""Run a model without leaving a trace in it: on a copy that shares its weights, or has fake ones."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from narrowcast.frontends.scripts.state import ScriptState, scripts_in
+from narrowcast.runtime.devices.device import is_here, random_state_kept
+from narrowcast.runtime.torch_surface.dispatch import tree_map, without_modes
+from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
+
+
+@contextmanager
+def isolated(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fake: bool,
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    of_script: Callable[[Any], Any] | None = None,
+) -> Iterator[Isolated]:
+    """A function that runs `model(*args, **kwargs)` and leaves model, arguments and random state as they are.
+
+    What runs is a deep copy of model and arguments, in which weights are shared, or fake tensors if `fake` (then
+    without compute or memory; meta tensors and devices that are not here become fake cpu tensors). So caches that a
+    model fills while it runs stay in the copy. A callable that cannot be copied (a function that closes over modules)
+    runs itself; the attributes and buffers of the modules that it calls are restored.
+
+    through: what runs the copy, given model, args and kwargs, instead of a call; attributes of a callable that cannot
+    be copied are then not restored. stand_in: gives the tensor of the copy for each of the model's and arguments', in
+    place of sharing weights. of_script: likewise the script for each of the model's, which are shared otherwise, and
+    what they keep restored: TorchScript's copies of weights get no gradients.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    stand_in = _fakes(mode) if mode is not None else stand_in or _share_weights
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept())
+        if through is None:
+            stack.enter_context(_restored_attributes())  # by a hook and a mode, which Dynamo could not pass
+        if not fake and of_script is None and isinstance(model, torch.nn.Module):
+            stack.callback(ScriptState(model).put_back)
+            of_script = _itself
+        own_model, own_args, own_kwargs = _copied((model, args, kwargs), stand_in, of_script)
+        if mode is not None:
+            stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
+            stack.enter_context(mode)
+        yield Isolated(own_model, own_args, own_kwargs, through or _call)
+
+
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """A copy of a model and its arguments. Called, it runs."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    through: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+    def __call__(self) -> Any:
+        """The result of the run."""
+        return self.through(self.model, self.args, self.kwargs)
+
+
+def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """What fake tensors cannot carry is said in the explanation; torch would log a traceback too."""
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class StandIns:
+    """For each tensor one in its place, which `make` gives: a parameter, or one that requires grad, where that is."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._make = make
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same one each time."""
+        if id(tensor) not in self._made:
+            made = self._make(tensor)
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                made.requires_grad_()
+            self._made[id(tensor)] = (tensor, made)
+        return self._made[id(tensor)][1]
+
+
+def _fakes(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Fake tensors of the same sizes, strides and dtypes; those that are fake are left."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        device = tensor.device if not tensor.is_meta and is_here(tensor.device.type) else "cpu"
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    stand_ins = StandIns(fake)
+    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else stand_ins(tensor)
+
+
+def _share_weights(tensor: torch.Tensor) -> torch.Tensor:
+    """Parameters are shared with the copy, everything else is cloned."""
+    return tensor if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf else tensor.detach().clone()
+
+
+class _ReplaceTensors(TorchFunctionMode):
+    """While a deep copy is made: what takes the place of each tensor."""
+
+    def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._stand_in(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _itself(script: Any) -> Any:
+    return script
+
+
+def _copied(
+    everything: Any, stand_in: Callable[[torch.Tensor], torch.Tensor], of_script: Callable[[Any], Any] | None
+) -> Any:
+    """A deep copy with other tensors, or if there is none the model itself with replaced arguments."""
+    model, args, kwargs = everything
+    memo: dict[int, Any] = {}
+    if isinstance(model, torch.nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = stand_in(tensor)
+        if of_script is not None:
+            memo.update({id(script): of_script(script) for script in scripts_in(model)})
+    try:
+        with _ReplaceTensors(stand_in):
+            return copy.deepcopy(everything, memo)
+    except Exception:
+        replaced = tree_map(lambda v: stand_in(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        return model, *replaced
+
+
+@contextmanager
+def _restored_attributes() -> Iterator[None]:
+    """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    scripts: list[ScriptState] = []
+    before: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
+
+    def keep(module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in before:
+            kept = {name: dict(v) if type(v) is dict else v for name, v in module.__dict__.items()}
+            before[id(module)] = (module, kept)
+            with without_modes():
+                own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
+                buffers.extend((b, b.detach().clone()) for b in own)
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripts.append(ScriptState(module))
+
+    hook = register_module_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, kept in before.values():
+            for name in [name for name in module.__dict__ if name not in kept]:
+                del module.__dict__[name]
+            for name, value in kept.items():
+                if type(value) is dict and type(module.__dict__.get(name)) is dict:
+                    module.__dict__[name].clear()
+                    module.__dict__[name].update(value)
+                else:
+                    module.__dict__[name] = value
+        for script in scripts:
+            script.put_back()
+        _write_back(buffers)
+
+
+@contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Buffers (batch norm statistics), what scripts keep and the random state are as they were afterwards."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    kept = [(b, b.detach().clone()) for b in buffers]
+    scripts = ScriptState(model) if isinstance(model, torch.nn.Module) else None
+    try:
+        with random_state_kept():
+            yield
+    finally:
+        if scripts is not None:
+            scripts.put_back()
+        _write_back(kept)
+
+
+def _write_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each (buffer, value) its value, where it has changed."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if buffer.layout is torch.strided and not buffer.is_meta and not torch.equal(buffer, value):
+                buffer.copy_(value)

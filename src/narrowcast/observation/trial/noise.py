@@ -1,0 +1,50 @@
+"""Noise that moves values by up to one unit in the last place, to see how far round-off may go."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowcast.formats import fp16
+from narrowcast.observation.trial.finiteness import is_finite
+from narrowcast.observation.trial.output_errors import is_masked
+
+_LENGTH = 262_139
+"""A prime, so that rows of a tensor do not line up with it; a strip of it in fp32 stays in a core's cache."""
+
+
+class Noise:
+    """Uniform numbers from -1 to 1 of a seed: one strip, which tensors read one after the other, over and over.
+
+    To draw anew for each element takes longer than most of the calls that it is for.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._strip = 2 * torch.rand(_LENGTH, generator=torch.Generator().manual_seed(seed)) - 1
+        self._factors: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
+        self._at = 0
+
+    def moved(self, tensor: torch.Tensor, unit: float, least: float = 0.0) -> torch.Tensor:
+        """A copy, each value times 1 + unit * noise, and least * noise added to those that are not zero.
+
+        tensor: floating, strided; unit: a format's epsilon; least: its smallest value. What the tensor's own format
+        cannot hold then stays as it was, and so does what masks are filled with.
+        """
+        key = (tensor.device, tensor.dtype, unit)
+        factors = self._factors.get(key)
+        if factors is None:
+            factors = self._factors[key] = (1 + unit * self._strip).to(tensor)
+        found = tensor.detach().clone()  # dense, in whatever order of dimensions
+        flat, done = found.as_strided((found.numel(),), (1,)), 0
+        while done < flat.numel():
+            part = flat[done : done + _LENGTH - self._at]
+            part.mul_(factors[self._at : self._at + part.numel()])
+            done, self._at = done + part.numel(), (self._at + part.numel()) % _LENGTH
+        if least:
+            found += torch.where(found == 0, 0.0, least * (2 * torch.rand_like(found, dtype=torch.float32) - 1))
+        if not is_finite(found) or bool((tensor <= _LOWEST).any()):
+            x = tensor.detach().double()
+            found = torch.where(is_masked(x) | torch.isinf(found), tensor.detach(), found)
+        return found
+
+
+_LOWEST = 0.99 * -fp16.max

@@ -1,0 +1,138 @@
+"""How far outputs are from a reference's: signal to noise, relative and largest errors, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from narrowcast.formats import bf16, fp16
+from narrowcast.reports.results.differences import OutputError
+from narrowcast.runtime.torch_bridge import part_of, short_type, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import keystr, tree_flatten_with_path
+
+
+def sqnr_db(reference: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal to quantisation noise in dB: 10 log10(sum ref^2 / sum (ref - x)^2), in fp64.
+
+    Any shapes, equal ones; infinity if the tensors are equal, NaN if one holds a NaN or infinity that the other lacks.
+    """
+    ref, x = reference.detach().double(), found.detach().double()
+    noise = float(difference(ref, x).square().sum())
+    return decibels(float(_values(ref).square().sum()), noise)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise): infinity without noise, NaN where the noise is not finite."""
+    if noise == 0.0:
+        return math.inf
+    if not math.isfinite(noise):
+        return math.nan
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def relative_error(reference: torch.Tensor, found: torch.Tensor) -> float:
+    """||x - ref|| / ||ref|| in fp64; 0 if equal, infinity if the reference is all zeros and x is not."""
+    ref = reference.detach().double()
+    return relative([difference(ref, found.detach().double())], [ref])
+
+
+def relative(differences: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """||differences|| / ||reference|| over several tensors in fp64; NaN if a value is not finite on one side alone."""
+    noise = sum(float(d.square().sum()) for d in differences)
+    if noise == 0.0:
+        return 0.0
+    signal = sum(float(_values(r).square().sum()) for r in reference)
+    return math.sqrt(noise / signal) if signal else math.inf
+
+
+def error_of(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """The relative error of several tensors in fp64 against others."""
+    return relative([difference(r, x) for x, r in zip(found, reference, strict=False)], reference)
+
+
+def difference(ref: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x - ref, zero where both are the same infinity, both NaN, or both what masks are filled with."""
+    off = x - ref
+    if _are_plain(ref) and _are_plain(x):
+        return off
+    same = (ref == x) | (torch.isnan(ref) & torch.isnan(x)) | (is_masked(ref) & is_masked(x))
+    return torch.where(same, torch.zeros_like(ref), off)
+
+
+def _values(ref: torch.Tensor) -> torch.Tensor:
+    """The tensor with zeros where it is not finite, and where it is masked."""
+    return ref if _are_plain(ref) else torch.where(is_masked(ref), 0.0, ref).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _are_plain(x: torch.Tensor) -> bool:
+    """Whether all values are finite and none is that of a mask, at a glance: what is not, may be so all the same."""
+    return not x.numel() or (math.isfinite(float(x.sum())) and float(x.min()) > 0.99 * -fp16.max)
+
+
+def is_masked(x: torch.Tensor) -> torch.Tensor:
+    """Where a tensor in fp64 has what masks are filled with: -infinity, and about the lowest value of a format."""
+    return (x <= _LOWEST_OF_8) | ((x <= 0.99 * -fp16.max) & (x >= -fp16.max))
+
+
+_LOWEST_OF_8 = 0.99 * -bf16.max
+
+
+def output_errors(reference: Any, found: Any) -> tuple[OutputError, ...]:
+    """One row per floating tensor in the outputs (nested in tuples, dicts, dataclasses that pytree knows). Of complex
+    ones real and imaginary parts are compared.
+    """
+    rows = []
+    pairs = zip(_named_tensors(reference), _named_tensors(found), strict=False)
+    for (name, ref), (_, x) in pairs:
+        shape = ref.shape
+        is_real = ref.is_floating_point() and x.is_floating_point()
+        if not (is_real or (ref.is_complex() and x.is_complex())) or ref.shape != x.shape:
+            continue
+        names = short_type(ref.dtype), short_type(x.dtype)
+        ref, x = as_real(dense(ref)), as_real(dense(x))
+        largest = difference(ref.detach().double(), x.detach().double()).abs()
+        rows.append(
+            OutputError(
+                name=name,
+                reference=f"{names[0]} {list(shape)}",
+                found=names[1],
+                sqnr_db=sqnr_db(ref, x),
+                relative_error=relative_error(ref, x),
+                largest_error=float(largest.max()) if largest.numel() else 0.0,
+            )
+        )
+    return tuple(rows)
+
+
+def gradient_error(reference: torch.Tensor, found: torch.Tensor) -> float:
+    """The relative error of a gradient, which may be sparse or complex."""
+    ref, x = flat(reference), flat(found)
+    return relative([difference(ref, x)], [ref])
+
+
+def flat(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient's values in fp64."""
+    return as_real(dense(gradient.detach())).double().flatten()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts, [..., 2]; another as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with every element, if it is a sparse one; of a sharded one this rank's."""
+    part = part_of(tensor)
+    return part if part.layout is torch.strided else part.to_dense()
+
+
+def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(keystr(path).lstrip(".") or "output", leaf) for path, leaf in leaves if torch.is_tensor(leaf)]
+
+
+def has_nan(tree: Any) -> bool:
+    """Whether a floating tensor among the outputs holds NaN."""
+    return any(t.is_floating_point() and bool(torch.isnan(dense(t)).any()) for t in tensors_in(tree))

@@ -1,0 +1,143 @@
+"""A call that was seen, run again by itself: as planned, or with its tensors in other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from narrowcast.frontends.eager.kernels import gather
+from narrowcast.observation.observer.seen_call import SeenCall
+from narrowcast.observation.statistics.arguments import others_as_text
+from narrowcast.observation.trial.finiteness import gives_memory
+from narrowcast.runtime.torch_bridge import DTYPES, OpFacts, is_random, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import holds_others, tree_map
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def can_run_again(call: SeenCall) -> bool:
+    """Whether the same call can be made, and gives the same again: no random numbers are drawn, no memory is given, and
+    no tensor is made of others, whose class alone knows what is to be done with it.
+    """
+    return (
+        not _draws(call) and not gives_memory(call) and not any(map(is_of_others, tensors_in(call.args, call.kwargs)))
+    )
+
+
+def _draws(call: SeenCall) -> bool:
+    """Whether it draws random numbers; attention without dropout does not."""
+    return (
+        is_random(call.facts.op) and dict(others_as_text(call.facts, call.args, call.kwargs)).get("dropout_p") != "0.0"
+    )
+
+
+def is_of_others(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that is made of other tensors: it must not be touched where no class is asked."""
+    return holds_others(type(tensor))
+
+
+def planned_arguments(call: SeenCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the op reads them: cast as planned."""
+    dtypes = planned_dtypes(call)
+    return in_dtypes(call.facts, call.args, call.kwargs, dtypes) if dtypes else (call.args, call.kwargs)
+
+
+def planned_dtypes(call: SeenCall) -> list[torch.dtype | None]:
+    """What each tensor of a call is cast to, in their order; None leaves it."""
+    if call.plan is None or not any(call.plan.formats):
+        return []
+    given = zip(gather(call.facts, call.args, call.kwargs), call.plan.formats, strict=True)
+    return [None if dst is None else DTYPES[dst] for tensor, dst in given if isinstance(tensor, torch.Tensor)]
+
+
+def in_dtypes(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[torch.dtype | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with each tensor, in the order of slots, in its dtype; None leaves it."""
+    left = iter(dtypes)
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for slot in facts.slots:
+        given = slot.position < len(args)
+        value = args[slot.position] if given else kwargs.get(slot.name)
+        if slot.is_list and value is not None:
+            value = [_to(v, left) for v in value]
+        else:
+            value = _to(value, left)
+        if given:
+            new_args[slot.position] = value
+        elif slot.name in kwargs:
+            new_kwargs[slot.name] = value
+    return tuple(new_args), new_kwargs
+
+
+def _to(value: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
+    """What is no tensor (None in a list of indices) has no dtype either."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = next(dtypes, None)
+    return value if dtype is None else value.to(dtype)
+
+
+def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with each floating tensor changed."""
+
+    def of(value: Any) -> Any:
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return change(value) if is_floating else value
+
+    new_args, new_kwargs = tree_map(of, (args, kwargs))
+    return new_args, new_kwargs
+
+
+def run_in(call: SeenCall, dtype: torch.dtype) -> list[torch.Tensor] | None:
+    """The call with every floating tensor (as planned, rounded as it is) in one dtype; None if the op has no such
+    kernel.
+    """
+    return run_wide(call.facts, *planned_arguments(call), dtype)
+
+
+def run_wide(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, change: Change | None = None
+) -> list[torch.Tensor] | None:
+    """What an op gives with every floating tensor in one dtype; None if it has no such kernel. change: what is done to
+    each tensor then.
+    """
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.detach().to(dtype)
+        return wide if change is None else change(wide)
+
+    args, kwargs = copies_of_written(facts, *changed(args, kwargs, widened))
+    args = tuple(dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
+    kwargs = {k: dtype if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
+    try:
+        return tensors_in(facts.op(*args, **kwargs))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def mends(wide: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether something is finite in a wide format that is not in the results."""
+    pairs = [(w, r) for w, r in zip(wide, results, strict=False) if w.is_floating_point() and w.shape == r.shape]
+    return any(bool((w.isfinite() & ~r.isfinite()).any()) for w, r in pairs)
+
+
+def copies_of_written(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with copies of those that the op writes to and that can be copied."""
+    if not facts.overwrites:
+        return args, kwargs
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for slot in facts.slots:
+        if slot.written and slot.position < len(args):
+            new_args[slot.position] = tree_map(_copy, args[slot.position])
+        elif slot.written and slot.name in kwargs:
+            new_kwargs[slot.name] = tree_map(_copy, kwargs[slot.name])
+    return tuple(new_args), new_kwargs
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) and not is_of_others(value) else value

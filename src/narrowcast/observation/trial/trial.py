@@ -1,0 +1,344 @@
+"""A trial: a model run again and again from the same state, in fp32, in fp64 or in a region, with its backward."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+import torch
+
+from narrowcast.errors import RunError
+from narrowcast.frontends.scripts.state import converted_script
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.trial.isolation import StandIns, isolated, restored
+from narrowcast.observation.trial.output_errors import dense
+from narrowcast.observation.trial.subject import Subject
+from narrowcast.runtime.devices.device import random_state_kept
+from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run gave: the output, detached, and gradients by the names of parameters (`input.0` of arguments)."""
+
+    output: Any
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def check_reference(outcome: Outcome, name: str) -> None:
+    """RunError for one that gives nothing to compare with."""
+    tensors = [dense(t) for t in tensors_of(outcome.output) if has_numbers(t) and t.numel()]
+    if not tensors and not outcome.gradients:
+        raise RunError(
+            "compare", "the model gave no floating tensor to compare",
+            advice="Give a model that returns some, or backward=True to compare gradients.",
+        )  # fmt: skip
+    if tensors and all(bool(torch.isnan(t).all()) for t in tensors):
+        raise RunError(
+            "compare", f"the reference ({name}) itself gives nothing but NaN",
+            advice="Find out where with nc.watch(): no policy is to blame.",
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Trial:
+    """A model with its input. backward: False, True (a scalar output, or an output's `loss`, is the loss; otherwise a
+    fixed random sum of the outputs), or a function that makes the loss of the output. reads: called with the output as
+    the model gave it, once nobody looks on. scale: of the loss, which gradients are divided by again.
+    """
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    backward: bool | Loss = False
+    reads: Callable[[Any], None] | None = None
+    scale: float = 1.0
+
+    @staticmethod
+    def of(verb: str, model: Any, args: Any, kwargs: Mapping[str, Any] | None, backward: bool | Loss) -> Trial:
+        """From what a user wrote. RunError for what cannot be run."""
+        if isinstance(model, Subject):
+            if args or kwargs:
+                raise RunError(f"{verb}(subject, ...) with arguments", "a Subject brings its own",
+                               advice="Put them into the Subject.")  # fmt: skip
+            model, args, kwargs = model.model, model.args, model.kwargs
+        if isinstance(model, torch.export.ExportedProgram):
+            model = model.module()
+        if not callable(model):
+            raise RunError(f"{verb}({type(model).__name__})", "it cannot be called", advice="Give a Module, a "
+                           "function, an ExportedProgram or a Subject.")  # fmt: skip
+        if isinstance(args, torch.Tensor) or not isinstance(args, tuple | list):
+            raise RunError(
+                f"{verb}(model, {type(args).__name__})", "the arguments of the model come as a tuple",
+                advice=f"Write {verb}(model, (x,)), or kwargs={{...}}.",
+            )  # fmt: skip
+        return Trial(model, tuple(args), dict(kwargs or {}), backward)
+
+    @property
+    def device_type(self) -> str:
+        """Where the model is."""
+        return device_type_of(self.model) or device_type_of(self.args, self.kwargs) or "cpu"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is what compilers, exporters and scripts give: it has the casts that it was made with."""
+        made = (torch.fx.GraphModule, torch.jit.ScriptModule, torch.jit.ScriptFunction)
+        return self.is_compiled or isinstance(self.model, made)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler makes code of it, which runs only where nobody looks on."""
+        return hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
+
+    def original(self) -> Trial:
+        """The same with what a compiled model or function was compiled of; itself for another."""
+        model = getattr(self.model, "_orig_mod", None)
+        if model is None and hasattr(self.model, "__narrowcast_compiled__"):
+            model = getattr(self.model, "__wrapped__", None)
+        return self if model is None else replace(self, model=model)
+
+    def fp32_for_low(self) -> torch.dtype | None:
+        """fp32, if weights or arguments are in 16 bits, which a copy in fp32 holds as they are; else None."""
+        model = self.model
+        buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+        tensors = [*parameters_of(model).values(), *buffers, *tensors_in(self.args, self.kwargs)]
+        return torch.float32 if any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors) else None
+
+    def run(
+        self, region: AbstractContextManager[Any] | None = None, watching: AbstractContextManager[Any] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Outcome:  # fmt: skip
+        """Run it, and leave model, arguments, gradients and random state as they were.
+
+        region: in which the forward runs. watching: opened around forward and backward. dtype: torch.float64 runs a
+        copy of model and arguments in fp64.
+        """
+        with self._copy(dtype) as run, ExitStack() as stack:
+            gradients = _Gradients(_named_parameters(run))
+            wanted = bool(self.backward) or torch.is_grad_enabled()
+            try:
+                stack.enter_context(watching or nullcontext())
+                with torch.set_grad_enabled(wanted and not torch.is_inference_mode_enabled()):
+                    output = self._forward(run, region or nullcontext(), gradients)
+                    if self.backward:
+                        output = self._differentiate(output, gradients)
+                stack.close()
+                if self.reads is not None:
+                    self.reads(output)
+                found = gradients.found()
+                if self.scale != 1.0:
+                    found = {name: gradient.double() / self.scale for name, gradient in found.items()}
+            finally:
+                gradients.put_back()
+            return Outcome(detached(output), found)
+
+    def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: _Gradients) -> Any:
+        """The output; of a generator what it yields, one by one, each differentiated before the next."""
+        with region:
+            output = run()
+            if isinstance(output, types.GeneratorType):
+                found = []
+                for item in output:
+                    if self.backward and isinstance(item, torch.Tensor) and item.requires_grad:
+                        self._go_back(item, gradients)
+                    found.append(detached(item))
+                return found
+            return output
+
+    def _differentiate(self, output: Any, gradients: _Gradients) -> Any:
+        if isinstance(output, list) and output and not any(t.requires_grad for t in tensors_of(output)):
+            return output  # a generator's, differentiated already
+        self._go_back(output, gradients)
+        return output
+
+    def _go_back(self, output: Any, gradients: _Gradients) -> None:
+        """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
+        loss = self.backward(output) if callable(self.backward) else _own_loss(output)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            gradients.put_aside(leaves_of([loss]))
+            total = loss if loss.dim() == 0 else loss.sum()
+            _backward([total], None if self.scale == 1.0 else [torch.full_like(total, self.scale)])
+            return
+        tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
+        if callable(self.backward) or not tensors:
+            raise RunError(
+                "backward=True", "no output of the model has a gradient",
+                advice="Give backward=a function that makes the loss of the model's output, or omit backward.",
+            )  # fmt: skip
+        with quietly():
+            weights = [w if self.scale == 1.0 else w * self.scale for w in map(_weights, tensors)]
+        gradients.put_aside(leaves_of(tensors))
+        _backward(tensors, weights)
+
+    @contextmanager
+    def _copy(self, dtype: torch.dtype | None) -> Iterator[Any]:
+        """The model with its arguments, to be run without a trace: a copy, or what cannot be copied itself."""
+        if dtype is None and self.is_made:
+            with restored(self.model), random_state_kept():
+                args, kwargs = tree_map(_own, (self.args, self.kwargs))
+                yield _Itself(self.model, args, kwargs)
+            return
+        stand_in = None if dtype is None else _converted(dtype)
+        of_script = None if dtype is None else lambda script: converted_script(script, dtype)
+        with isolated(self.model, self.args, self.kwargs, False, stand_in=stand_in, of_script=of_script) as run:
+            yield run
+
+
+@dataclass(frozen=True, slots=True)
+class _Itself:
+    model: Any
+    args: Any
+    kwargs: Any
+
+    def __call__(self) -> Any:
+        return self.model(*self.args, **self.kwargs)
+
+
+def _converted(dtype: torch.dtype) -> StandIns:
+    """Each floating or complex tensor in another format."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        wide = dtype.to_complex() if tensor.is_complex() else dtype
+        return tensor.detach().to(wide) if has_numbers(tensor) else tensor.detach().clone()
+
+    return StandIns(convert)
+
+
+def _own(value: Any) -> Any:
+    """An argument that the run may write to and differentiate without the user's being touched."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
+    """What gradients are asked of: the model's parameters, and arguments that require them."""
+    found = {name: p for name, p in parameters_of(run.model).items() if p.requires_grad}
+    for number, tensor in enumerate(tensors_in(run.args, run.kwargs)):
+        if tensor.requires_grad and tensor.is_leaf:
+            found[f"input.{number}"] = tensor
+    return found
+
+
+def parameters_of(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a module, or of the modules that a function closes over, by name."""
+    if isinstance(model, torch.nn.Module):
+        return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    if not inspect.isfunction(model):
+        return {}
+    names = inspect.getclosurevars(model)
+    modules = {n: v for n, v in {**names.globals, **names.nonlocals}.items() if isinstance(v, torch.nn.Module)}
+    found: dict[str, torch.Tensor] = {}
+    for name, module in modules.items():
+        prefix = f"{name}." if len(modules) > 1 else ""
+        found.update((prefix + inner, p) for inner, p in parameters_of(module).items())
+    return found
+
+
+class _Gradients:
+    """Gradients put aside while a model is differentiated: by name those that are asked of, and whatever else has."""
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        self._named = named
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.put_aside(named.values())
+
+    def put_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have none, until they are put back."""
+        for tensor in tensors:
+            if tensor.is_leaf and id(tensor) not in self._before:
+                self._before[id(tensor)] = (tensor, tensor.grad)
+                tensor.grad = None
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """Those that were made, by name."""
+        return {name: p.grad.detach() for name, p in self._named.items() if p.is_leaf and p.grad is not None}
+
+    def put_back(self) -> None:
+        """As they were."""
+        for tensor, gradient in self._before.values():
+            tensor.grad = gradient
+
+
+def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose gradients a backward of these adds to."""
+    found = [t for t in tensors if t.is_leaf]
+    waiting, seen = [t.grad_fn for t in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in an output: nested in what pytree knows, in dataclasses, in mappings and attributes' dicts."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_of([getattr(leaf, f.name) for f in dataclass_fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            found += tensors_of(list(leaf.values()))
+    return found
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating or complex numbers, of which errors are computed."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def detached(tree: Any) -> Any:
+    """The same without autograd; dataclasses and other mappings as dicts."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        if is_dataclass(value) and not isinstance(value, type):
+            return detached({f.name: getattr(value, f.name) for f in dataclass_fields(value)})
+        return detached(dict(value)) if isinstance(value, Mapping) else value
+
+    return tree_map(of, tree)
+
+
+def _own_loss(output: Any) -> Any:
+    """A scalar output, or an output's `loss`; None if there is neither."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor) and named.requires_grad:
+        return named
+    tensors = [t for t in tensors_of(output) if t.requires_grad and has_numbers(t)]
+    return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 0 else None
+
+
+def _backward(tensors: list[torch.Tensor], weights: list[torch.Tensor] | None = None) -> None:
+    try:
+        torch.autograd.backward(tensors, weights)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RunError(
+            "backward=True", "the model has differentiated its output itself",
+            advice="Omit backward: what the model does is captured and compared as it is.",
+        ) from error  # fmt: skip
+
+
+def _weights(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient that an output is given: random signs, always the same, of one size that every format holds."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+    size = 2.0 ** -round(math.log2(max(1, tensor.numel())) / 2)
+    return (signs * size).to(tensor)

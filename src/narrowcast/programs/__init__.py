@@ -1,0 +1,1 @@
+"""Programs, without torch: a graph as data, the passes that edit it, the placement of formats in it."""

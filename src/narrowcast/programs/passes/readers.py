@@ -1,0 +1,37 @@
+"""Who reads each value, and how often."""
+
+from __future__ import annotations
+
+from narrowcast.programs.program import Program, Step
+
+COMPOSITE = "cast by what it calls"
+"""The constants of a call that is cast as the op that it calls."""
+Readers = dict[int, list[tuple[Step, int]]]
+
+
+def count_readers(program: Program) -> dict[int, int]:
+    """For each value id, how many operands and block returns name it."""
+    counts: dict[int, int] = {}
+    blocks = {id(program.body): program.body}
+    for block, step in program.body.walk():
+        blocks[id(block)] = block
+        for operand in step.operands:
+            counts[operand.value] = counts.get(operand.value, 0) + 1
+    for block in blocks.values():
+        for value in block.returns:
+            counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+def cast_inside(program: Program) -> set[int]:
+    """What calls read that are cast by what they call: a view of a weight, or the like, which no cache keeps."""
+    return {o.value for step in program.steps.values() if step.constants == COMPOSITE for o in step.operands}
+
+
+def find_readers(program: Program) -> Readers:
+    """For each value id, the steps that read it, each with the operand's position."""
+    found: Readers = {}
+    for step in program.steps.values():
+        for position, operand in enumerate(step.operands):
+            found.setdefault(operand.value, []).append((step, position))
+    return found

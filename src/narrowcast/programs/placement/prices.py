@@ -1,0 +1,59 @@
+"""What placement asks of a cost model, and the one model that needs no machine: the bytes that casts move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from narrowcast.formats import Format
+from narrowcast.programs.program import Step, Value
+
+Reads = Sequence[Step | None]
+"""The steps that read a value; None is the program's end, where values are returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePrice:
+    """What a value costs: reading it in its own format, casting it, having it in memory in a format."""
+
+    casts: Mapping[tuple[Format, Format], float]
+    reads: Mapping[Format, float] = field(default_factory=dict)
+    stores: Mapping[Format, float] = field(default_factory=dict)
+
+
+class Prices(Protocol):
+    """Costs in one unit, `ns` or `bytes`; all 0 or more."""
+
+    unit: str
+
+    def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
+        """What a call costs if it runs in `format`; its operands are as the policy has them."""
+        ...
+
+    def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
+        """What a value costs in, and between, these formats; without a maker it is given to the program."""
+        ...
+
+    def stores(self, reader: Step | None) -> bool:
+        """Whether this reader needs what it reads in memory."""
+        ...
+
+
+class CastBytes:
+    """Bytes that casts read and write; calls cost nothing. What `goal="exact"` minimises."""
+
+    unit = "bytes"
+
+    def call(self, step: Step, operands: Sequence[Value], format: Format) -> float:
+        """What a call costs: nothing, for this goal counts the bytes of casts alone."""
+        return 0.0
+
+    def value(self, value: Value, maker: Step | None, readers: Reads, formats: Sequence[Format]) -> ValuePrice:
+        """Source and target together."""
+        size = max(value.elements, 1)
+        return ValuePrice({(a, b): size * (a.bits + b.bits) / 8 for a in formats for b in formats if a is not b})
+
+    def stores(self, reader: Step | None) -> bool:
+        """Never asked for: memory costs nothing here."""
+        return False

@@ -1,0 +1,1 @@
+"""What a user reads, without torch: results, the documents made of them, and what renders these."""

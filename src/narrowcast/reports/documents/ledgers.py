@@ -1,0 +1,192 @@
+"""The page of a ledger, and the parts of it that an explanation shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from narrowcast.output.console import in_bytes
+from narrowcast.reports.documents.model import OUTSIDE, Bar, Edge, Figure, Graph, Node, Page, Table, Todo
+from narrowcast.reports.documents.rules import call_rule, cast_changes
+from narrowcast.reports.documents.tables import (
+    advice_table,
+    cast_table,
+    finding_table,
+    matched_table,
+    module_table,
+    op_table,
+    refusal_table,
+)
+
+Data = Mapping[str, Any]
+ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
+
+
+def ledger_page(data: Data) -> Page:
+    """The page of a saved ledger."""
+    graph = ledger_graph(data)
+    totals = data["totals"]
+    verdict = (
+        f"{totals['casts']} casts moved {in_bytes(totals['cast_bytes'])}, {totals['share_of_casts']:.0%} of all bytes"
+        if totals["casts"]
+        else "No tensor was cast."
+    )
+    policies = dict.fromkeys(row["policy"] for row in data["calls"] if row["policy"])
+    page = Page("ledger", "A recording", verdict, notes=list(data.get("notes", ())), graph=graph)
+    page.facts = [("recorded", "with nc.record"), ("policies", ", ".join(policies) or "none")]
+    page.figures = cast_figures(totals)
+    page.bars = format_bars(graph.nodes)
+    page.todos = [*advice_todos(data), *cast_todos(data)][:3]
+    page.tables = ledger_tables(data, graph)
+    return page
+
+
+def ledger_graph(data: Data) -> Graph:
+    """Its calls as nodes in order, and its casts as edges from outside: who made what is cast is not known."""
+    nodes: list[Node] = []
+    at: dict[tuple[str, ...], list[tuple[int, set[int]]]] = {}
+    for row in data["calls"]:
+        node = call_node(row)
+        numbers = set(row.get("numbers", ()))
+        at.setdefault((node.path, node.op), []).append((len(nodes), numbers))
+        nodes.append(node)
+    edges: dict[Edge, list[int]] = {}
+    for cast in [*data["casts"], *data.get("counted", ())]:
+        end = _asking(at, cast)
+        if end is None:
+            end = len(nodes)
+            nodes.append(Node(cast["module_path"], cast["op"], file=cast["file"], line=cast["line"]))
+            at[cast["module_path"], cast["op"]] = [(end, set())]
+        kind = Edge(OUTSIDE, end, cast["argument"], cast["src"], cast["dst"], 0, cast["kind"], cast["how"])
+        sums = edges.setdefault(kind, [0, 0])
+        sums[0] += cast.get("calls", 1)
+        sums[1] += cast["moved_bytes"]
+    made = [
+        Edge(e.start, e.end, e.argument, e.src, e.dst, moved, e.kind, e.how, times)
+        for e, (times, moved) in edges.items()
+    ]
+    return Graph(nodes, made, flow=False, note=ORDER)
+
+
+def call_node(row: Data) -> Node:
+    """The node of a tally of calls."""
+    numbers = row.get("numbers", ())
+    label = f"#{numbers[0]}" if len(numbers) == 1 else ""
+    return Node(
+        row["module_path"], row["op"], label, row["calls"], row["direction"], row["came"], row["computes"],
+        row["result"], row["action"], "", row["reason"], row["file"], row["line"], row["moved_bytes"],
+        row.get("multiplications"),
+    )  # fmt: skip
+
+
+def _asking(at: Mapping[tuple[str, ...], list[tuple[int, set[int]]]], cast: Data) -> int | None:
+    """The node whose call asked for a cast: by its number where both know one."""
+    known = at.get((cast["module_path"], cast["op"]))
+    if not known:
+        return None
+    return next((node for node, numbers in known if cast.get("number", 0) in numbers), known[0][0])
+
+
+def cast_figures(totals: Data) -> list[Figure]:
+    """Casts, bytes in casts, calls."""
+    how = ", ".join(f"{totals[name]} {name}" for name in ("copied", "cached", "shared", "inside") if totals[name])
+    again = f"; {totals['repeated']} cast a tensor again" if totals["repeated"] else ""
+    share = f"{totals['share_of_casts']:.0%} of all bytes moved"
+    tone = "bad" if totals["share_of_casts"] > 0.2 else ""
+    found = [
+        Figure("casts", totals["casts"], how + again),
+        Figure("bytes in casts", totals["cast_bytes"], share, tone, "bytes"),
+        Figure("calls", totals["calls"], f"{in_bytes(totals['op_bytes'])} read and written"),
+    ]
+    refused = [Figure("refusals", totals["refusals"], "calls that were not run", "bad")]
+    return [*found, *(refused if totals["refusals"] else [])]
+
+
+def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
+    """Calls, bytes, multiplications or time by the format in which the nodes compute, most first; calls without one are
+    left out.
+    """
+    found: dict[str, float] = {}
+    amount_of = attrgetter("times" if unit == "calls" else unit)
+    for node in nodes:
+        amount = amount_of(node)
+        if node.computes and amount:
+            name = ",".join(sorted(node.computes.split(","))) if "," in node.computes else node.computes
+            found[name] = found.get(name, 0.0) + amount
+    return Bar(title, unit, tuple(sorted(found.items(), key=lambda part: -part[1])))
+
+
+def format_bars(nodes: list[Node]) -> list[Bar]:
+    """Calls, bytes, multiplications and time, as far as they are known, by the format in which they compute."""
+    multiplied = "Multiplications by format"
+    unknown = sum(node.times for node in nodes if node.multiplications is None)
+    multiplied += f"; {unknown} calls are not counted" if unknown else ""
+    titles = {"calls": "Calls by format", "bytes": "Bytes by format", "multiplications": multiplied}
+    bars = [shares(nodes, unit, title) for unit, title in (*titles.items(), ("ns", "Time by format"))]
+    return [bar for bar in bars if bar.parts]
+
+
+def advice_todos(data: Data) -> list[Todo]:
+    """The ledger's own advice."""
+    return [
+        Todo(row["todo"], f"{row['kind']}: {row['what']}", {}, row["module_path"]) for row in data.get("advice", ())
+    ]
+
+
+def cast_todos(data: Data, in_graph: bool = False, gradients: bool = True) -> list[Todo]:
+    """Casts that are made again, those of weights, and the op that has most of its own arguments made wider."""
+    found: list[Todo] = []
+    copied = [cast for cast in data["casts"] if cast["how"] == "copied"]
+    again = [cast for cast in copied if cast.get("repeated")]
+    if again and not in_graph:
+        wasted = in_bytes(sum(cast["moved_bytes"] for cast in again))
+        why = f"{len(again)} casts of tensors that were cast to the same format before move {wasted} for nothing"
+        found.append(
+            Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0]["module_path"])
+        )
+    return [*_weights(copied, in_graph, gradients), *found, *_dearest(copied)]
+
+
+def _weights(copied: list[Data], in_graph: bool, gradients: bool) -> list[Todo]:
+    """What spares the casts of weights, where they are most of what casts move; in training nothing does."""
+    whole = sum(cast["moved_bytes"] for cast in copied)
+    weights = sum(cast["moved_bytes"] for cast in copied if cast["kind"] == "weight")
+    if gradients or in_graph or not weights or weights < whole / 2:
+        return []
+    low = next(cast["dst"] for cast in copied if cast["kind"] == "weight")
+    what = f"Keep the weights in {low}: one region around the loop of calls, or nc.compile"
+    why = (
+        f"{weights / whole:.0%} of the bytes in casts are of weights, cast once in each region; nc.compile casts them "
+        "once and keeps them"
+    )
+    return [Todo(what, why)]
+
+
+def _dearest(copied: list[Data]) -> list[Todo]:
+    """The op whose casts to a wider format move most, if that is much, and how it does without."""
+    moved: dict[tuple[str, str, str], int] = {}
+    for cast in copied:
+        if cast["direction"] == "forward" and cast_changes(cast["src"], cast["dst"]) == "follow":
+            key = cast["op"], cast["src"], cast["dst"]
+            moved[key] = moved.get(key, 0) + cast["moved_bytes"]
+    if not moved:
+        return []
+    (op, src, dst), most = max(moved.items(), key=lambda item: item[1])
+    share = most / (sum(cast["moved_bytes"] for cast in copied) or 1)
+    why = f"its casts from {src} to {dst} move {in_bytes(most)}, {share:.0%} of the bytes in casts"
+    rule = call_rule(op, "", "follow", f"no casts to {dst}")
+    return [Todo(f"See what {op} costs and gives in {src}: with this rule it is not cast", why, rule)] if rule else []
+
+
+def ledger_tables(data: Data, graph: Graph, own_rules: Any = ()) -> list[Table]:
+    """Ops, casts, modules, rules, refusals, advice, findings: those that have rows."""
+    return [
+        *finding_table(graph.nodes),
+        *op_table(graph.nodes),
+        *cast_table(data["casts"], graph.nodes, data.get("counted", ())),
+        *module_table(graph.nodes),
+        *matched_table(data.get("matches", {}), own_rules),
+        *refusal_table(data["refusals"]),
+        *advice_table(data.get("advice", ())),
+    ]

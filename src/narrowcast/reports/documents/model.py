@@ -1,0 +1,332 @@
+"""The page as data, under the schema `narrowcast.page/1`: what the script of the page draws and says, and nothing else.
+
+Every word that comes from a user (module paths, files, reasons) is text here and stays text on the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+from narrowcast.formats import FORMATS
+from narrowcast.reports.documents.words import in_unit
+
+SCHEMA = "narrowcast.page/1"
+OUTSIDE = -1
+"""The end of an edge that is no call: a weight, an input, or what nobody has seen being made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number worth reading first. tone: `good`, `bad`, or nothing to say.
+
+    unit: of the amount: `bytes`, `ns`, `more ns` (what is added), `relative` (an error), `times fp32`; nothing for a
+    count, or a number of the user's own. value: both in words.
+    """
+
+    name: str
+    amount: float | str
+    detail: str = ""
+    tone: str = ""
+    unit: str = ""
+    value: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", in_unit(self.amount, self.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Shares of a whole by format; of `pairs` by verdict, too. unit: `calls`, `bytes`, `multiplications`, `ns` or
+    `pairs`.
+    """
+
+    title: str
+    unit: str
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """Something worth doing: what, why, and the rule that does it (keys as in a policy file), if one does."""
+
+    what: str
+    why: str
+    rule: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. kind: `text`, `number`, `bytes`, `ns`, `decibels`, `bits`, `share`, `error`, `format`, `op`,
+    `module` or `line`; `call` or `call_b`: identities of calls of the first run, or of the second, with ` + ` between
+    several.
+    """
+
+    name: str
+    kind: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
+    where none does; or none at all. shared: ops, and globs on modules that stand for all rules of alike modules.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[list[Any]]
+    rules: list[Mapping[str, str]] = field(default_factory=list)
+    shared: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Node:
+    """Calls of one op at one place that are alike: what is drawn as a box.
+
+    came, computes, result: formats, several with commas. label: which call of its op it is (`#2`). bytes: read and
+    written. multiplications: as ops/multiplications.py counts them. ns: measured or predicted time. own, inherited,
+    total: relative errors. None: not known. finding: why somebody should look at it. facts: names and values besides,
+    in words.
+    """
+
+    path: str
+    op: str
+    label: str = ""
+    times: int = 1
+    direction: str = "forward"
+    came: str = ""
+    computes: str = ""
+    result: str = ""
+    action: str = ""
+    rule: str = ""
+    reason: str = ""
+    file: str = ""
+    line: int = 0
+    bytes: int | None = None
+    multiplications: int | None = None
+    ns: float | None = None
+    own: float | None = None
+    inherited: float | None = None
+    total: float | None = None
+    verdict: str = ""
+    finding: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that one call gives another; a cast if src and dst differ. Each end is a number among the nodes.
+
+    bytes: of the value, or what the cast reads and writes. kind: `activation`, `weight` or `input`. how: `copied`,
+    `cached`, `shared`, `inside`, of a cast. times: of alike casts.
+    """
+
+    start: int
+    end: int
+    argument: str
+    src: str
+    dst: str
+    bytes: int = 0
+    kind: str = "activation"
+    how: str = ""
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The calls in order, and what flows between them. flow: False where only the order of the calls is known."""
+
+    nodes: list[Node]
+    edges: list[Edge]
+    flow: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Figures over a common axis; nodes: the call that each stands for, if it is one.
+
+    x, y: what the axes say. x_unit, y_unit: `bytes`, `ns`, `relative` (an error), `multiplications`, `whole` (numbers
+    of calls, steps, runs), `percent`; nothing for any number. kind: `lines`, or `stems`: a thin line up to each point,
+    for what happens now and then. marks: points to be marked, each with its words. note: what a reader has to know.
+    """
+
+    title: str
+    x: str
+    y: str
+    xs: list[float]
+    lines: list[tuple[str, list[float | None]]]
+    x_unit: str = ""
+    y_unit: str = ""
+    log: bool = False
+    nodes: list[int] = field(default_factory=list)
+    log_x: bool = False
+    kind: str = "lines"
+    marks: list[tuple[float, float, str]] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """How often each binary exponent occurs in what a call gave. node: the call. first: the smallest exponent."""
+
+    node: int
+    name: str
+    format: str
+    first: int
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """Calls of two runs that are the same ones: their numbers among the nodes of either graph, and what was found.
+
+    format_a, format_b: in which they compute. difference, inputs, band: relative, None if not known.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    verdict: str
+    difference: float | None
+    inputs: float | None
+    band: float | None
+    measured_by: str
+    aligned_by: str
+    format_a: str
+    format_b: str
+    given: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The second of two runs, which calls of the first its calls are, and the mapping that was given, as its file has
+    it. names: of both runs.
+    """
+
+    names: tuple[str, str]
+    graph: Graph
+    rows: list[PairRow]
+    mapping: str
+
+
+@dataclass(slots=True)
+class Page:
+    """Everything that one page shows.
+
+    kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`, `repair`,
+    `profile`, `training-check`). facts: what was looked at, by name. verdict: one sentence; tone as of a figure. todos:
+    most worth doing first. pair: the second run, where two are shown side by side; graph is then the first's.
+    """
+
+    kind: str
+    title: str
+    verdict: str
+    tone: str = ""
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    todos: list[Todo] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    graph: Graph = field(default_factory=lambda: Graph([], []))
+    series: list[Series] = field(default_factory=list)
+    exponents: list[Exponents] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    pair: Pair | None = None
+
+    def data(self) -> dict[str, Any]:
+        """The page as JSON has it: nodes and edges as rows under their columns; texts of nodes in a table of texts, and
+        those of tables and pairs in another, since many stand in more than one row.
+        """
+        left_out = ("graph", "pair", "tables")
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
+        texts: dict[str, int] = {"": 0}
+        made = {"schema": SCHEMA, **plain, "graph": _packed(self.graph), "formats": _ranges()}
+        made["tables"] = [_packed_table(table, texts) for table in self.tables]
+        if self.pair is not None:
+            columns = tuple(f.name for f in fields(PairRow))
+            made["pair"] = {
+                "names": list(self.pair.names), "graph": _packed(self.pair.graph), "mapping": self.pair.mapping,
+                "columns": list(columns), "text_columns": sorted(_PAIR_TEXTS),
+                "rows": _rows(self.pair.rows, columns, texts, _PAIR_TEXTS),
+            }  # fmt: skip
+        return made | {"texts": list(texts)}
+
+
+def _packed_table(table: Table, texts: dict[str, int]) -> dict[str, Any]:
+    """A table in whose columns of texts, and only there, numbers stand for these."""
+    are_texts = [all(isinstance(row[n], str | None) for row in table.rows) for n in range(len(table.columns))]
+    rows = [
+        [texts.setdefault(value, len(texts)) if is_text and value is not None else _plain(value)
+         for value, is_text in zip(row, are_texts, strict=True)]
+        for row in table.rows
+    ]  # fmt: skip
+    columns = [_plain(column) for column in table.columns]
+    packed = {"columns": columns, "rows": rows, "texts": [n for n, is_text in enumerate(are_texts) if is_text]}
+    return {"name": table.name, "title": table.title, **packed, "rules": table.rules, "shared": _plain(table.shared)}
+
+
+def _packed(graph: Graph) -> dict[str, Any]:
+    """A graph whose texts stand once each."""
+    texts: dict[str, int] = {"": 0}
+    nodes, edges = _rows(graph.nodes, _NODE, texts, _TEXTS), _rows(graph.edges, _EDGE, texts, _TEXTS)
+    return {
+        "flow": graph.flow, "note": graph.note,
+        "node_columns": list(_NODE), "nodes": nodes,
+        "edge_columns": list(_EDGE), "edges": edges,
+        "text_columns": sorted(_TEXTS), "texts": list(texts),
+    }  # fmt: skip
+
+
+_TEXTS = frozenset(f.name for kind in (Node, Edge) for f in fields(kind) if f.type == "str")
+"""Columns of which many rows have the same text."""
+_PAIR_TEXTS = frozenset(f.name for f in fields(PairRow) if f.type == "str")
+
+_NODE, _EDGE = (tuple(f.name for f in fields(kind)) for kind in (Node, Edge))
+
+
+def _rows(
+    records: Iterable[Node | Edge | PairRow], columns: tuple[str, ...], texts: dict[str, int], of_texts: frozenset[str]
+) -> list[list[Any]]:
+    """A large model has ten thousand of each: what is the same for all of them is asked once."""
+    values_of = attrgetter(*columns)
+    is_text = [name in of_texts for name in columns]
+    return [
+        [
+            texts.setdefault(value, len(texts)) if text else _plain(value)
+            for text, value in zip(is_text, values_of(record), strict=True)
+        ]
+        for record in records
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can have it: records as objects; a number that is not finite is not known; six digits are enough."""
+    kind = type(value)
+    if kind is int or kind is str or value is None:
+        return value
+    if kind is float:
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if kind is list or kind is tuple:
+        return [v if type(v) is int else _plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return value
+
+
+def _ranges() -> dict[str, dict[str, int]]:
+    """Of each format: bits, the exponents of its largest, its smallest normal and its smallest value."""
+    return {
+        name: {
+            "bits": f.bits, "largest": f.max_exponent, "normal": f.min_exponent,
+            "smallest": f.min_exponent - f.mantissa_bits,
+        }
+        for name, f in FORMATS.items()
+    }  # fmt: skip

@@ -1,0 +1,244 @@
+"""The page of a profile: time against size by family and format, where the lines cross, and what the device runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
+from narrowcast.reports.documents.model import Figure, Page, Series, Table, Todo
+from narrowcast.reports.documents.tables import table
+from narrowcast.reports.documents.words import counted, in_count, without_format
+
+Data = Mapping[str, Any]
+HIGH = "fp32"
+LEAST_DIFFERENCE = 0.05
+"""Times that differ by less than that are as good as equal; by more, where the quartiles of both are further apart."""
+POINTS = (
+    "A point is the median over the calls of about one size (within a factor of two) that were measured in all of "
+    "these formats."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a family and direction, with its sample in each format. size: see `_size`."""
+
+    text: str
+    size: float
+    samples: Mapping[str, Data]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where the lines of a low format and of fp32 cross. size, ns: the point. below, above: which is faster there."""
+
+    low: str
+    size: float
+    ns: float
+    below: str
+    above: str
+
+
+def profile_page(data: Data) -> Page:
+    """The page of a saved profile."""
+    device = data["device"]
+    groups = _groups(data["samples"])
+    ratios = _ratios(groups)
+    page = Page("profile", device["name"], _verdict(ratios))
+    page.facts = [
+        ("device", f"{device['name']} ({device['type']})"),
+        ("units", ", ".join(device["units"]) or "unknown"),
+        ("threads", str(device["threads"])),
+        ("torch", device["torch"]),
+    ]
+    page.figures = _figures(data, ratios)
+    page.todos = _todos(data)
+    crossings: list[list[Any]] = []
+    for (family, backward), calls in groups.items():
+        series, found = _plot(family, backward, calls)
+        page.series += series
+        crossings += [_crossing_row(family, backward, one) for one in found]
+    page.tables = [
+        *table("faster", "A low format's time over fp32's, by family", "family, direction, format:format, "
+               "calls:number, median:number, least:number, most:number", ratios),
+        *table("crossings", "Where lines cross: the faster format below and above that size", "family, direction, "
+               "format:format, size:number, of, time:ns, faster below:format, faster above:format", crossings),
+        *_abilities(data["abilities"]), *_calls(groups),
+    ]  # fmt: skip
+    return page
+
+
+Groups = dict[tuple[str, bool], list[Call]]
+
+
+ONE_ROW = f"{GEMM}, one row"
+_ORDER = [name for family in FAMILIES for name in ((GEMM, ONE_ROW) if family == GEMM else (family,))]
+_MULTIPLY = (GEMM, ONE_ROW, CONV, ATTENTION)
+
+
+def _groups(samples: Mapping[str, Data]) -> Groups:
+    """Calls by family and direction, families in their order; of copies the formats that they are between. Products
+    that read more bytes than they multiply (a matrix and a vector) are as slow as memory is: a family of their own.
+    """
+    found: dict[tuple[str, bool], dict[str, dict[str, Data]]] = {}
+    for text, sample in samples.items():
+        family, name = sample["family"], sample["format"]
+        plain = without_format(text, name)
+        if family == GEMM and sample["flops"] < 2 * sample["moved_bytes"]:
+            family = ONE_ROW
+        if family == COPY:
+            src = text.partition("(")[2].partition("[")[0]
+            name, plain = f"{src} to {name}", plain.replace(f"{src}[", "[")
+        found.setdefault((family, sample["backward"]), {}).setdefault(plain, {})[name] = sample
+    known = sorted((key for key in found if key[0] in _ORDER), key=lambda key: (_ORDER.index(key[0]), key[1]))
+    return {
+        key: [Call(text, _size(key[0], next(iter(each.values()))), each) for text, each in found[key].items()]
+        for key in known
+    }
+
+
+def _size(family: str, sample: Data) -> float:
+    """What a time is drawn over: two operations are one multiplication."""
+    return sample["flops"] / 2 if family in _MULTIPLY else float(sample["elements"])
+
+
+def _unit(family: str) -> str:
+    return "multiplications" if family in _MULTIPLY else "elements of the largest tensor"
+
+
+def _direction(backward: bool) -> str:
+    return "with backward" if backward else "forward"
+
+
+def _ratios(groups: Groups) -> list[list[Any]]:
+    """A row for each family, direction and low format: how its times are to those of fp32."""
+    rows = []
+    for (family, backward), calls in groups.items():
+        for low in dict.fromkeys(name for call in calls for name in call.samples):
+            found = [c.samples[low]["ns"] / c.samples[HIGH]["ns"] for c in calls if {low, HIGH} <= set(c.samples)]
+            if low != HIGH and found:
+                median = statistics.median(found)
+                rows.append([family, _direction(backward), low, len(found), median, min(found), max(found)])
+    return rows
+
+
+def _verdict(ratios: list[list[Any]]) -> str:
+    parts = []
+    for low in dict.fromkeys(row[2] for row in ratios):
+        forward = [(row[0], row[4]) for row in ratios if row[2] == low and row[1] == "forward"]
+        faster = [family for family, ratio in forward if ratio < 1 / (1 + LEAST_DIFFERENCE)]
+        slower = [family for family, ratio in forward if ratio > 1 + LEAST_DIFFERENCE]
+        words = [f"{said} in {', '.join(found)}" for said, found in (("faster", faster), ("slower", slower)) if found]
+        if forward:
+            parts.append(f"{low} is {' and '.join(words) if words else 'as fast everywhere'}")
+    return f"Against fp32, {'; '.join(parts)}" if parts else "No call was measured in two formats"
+
+
+def _figures(data: Data, ratios: list[list[Any]]) -> list[Figure]:
+    found = [Figure("samples", len(data["samples"]), "calls in one format and direction")]
+    for family, direction, low, calls, median, *_ in ratios:
+        if family == GEMM and direction == "forward":
+            tone = "good" if median < 1 else "bad"
+            found.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
+    for row in data.get("emulated", ()):
+        found.append(Figure(f"{row['format']} {row['family']}", "emulated", f"{row['ratio']:.1f} x fp32's time", "bad"))
+    raises = sum(row["state"] == "raises" for row in data["abilities"])
+    if data["abilities"]:
+        tone = "bad" if raises else "good"
+        found.append(Figure("refused", raises, f"of {len(data['abilities'])} asked: op, format, direction", tone))
+    return found
+
+
+def _todos(data: Data) -> list[Todo]:
+    emulated = data.get("emulated", ())
+    if not emulated:
+        return []
+    which = ", ".join(f"{row['family']} in {row['format']}" for row in emulated)
+    why = f"this device only emulates {which}: native autocasting lowers just these, and is slower than fp32"
+    return [Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why)]
+
+
+def _plot(family: str, backward: bool, calls: list[Call]) -> tuple[list[Series], list[Crossing]]:
+    """Time over size, a line for each format; and where lines cross."""
+    common = Counter(frozenset(call.samples) for call in calls).most_common()
+    formats = max(common, key=lambda each: (len(each[0]) > 1, each[1], len(each[0])))[0]
+    order = [name for name in dict.fromkeys(n for c in calls for n in c.samples) if name in formats]
+    order.sort(key=lambda name: name != HIGH)
+    bins: dict[int, list[Call]] = {}
+    for call in calls:
+        if formats <= set(call.samples) and call.size > 0:
+            bins.setdefault(round(math.log2(call.size)), []).append(call)
+    if len(bins) < 2:
+        return [], []
+    points = [bins[key] for key in sorted(bins)]
+    xs = [statistics.geometric_mean(call.size for call in inside) for inside in points]
+    times = {name: [statistics.median(c.samples[name]["ns"] for c in inside) for inside in points] for name in order}
+    unsure = {
+        name: [statistics.median(_spread(c.samples[name]) for c in inside) for inside in points] for name in order
+    }
+    crossings = [
+        crossing
+        for low in order
+        if low != HIGH and HIGH in times and family != COPY
+        for crossing in _crossings(low, xs, times, unsure)
+    ]
+    marks = [(c.size, c.ns, f"{c.above} faster above {in_count(c.size)}") for c in crossings]
+    title = f"{family}: time over size" + (", with backward" if backward else "")
+    lines: list[tuple[str, list[float | None]]] = [(name, list(times[name])) for name in order]
+    series = Series(
+        title, _unit(family), "time", xs, lines, "multiplications", "ns", log=True, log_x=True, marks=marks, note=POINTS
+    )
+    return [series], crossings
+
+
+def _spread(sample: Data) -> float:
+    return float((sample["upper_ns"] - sample["lower_ns"]) / 2 / sample["ns"])
+
+
+def _crossings(
+    low: str, xs: list[float], times: Mapping[str, list[float]], unsure: Mapping[str, list[float]]
+) -> Iterable[Crossing]:
+    """Between sizes at which one format, and then the other, is faster by more than the samples are spread."""
+    gaps = [math.log(a / b) for a, b in zip(times[low], times[HIGH], strict=True)]
+    least = [math.log1p(max(LEAST_DIFFERENCE, a + b)) for a, b in zip(unsure[low], unsure[HIGH], strict=True)]
+    sure = [k for k, (gap, bound) in enumerate(zip(gaps, least, strict=True)) if abs(gap) > bound]
+    for first, last in pairwise(sure):
+        if gaps[first] * gaps[last] < 0:
+            at = next(k for k in range(first, last) if gaps[k] * gaps[first] > 0 >= gaps[k + 1] * gaps[first])
+            part = gaps[at] / (gaps[at] - gaps[at + 1])
+            size = xs[at] * (xs[at + 1] / xs[at]) ** part
+            ns = times[HIGH][at] * (times[HIGH][at + 1] / times[HIGH][at]) ** part
+            below, above = (low, HIGH) if gaps[first] < 0 else (HIGH, low)
+            yield Crossing(low, size, ns, below, above)
+
+
+def _crossing_row(family: str, backward: bool, at: Crossing) -> list[Any]:
+    return [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above]
+
+
+def _abilities(rows: Iterable[Data]) -> list[Table]:
+    """What the device says of each op, what it refuses first."""
+    cells = [[r["op"], r["format"], r["direction"], r["state"], r["error"]] for r in rows]
+    cells.sort(key=lambda row: row[3] == "runs")
+    columns = "op:op, format:format, direction, state, it says"
+    return table("capabilities", "What the device runs, by the smallest call of each op", columns, cells)
+
+
+def _calls(groups: Groups) -> list[Table]:
+    """Every call, with its time in each format and what its samples are spread by."""
+    rows = []
+    for (family, backward), calls in groups.items():
+        for call in sorted(calls, key=lambda each: each.size):
+            for name, sample in call.samples.items():
+                high = call.samples.get(HIGH)
+                ratio = sample["ns"] / high["ns"] if high is not None and name != HIGH else None
+                rows.append([family, _direction(backward), call.text, name, call.size, sample["ns"], ratio,
+                             _spread(sample)])  # fmt: skip
+    columns = "family, direction, call, format:format, size:number, time:ns, over fp32:number, spread:share"
+    return table("samples", "Every call that was measured", columns, rows)

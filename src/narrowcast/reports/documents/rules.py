@@ -1,0 +1,121 @@
+"""Rules of a policy as pages and screens show them, to be copied. All of them are made here: each loads, names a call
+that the model makes, and means only what it stands beside.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from narrowcast.formats import FORMATS
+from narrowcast.reports.documents.model import Node
+from narrowcast.reports.documents.words import split_identity
+
+Shown = dict[str, str]
+"""A rule by the keys of a policy file; empty where there is none."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?![^.])")  # layers of a stack; a number at the root is a module of its own
+_NOT_ASKED = ("module.call.", "aten._to_copy.")
+"""What is counted as a call, and that no policy is asked about: the call of a module, and a cast."""
+
+
+def alike_module(path: str) -> str:
+    """The path without the numbers of layers: modules that differ by these share a line."""
+    return _NUMBER.sub("*", path)
+
+
+def call_rule(op: str, path: str, action: str, reason: str = "") -> Shown:
+    """The rule that gives an op in a module another action; none for what no policy is asked about."""
+    if not action or op.count(".") < 2 or op.startswith(_NOT_ASKED):
+        return {}
+    rule = {"op": op, "module": glob.escape(path), "action": action, "reason": reason}
+    return {key: value for key, value in rule.items() if value}
+
+
+def is_low(formats: str) -> bool:
+    """Whether one of these formats (`bf16,fp32`) is lower than fp32."""
+    return any(name in FORMATS and FORMATS[name].bits < 32 for name in formats.split(","))
+
+
+def rule_of_call(identity: str, computes: str, reason: str = "") -> Shown:
+    """The rule that keeps the call of that identity in fp32; none for one that is not lower, or that autograd makes."""
+    path, op, _, direction = split_identity(identity)
+    return call_rule(op, path, "full" * (is_low(computes) and direction != "backward"), reason)
+
+
+def high_rule(node: Node, reason: str = "") -> Shown:
+    """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
+    return call_rule(node.op, node.path, "full" * (is_low(node.computes) and node.direction != "backward"), reason)
+
+
+def changing_action(computes: str, direction: str) -> str:
+    """What has a call compute in another format than it does: high where it is low, and the other way round."""
+    if direction != "forward":
+        return ""
+    return "full" if is_low(computes) else "lower" if computes == "fp32" else ""
+
+
+def cast_changes(src: str, dst: str) -> str:
+    """The action that does without a cast: full where it lowers, follow where it widens."""
+    lowers = src in FORMATS and dst in FORMATS and FORMATS[dst].bits < FORMATS[src].bits
+    return "full" if lowers else "follow"
+
+
+def agreeing(rules: Iterable[Shown]) -> list[Shown]:
+    """The rules without those that contradict one before them: about the same calls, `full` is first."""
+    rules = list(rules)
+    found: dict[tuple[str, str], str] = {}
+    for rule in sorted(filter(None, rules), key=lambda rule: rule["action"] != "full"):
+        found.setdefault(_about(rule), rule["action"])
+    return [rule if rule and found[_about(rule)] == rule["action"] else {} for rule in rules]
+
+
+def shared_modules(rules: Sequence[Shown], nodes: Sequence[Node]) -> list[tuple[str, str]]:
+    """Ops and globs on modules, `encoder.layer.*.attention`, that stand for these rules and for no other call.
+
+    Each is for rules of one op whose modules differ by the number of their layers. Of an op that has rules of several
+    actions there are none: which of two globs decides where both hold is a matter of their order.
+    """
+    about = {_about(rule): rule["action"] for rule in rules if rule}
+    actions: dict[str, set[str]] = {}
+    groups: dict[tuple[str, str], set[str]] = {}
+    for (op, module), action in about.items():
+        actions.setdefault(op, set()).add(action)
+        groups.setdefault((op, alike_module(module)), set()).add(module)
+    paths: dict[str, set[str]] = {}
+    for node in nodes:
+        paths.setdefault(node.op, set()).add(node.path)
+    return [
+        (op, pattern)
+        for (op, pattern), modules in groups.items()
+        if len(modules) > 1 and len(actions[op]) == 1 and op in paths
+        and all(glob.escape(path) in modules for path in paths[op] if _is_inside(path, pattern))
+    ]  # fmt: skip
+
+
+def rule_text(rule: Mapping[str, str]) -> str:
+    """The rule as a policy file has it."""
+    return "\n".join(["[[rule]]", *(f"{key} = {_quoted(value)}" for key, value in rule.items())])
+
+
+def rule_in_line(rule: Mapping[str, str]) -> str:
+    """The same on one line: `[[rule]] with op = "aten.mm.default", action = "full"`."""
+    first, *lines = rule_text(rule).split("\n")
+    return f"{first} with {', '.join(lines)}"
+
+
+def _about(rule: Shown) -> tuple[str, str]:
+    return rule["op"], rule.get("module", "")
+
+
+def _is_inside(path: str, pattern: str) -> bool:
+    """Whether a glob names the module, or one around it."""
+    return fnmatchcase(path, pattern) or (bool(path) and _is_inside(path.rpartition(".")[0], pattern))
+
+
+def _quoted(value: str) -> str:
+    """A basic string of TOML."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    plain = "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped)
+    return f'"{plain}"'

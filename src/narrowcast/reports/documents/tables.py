@@ -1,0 +1,150 @@
+"""Tables that several pages have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from narrowcast.reports.documents.model import Column, Edge, Graph, Node, Table
+from narrowcast.reports.documents.rules import (
+    Shown,
+    agreeing,
+    call_rule,
+    cast_changes,
+    changing_action,
+    high_rule,
+    shared_modules,
+)
+from narrowcast.reports.documents.words import place
+
+Row = Mapping[str, Any]
+
+
+def table(
+    name: str, title: str, columns: str, rows: Iterable[Sequence[Any]], rules: Iterable[Shown] = (),
+    nodes: Sequence[Node] = (),
+) -> list[Table]:  # fmt: skip
+    """A table, if it has rows. columns: `name:kind` with commas between. nodes: all calls, if rules are about some."""
+    found = [list(row) for row in rows]
+    made = tuple(Column(*column.strip().split(":")) for column in columns.split(","))
+    kept = agreeing(rules)
+    shown = kept if any(kept) else []
+    return [Table(name, title, made, found, list(shown), shared_modules(shown, nodes))] if found else []
+
+
+def op_table(nodes: Iterable[Node]) -> list[Table]:
+    """Every op with its formats and why, most bytes first."""
+    groups: dict[tuple[str, ...], list[Node]] = {}
+    for node in nodes:
+        key = (node.op, node.direction, node.came, node.computes, node.result, node.action, node.reason)
+        groups.setdefault(key, []).append(node)
+    rows: list[list[Any]] = [
+        [op, direction, sum(n.times for n in alike), came, computes, result, sum(n.bytes or 0 for n in alike),
+         len({n.path for n in alike}), f"{action}: {reason}" if action else reason]
+        for (op, direction, came, computes, result, action, reason), alike in groups.items()
+    ]  # fmt: skip
+    rows.sort(key=lambda row: -row[6])
+    columns = (
+        "op:op, direction, calls:number, came:format, computes:format, gave:format, bytes:bytes, modules:number, why"
+    )
+    rules = [call_rule(row[0], "", changing_action(row[4], row[1])) for row in rows]
+    return table("ops", "Each op: in which format it computes, and why", columns, rows, rules)
+
+
+def module_table(nodes: Iterable[Node]) -> list[Table]:
+    """Every module with its own calls, formats, bytes and largest error, in order."""
+    groups: dict[str, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(node.path, []).append(node)
+    rows = []
+    for path, inside in groups.items():
+        formats = ",".join(dict.fromkeys(f for n in inside for f in n.computes.split(",") if f))
+        own = max((n.own for n in inside if n.own is not None), default=None)
+        total = next((n.total for n in reversed(inside) if n.total is not None), None)
+        found = sum(bool(n.finding) for n in inside)
+        rows.append([path, sum(n.times for n in inside), formats, sum(n.bytes or 0 for n in inside), own, total, found])
+    columns = (
+        "module:module, calls:number, computes:format, bytes:bytes, own error:error, total error:error, findings:number"
+    )
+    return table("modules", "Each module: its own calls", columns, rows)
+
+
+def cast_table(casts: Iterable[Row], nodes: Sequence[Node], counted: Iterable[Row] = ()) -> list[Table]:
+    """Casts; alike ones of one place together."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for cast in casts:
+        how = "again" if cast.get("repeated") and cast["how"] == "copied" else cast["how"]
+        sums = groups.setdefault(_cast_key(cast, how), [0, 0])
+        sums[0] += 1
+        sums[1] += cast["moved_bytes"]
+    for cast in counted:
+        sums = groups.setdefault(_cast_key(cast, cast["how"]), [0, 0])
+        sums[0] += cast["calls"]
+        sums[1] += cast["moved_bytes"]
+    ordered = sorted(groups.items(), key=lambda group: -group[1][1])
+    rows = [[*key[:8], times, moved, *key[8:]] for key, (times, moved) in ordered]
+    columns = (
+        "module:module, op:op, argument, kind, from:format, to:format, how, direction, times:number, bytes:bytes, "
+        "rule, reason, line:line"
+    )
+    rules = [
+        call_rule(key[1], key[0], cast_changes(key[4], key[5]) if key[7] == "forward" else "") for key, _ in ordered
+    ]
+    return table("casts", "Each cast: who asked for it, and what it moves", columns, rows, rules, nodes)
+
+
+def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) -> list[Table]:
+    """The casts on these edges: a value came in one format and was read in another."""
+    casts = [(e, graph.nodes[e.end]) for e in edges if e.src != e.dst]
+    rows = [[n.path, n.op, e.argument, e.kind, e.src, e.dst, e.bytes, n.rule, place(n.file, n.line)] for e, n in casts]
+    columns = "module:module, op:op, argument, kind, from:format, to:format, bytes:bytes, rule, line:line"
+    return table(name, title, columns, rows)
+
+
+def _cast_key(cast: Row, how: str) -> tuple[Any, ...]:
+    return (
+        cast["module_path"], cast["op"], cast["argument"], cast["kind"], cast["src"], cast["dst"], how,
+        cast["direction"], cast["rule"], cast["reason"], place(cast["file"], cast["line"]),
+    )  # fmt: skip
+
+
+def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[Row] = ()) -> list[Table]:
+    """Rules and what they matched; a policy's own rules that matched nothing, too."""
+    rows = [
+        [r["rule"], r["origin"], r["calls"], len(r["modules"]), ", ".join(r["modules"][:4]), r["reason"]] for r in own
+    ]
+    known = {str(row[0]) for row in rows}
+    for rule, modules in matches.items():
+        text, _, origin = rule.rstrip(")").rpartition(" (")
+        if text not in known and rule not in known:
+            where = ", ".join(m or "(root)" for m in list(modules)[:4])
+            rows.append([text or rule, origin, sum(modules.values()), len(modules), where, ""])
+    columns = "rule, written at:line, calls:number, modules:number, first modules, reason"
+    return table("rules", "Rules, and what they matched", columns, rows)
+
+
+def refusal_table(refusals: Iterable[Row]) -> list[Table]:
+    """Calls that were not run."""
+    rows = [[r["module_path"], r["op"], r["reason"], r["policy"], place(r["file"], r["line"])] for r in refusals]
+    return table("refusals", "Refused calls", "module:module, op:op, reason, policy, line:line", rows)
+
+
+def advice_table(advice: Iterable[Row]) -> list[Table]:
+    """What is legal, and probably a mistake."""
+    rows = [
+        [a["kind"], a["what"], a["todo"], a["times"], a["module_path"], place(a["file"], a["line"])] for a in advice
+    ]
+    return table("advice", "Advice", "kind, what, what to do, times:number, module:module, line:line", rows)
+
+
+def finding_table(nodes: Sequence[Node], rules: Iterable[Shown] | None = None) -> list[Table]:
+    """The calls that somebody should look at, each with the rule that mends it. rules: one for each node."""
+    found = [n for n in nodes if n.finding]
+    mending = [
+        rule for n, rule in zip(nodes, map(high_rule, nodes) if rules is None else rules, strict=True) if n.finding
+    ]
+    rows = [
+        [n.path, n.op, n.label, n.direction, n.computes, n.verdict, n.finding, place(n.file, n.line)] for n in found
+    ]
+    columns = "module:module, op:op, call, direction, computes:format, verdict, finding, line:line"
+    return table("findings", "Findings", columns, rows, mending, nodes)

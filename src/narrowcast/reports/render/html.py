@@ -1,0 +1,62 @@
+"""The page as one HTML file: the data, the script and the style that were built from web/, and no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from functools import cache
+from pathlib import Path
+
+from narrowcast.reports.documents.model import Page
+
+BUILT = Path(__file__).parent / "built"
+
+
+def page_html(page: Page) -> str:
+    """The whole file. What comes from the user is JSON in a block that browsers do not run, and text from there on."""
+    script, style = built("page.js"), built("page.css")
+    rules = "; ".join(
+        [
+            "default-src 'none'", f"script-src {_digest(script)}", f"style-src {_digest(style)}", "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )  # fmt: skip
+    data = json.dumps(page.data(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character, escaped in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026"), ("\u2028", "\\u2028")):
+        data = data.replace(character, escaped)
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{html.escape(page.title)} · Narrowcast</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            f"<noscript><h1>{html.escape(page.title)}</h1><p>{html.escape(page.verdict)}</p>"
+            "<p>The rest of this page is drawn by its script, which is switched off.</p></noscript>",
+            '<div id="page"></div>',
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+@cache
+def built(name: str) -> str:
+    """A file that `make page` built."""
+    return (BUILT / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """The source expression that allows this text alone."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

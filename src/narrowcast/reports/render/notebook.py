@@ -1,0 +1,64 @@
+"""The compact form for notebooks: no script, no style sheet, so that it shows wherever HTML does."""
+
+from __future__ import annotations
+
+from html import escape
+
+from narrowcast.output.console import in_bytes
+from narrowcast.reports.documents.model import Bar, Page, Table
+from narrowcast.reports.documents.rules import rule_text
+
+ROWS = 12
+COLOURS = {"fp64": "#7a5cc4", "fp32": "#2f73b8", "bf16": "#d97f12", "fp16": "#c2407a"}
+OTHER = "#7a828c"
+FIRST = ("casts", "errors", "findings", "fit", "differences", "pairs", "ops")
+
+
+def notebook_html(page: Page) -> str:
+    """Verdict, figures, shares by format, what is worth doing, and one table."""
+    figures = "".join(
+        f"<td><b>{escape(f.value)}</b><br><small>{escape(f.name)}: {escape(f.detail)}</small></td>"
+        for f in page.figures[:6]
+    )
+    parts = [f"<p><b>{escape(page.title)}</b>: {escape(page.verdict)}</p>", f"<table><tr>{figures}</tr></table>"]
+    parts += [_bar(bar) for bar in page.bars]
+    parts += [
+        f"<details><summary>{escape(todo.what)}</summary><p>{escape(todo.why)}</p>"
+        + (f"<pre>{escape(rule_text(todo.rule))}</pre>" if todo.rule else "")
+        + "</details>"
+        for todo in page.todos
+    ]
+    tables = {table.name: table for table in page.tables}
+    parts += [_table(tables[name]) for name in [name for name in FIRST if name in tables][:1]]
+    parts.append("<p><small><code>to_html()</code> gives the whole page.</small></p>")
+    return "".join(parts)
+
+
+def _bar(bar: Bar) -> str:
+    whole = sum(amount for _, amount in bar.parts) or 1
+    shown = "".join(
+        f'<span style="display:inline-block;background:{COLOURS.get(name, OTHER)};color:#fff;overflow:hidden;'
+        f'white-space:nowrap;width:{100 * amount / whole:.2f}%">{escape(name)} {amount / whole:.0%}</span>'
+        for name, amount in bar.parts
+    )
+    return f'<div><small>{escape(bar.title)}</small><div style="max-width:40em;font-size:smaller">{shown}</div></div>'
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(column.name)}</th>" for column in table.columns)
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td>{escape(_cell(v, c.kind))}</td>" for v, c in zip(row, table.columns, strict=True))
+        + "</tr>"
+        for row in table.rows[:ROWS]
+    )
+    more = f"<p>and {len(table.rows) - ROWS} rows more</p>" if len(table.rows) > ROWS else ""
+    return f"<p>{escape(table.title)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
+
+
+def _cell(value: object, kind: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)) and kind == "bytes":
+        return in_bytes(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,116 @@
+"""Traces: calls with their times in Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+One track: modules are slices around the calls that they make, and a cast of an argument is a slice before its call. The
+calls lie side by side in the order in which they ran: what lies between them (Python, this observation) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowcast.core.ledger.identity import FORWARD, CallId
+
+_COLOURS = {"fp64": "rail_idle", "fp32": "thread_state_running", "bf16": "thread_state_iowait", "fp16": "bad"}
+"""Names of colours that chrome://tracing knows; Perfetto takes one by the name of the slice, which has the format."""
+CAST, OTHER = "yellow", "generic_work"
+_NUMBERED = re.compile(r"[^.]+(?:\.\d+(?![^.]))*")
+"""A part of a module's path with the numbers of layers behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """A call with its time.
+
+    elapsed_ns: with the casts of its arguments. time: `measured`, or `predicted` and how. casts: of its arguments: from
+    which format to which, nanoseconds. is_cast: it is a conversion itself, from `came` to `computes`.
+    """
+
+    id: CallId
+    came: str
+    computes: str
+    file: str
+    line: int
+    rule: str
+    reason: str
+    elapsed_ns: int
+    time: str
+    casts: tuple[tuple[str, str, int], ...] = ()
+    is_cast: bool = False
+
+
+def trace_text(name: str, calls: Sequence[TimedCall]) -> str:
+    """The trace as JSON text. name: of what ran, the outermost slice."""
+    track = _Track(name)
+    for call in calls:
+        track.add(call)
+    track.close(0)
+    how = sorted({call.time.partition(" ")[0] for call in calls})
+    said = {"producer": "narrowcast", "times": ", ".join(how), "layout": "calls lie side by side; gaps are left out"}
+    named = {"ph": "M", "pid": 1, "tid": 1}
+    head = [
+        {**named, "name": "process_name", "args": {"name": f"narrowcast: {name}"}},
+        {**named, "name": "thread_name", "args": {"name": f"calls, times {', '.join(how)}"}},
+    ]
+    slices = sorted(track.slices, key=lambda slice: (slice[0], -slice[1], slice[2]))
+    events = [
+        {"ph": "X", "ts": ts / 1000, "dur": ns / 1000, "pid": 1, "tid": 1, **event} for ts, ns, _, event in slices
+    ]
+    return json.dumps({"traceEvents": [*head, *events], "displayTimeUnit": "ms", "otherData": said})
+
+
+class _Track:
+    """Lays calls side by side.
+
+    slices: beginning and length in nanoseconds, depth, the event. open: the modules around, each with its beginning.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.now = 0
+        self.slices: list[tuple[int, int, int, dict[str, Any]]] = []
+        self.open: list[tuple[str, tuple[str, int, str], int]] = [(name, ("", 1, FORWARD), 0)]
+
+    def add(self, call: TimedCall) -> None:
+        """The modules that end and begin before it, the casts of its arguments, the call."""
+        self._enter(call.id)
+        place = f"{call.file}:{call.line}" if call.file else ""
+        args = {
+            "call": str(call.id), "format": call.computes, "came": call.came, "time": call.time, "line": place,
+            "rule": call.rule, "reason": call.reason,
+        }  # fmt: skip
+        args = {key: value for key, value in args.items() if value}
+        left = call.elapsed_ns
+        for src, dst, ns in call.casts:
+            ns = min(ns, left)
+            left -= ns
+            self._slice(f"cast {src} -> {dst}", "cast", ns, CAST, {**args, "format": dst, "from": src})
+        op = call.id.op.removeprefix("aten.").removesuffix(".default")
+        colour = CAST if call.is_cast else _COLOURS.get(call.computes, OTHER)
+        name = f"cast {call.came} -> {call.computes}" if call.is_cast else f"{op} {call.computes}".strip()
+        self._slice(name, "cast" if call.is_cast else call.id.direction, left, colour, args)
+
+    def close(self, depth: int) -> None:
+        """End the modules below this depth."""
+        while len(self.open) > depth:
+            name, (path, turn, direction), began = self.open.pop()
+            args = {"module": path or "(root)", "turn": turn, "direction": direction}
+            event = {"name": name, "cat": "module", "args": args}
+            self.slices.append((began, self.now - began, len(self.open), event))
+
+    def _enter(self, call: CallId) -> None:
+        parts = _NUMBERED.findall(call.module_path)
+        paths = [(".".join(parts[: n + 1]), call.turn, call.direction) for n in range(len(parts))]
+        alike = 0
+        while alike < min(len(paths), len(self.open) - 1) and self.open[alike + 1][1] == paths[alike]:
+            alike += 1
+        self.close(alike + 1)
+        for part, path in zip(parts[alike:], paths[alike:], strict=True):
+            name = part if call.direction == FORWARD else f"{part} ({call.direction})"
+            self.open.append((name, path, self.now))
+
+    def _slice(self, name: str, kind: str, ns: int, colour: str, args: dict[str, Any]) -> None:
+        self.slices.append((self.now, ns, len(self.open), {"name": name, "cat": kind, "cname": colour, "args": args}))
+        self.now += ns

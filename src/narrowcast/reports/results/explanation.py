@@ -1,0 +1,344 @@
+"""What `explain` found, as data: the ledger of one run with what it was a run of, and the questions asked of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger import Cast, Tally
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Rule
+from narrowcast.errors import RunError
+from narrowcast.output.files import save_result
+from narrowcast.reports.documents.words import spent_text
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.render.trace import TimedCall, trace_text
+from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
+from narrowcast.reports.results.flow import graph_flow
+from narrowcast.reports.results.graphs import (
+    CompiledGraph,
+    DecisionDifference,
+    GraphRow,
+    floating_formats,
+    graph_row,
+    placement_data,
+)
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.lines import without_specials
+from narrowcast.reports.results.run import Run
+
+SCHEMA = "narrowcast.explanation/1"
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """Calls of one op that were decided alike, wherever they are."""
+
+    op: str
+    calls: int
+    came: str
+    computes: str
+    result: str
+    action: str
+    reason: str
+    moved_bytes: int
+    direction: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """The casts that one module's calls asked for."""
+
+    module_path: str
+    casts: int
+    copied: int
+    moved_bytes: int
+    kinds: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One of the policy's own rules: how many calls it decided, and in which modules. None: it matched nothing."""
+
+    rule: str
+    origin: str
+    reason: str
+    calls: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatRow:
+    """A tensor that was cast to the same format more than once: `times` casts, `wasted_bytes` of them for nothing."""
+
+    module_path: str
+    site: str
+    op: str
+    argument: str
+    src: str
+    dst: str
+    times: int
+    wasted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A policy under which a model was run that had raised under another; error: what it raises there, or nothing."""
+
+    policy: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What raised while a model was explained that runs in fp32, and what was tried after it.
+
+    op: the innermost call of torch that raised, an op or a function; empty if it was none. formats: of the tensors that
+    it got.
+    """
+
+    op: str
+    formats: str
+    module_path: str
+    file: str
+    line: int
+    error: str
+    policy: str
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def text(self) -> str:
+        """A sentence for a reader: which policy runs it, and what raised where."""
+        runs = [f'policy "{a.policy}" runs it' for a in self.attempts if not a.error]
+        fails = [f'policy "{a.policy}" raises, too ({a.error})' for a in self.attempts if a.error]
+        tried = f"tried: {'; '.join((*runs, *fails))}" if self.attempts else "no other policy was tried"
+        call = self.op.removesuffix(".default") or "the model's own code"
+        got = f" got {' and '.join(self.formats.split(','))}" if self.formats else " raised"
+        where = site_text(self.module_path, self.file, self.line)
+        return (
+            f"torch raises here under {self.policy}, and not in fp32 ({tried}): {call}{got}{where}. "
+            f"It says: {self.error.rstrip('.')}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """fp32 against the region, run on the real model: in short what `nc.compare` finds, with metric, time and memory.
+
+    differences: that in full. time_ratio is region over fp32, the median of `repeats` alternating pairs, with the
+    quartiles of the pairs' ratios. reference_peak_bytes, region_peak_bytes: the most that tensors made during the
+    forward hold at once, beyond weight_bytes, those of parameters and buffers; memory_ratio: of the sums with these.
+    casts_ms, kernels_ms: what conversions and all other ops take one by one; the rest of region_ms is in between.
+    """
+
+    differences: Differences
+    metric_reference: dict[str, float]
+    metric_found: dict[str, float]
+    reference_ms: float
+    region_ms: float
+    time_ratio: float
+    time_quartiles: tuple[float, float]
+    repeats: int
+    reference_peak_bytes: int
+    region_peak_bytes: int
+    memory_ratio: float
+    weight_bytes: int = 0
+    casts_ms: float = math.nan
+    kernels_ms: float = math.nan
+    reference_kernels_ms: float = math.nan
+
+    @property
+    def spent(self) -> str:
+        """On what the region's time is spent: `casts 0.9 ms, kernels 0.4 ms (fp32: 0.3), the rest 0.1 ms`."""
+        return spent_text(self.casts_ms, self.kernels_ms, self.reference_kernels_ms, self.region_ms)
+
+    @property
+    def outputs(self) -> tuple[OutputError, ...]:
+        """The error of each output."""
+        return self.differences.outputs
+
+    @property
+    def worst(self) -> list[CallError]:
+        """The five calls most to blame, worst first."""
+        return self.differences.worst[:SHOWN]
+
+    @property
+    def not_finite(self) -> NotFinite | None:
+        """Where outputs are not, the first call in the region whose result is not finite, while it is in fp32."""
+        return self.differences.not_finite
+
+    @property
+    def reference_not_finite(self) -> str:
+        """The first NaN of fp32 itself, if its outputs have any."""
+        return self.differences.reference_not_finite
+
+    def data(self) -> dict[str, Any]:
+        """As data: the call errors of all calls, and the worst again; NaN and infinities as text."""
+        whole = self.differences.data()
+        taken = ("outputs", "verdict", "band", "not_finite", "reference_not_finite", "notes", "runs")
+        short = {key: whole[key] for key in taken}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "differences"}
+        rows = {"worst": [row.data() for row in self.worst], "calls": whole["rows"]}
+        return {**short, **rows, **without_specials(own)}
+
+
+@dataclass(frozen=True, slots=True)
+class Explained(Shown):
+    """A run of a model under a policy, explained.
+
+    ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
+    `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
+    graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
+    none, unless there is a fault. rules: the policy's own, without those of what it extends. failure: what raised;
+    the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for. gradients:
+    whether they were on.
+    """
+
+    subject: str
+    device_type: str
+    low: str
+    policy: str
+    digest: str
+    ran_on: str
+    note: str
+    ledger: Ledger
+    comparison: Comparison | None = None
+    front_end: str = "eager"
+    graphs: tuple[CompiledGraph, ...] = ()
+    differences: tuple[DecisionDifference, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    failure: Failure | None = None
+    timed: Run | None = None
+    gradients: bool = True
+
+    def rule_rows(self) -> list[RuleRow]:
+        """What each of the policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
+        rows = []
+        for rule in self.rules:
+            modules = self.ledger.matches.get(rule.label, {})
+            if rule.is_builtin and not modules:
+                continue
+            origin = str(rule.origin) if rule.origin is not None else ""
+            rows.append(RuleRow(str(rule), origin, rule.reason, sum(modules.values()), tuple(modules)))
+        return rows
+
+    def graph_rows(self) -> list[GraphRow]:
+        """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
+        return [graph_row(graph) for graph in self.graphs]
+
+    def op_rows(self) -> list[OpRow]:
+        """Every op with its formats and why, most bytes first."""
+        rows: dict[tuple[str, ...], Tally] = {}
+        for kind, tally in self.ledger.calls.items():
+            key = (kind.op, kind.came, kind.computes, kind.result, kind.action, kind.reason, kind.direction)
+            rows.setdefault(key, Tally()).add(tally)
+        found = [
+            OpRow(op, row.calls, came, computes, result, action, reason, row.moved_bytes, direction)
+            for (op, came, computes, result, action, reason, direction), row in rows.items()
+        ]
+        return sorted(found, key=lambda row: (row.direction != "forward", -row.moved_bytes, row.op))
+
+    def module_rows(self) -> list[ModuleRow]:
+        """Casts grouped by module, in the order in which modules first cast."""
+        groups: dict[str, list[Cast]] = {}
+        for cast in self.ledger.casts:
+            groups.setdefault(cast.module_path, []).append(cast)
+        return [
+            ModuleRow(
+                path,
+                len(casts),
+                sum(c.how == "copied" for c in casts),
+                sum(c.moved_bytes for c in casts),
+                _kinds(casts),
+            )
+            for path, casts in groups.items()
+        ]
+
+    def largest_casts(self, count: int = 10) -> list[Cast]:
+        """The casts that move most bytes, largest first."""
+        return sorted(self.ledger.casts, key=lambda c: -c.moved_bytes)[:count]
+
+    def repeats(self) -> list[RepeatRow]:
+        """Redundant casts: the same tensor cast again to the same format, most wasted bytes first."""
+        groups: dict[tuple[str, ...], list[Cast]] = {}
+        for cast in self.ledger.casts:
+            if cast.repeated and cast.how == "copied":
+                key = (cast.module_path, cast.site, cast.op, cast.argument, cast.src, cast.dst)
+                groups.setdefault(key, []).append(cast)
+        rows = []
+        for (module_path, site, op, argument, src, dst), casts in groups.items():
+            wasted = sum(c.moved_bytes for c in casts)
+            rows.append(RepeatRow(module_path, site, op, argument, src, dst, len(casts) + 1, wasted))
+        return sorted(rows, key=lambda row: -row.wasted_bytes)
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """JSON text under the schema `narrowcast.explanation/1`; the ledger inside has its own."""
+        return json.dumps(self.data(), indent=indent)
+
+    def to_trace(self) -> str:
+        """A trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
+
+        RunError without times: `explain(..., times=True)` has them.
+        """
+        if self.timed is not None:
+            return self.timed.to_trace()
+        rows = [call for graph in self.graphs for call in _timed_calls(graph)]
+        if not rows:
+            raise RunError(
+                f"a trace of {self.subject}", "no times were asked for, or nothing was captured",
+                advice="Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE.",
+            )  # fmt: skip
+        return trace_text(self.subject, rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "an explanation", self.to_json() + "\n")
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON: all that its text and its page say."""
+        data: dict[str, Any] = {"schema": SCHEMA}
+        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end", "gradients"):
+            data[name] = getattr(self, name)
+        data["ops"] = [asdict(row) for row in self.op_rows()]
+        data["modules"] = [asdict(row) for row in self.module_rows()]
+        data["rules"] = [asdict(row) for row in self.rule_rows()]
+        data["repeated_casts"] = [asdict(row) for row in self.repeats()]
+        data["graphs"] = [asdict(row) for row in self.graph_rows()]
+        data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
+        data["flows"] = [graph_flow(graph) for graph in self.graphs]
+        data["differences"] = [asdict(row) for row in self.differences]
+        data["comparison"] = self.comparison.data() if self.comparison else None
+        data["failure"] = asdict(self.failure) if self.failure else None
+        data["ledger"] = self.ledger.data()
+        return data
+
+
+def _kinds(casts: Iterable[Cast]) -> str:
+    """`3 fp32 -> bf16, 1 bf16 -> fp32`."""
+    counts: dict[str, int] = {}
+    for cast in casts:
+        arrow = f"{cast.src} -> {cast.dst}"
+        counts[arrow] = counts.get(arrow, 0) + 1
+    return ", ".join(f"{n} {arrow}" for arrow, n in counts.items())
+
+
+def _timed_calls(graph: CompiledGraph) -> list[TimedCall]:
+    """The calls and casts of a graph with their predicted times, in the order of the program."""
+    if graph.after is None:
+        return []
+    rows = []
+    for number, (ns, source) in graph.costs.items():
+        step = graph.after.steps[number]
+        operands = [graph.after.values[operand.value] for operand in step.operands]
+        known = graph.before.steps.get(number, step) if graph.before is not None else step
+        values = graph.before.values if graph.before is not None else graph.after.values
+        came = floating_formats([values[o.value] for o in known.operands if o.value in values])
+        id = CallId(step.site.module_path, step.op, max(step.number, 1), direction=step.direction)
+        gave, at = floating_formats([step.value] if step.is_cast else operands), step.site
+        how = f"predicted ({source})"
+        rows.append(TimedCall(id, came, gave, at.file, at.line, "", "", round(ns), how, is_cast=step.is_cast))
+    return rows

@@ -1,0 +1,174 @@
+"""Findings of a watched run: where a NaN or an infinity was made, by what, and how that was proved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import Origin, RunError
+from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.run_records import TensorFacts, tensor_text
+
+SCHEMA = "narrowcast.watch/1"
+
+CAST, FORMAT, OP, GIVEN, TREND = "cast", "format", "op", "given", "trend"
+"""What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; it
+came with an input or a weight; or nothing yet, but figures that grow towards it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A call that made a NaN or an infinity out of finite values.
+
+    what: `nan` or `infinity`, or of a trend `underflow` or `growth`. made_by: CAST, FORMAT, OP, GIVEN, TREND; empty
+    where it was not looked into. sentence: what happened, with figures. advice: what to do. inputs, outputs: facts by
+    name. step: from 1, how many steps of an optimizer had been. spread: how many later calls it reached.
+    """
+
+    id: CallId
+    file: str
+    line: int
+    what: str
+    made_by: str
+    formats: str
+    sentence: str
+    advice: str = ""
+    inputs: tuple[tuple[str, TensorFacts], ...] = ()
+    outputs: tuple[tuple[str, TensorFacts], ...] = ()
+    step: int = 1
+    forward: CallId | None = None
+    replay: Any = field(default=None, compare=False, repr=False)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the call as a script of its own with its inputs into a folder, which is made. RunError if they were not
+        kept: the first few findings of a watch have them.
+        """
+        if self.replay is None:
+            raise RunError(
+                f"saving {self.id}", "its tensors were not kept", (Origin(self.file, self.line),),
+                "The first findings of nc.watch(at='op') keep them.",
+            )  # fmt: skip
+        return Path(self.replay.save(Path(folder), self))
+
+    def __str__(self) -> str:
+        if self.made_by == TREND:
+            return f"{self.what}, step {self.step}: {self.sentence}\n  {self.advice}"
+        lines = [self.in_short()]
+        lines += [f"  {name}: {tensor_text(facts)}" for name, facts in (*self.inputs, *self.outputs)]
+        return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
+
+    def in_short(self) -> str:
+        """What was made, where and how, without the ranges of its tensors."""
+        if self.made_by == TREND:
+            return str(self)
+        at = f"\n  {self.file}:{self.line}" if self.file else ""
+        return f"{self.what} made by {self.id}{at}\n  {self.sentence}"
+
+    def data(self) -> dict[str, Any]:
+        """The finding as JSON has it."""
+        found = asdict(replace(self, replay=None))
+        del found["replay"]
+        found["id"], found["forward"] = str(self.id), str(self.forward or "")
+        for name in ("inputs", "outputs"):
+            rows = {}
+            for key, facts in getattr(self, name):
+                row = asdict(facts)
+                del row["exponents"], row["below"]
+                rows[key] = {k: v if v == v else str(v) for k, v in row.items()}
+            found[name] = rows
+        return found
+
+
+@dataclass(slots=True)
+class Watching(Shown):
+    """What `nc.watch` found.
+
+    findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many
+    were looked at. spread: how many only passed on what was not finite. steps: of optimizers. history: figures by step.
+    repeated: how often a call that is a finding made one again, in a later step or a recomputation. not_inspected: how
+    often looking failed, as notes say.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    meant: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 0
+    spread: int = 0
+    steps: int = 0
+    repeated: int = 0
+    not_inspected: int = 0
+
+    @property
+    def first(self) -> Finding | None:
+        """The first finding that is a NaN or an infinity; None where there is none."""
+        return next((finding for finding in self.findings if finding.made_by != TREND), None)
+
+    def __repr__(self) -> str:
+        return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each finding."""
+        return watching_text(self, every, width, lines)
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {
+            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread,
+            "repeated": self.repeated, "not_inspected": self.not_inspected, "meant": self.meant,
+            "notes": self.notes, "history": self.history,
+            "findings": [finding.data() for finding in self.findings],
+        }  # fmt: skip
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.watch/1`."""
+        return json.dumps(self.data(), indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "what was watched", self.to_json(indent=1) + "\n")
+
+
+def watching_text(found: Watching, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """What was looked at, the verdict, and the findings: the first that is no trend in full."""
+    steps = f" in {found.steps} steps" if found.steps else ""
+    head = f"{found.calls} calls{steps} were looked at: {_verdict(found)}"
+    ordered = sorted(found.findings, key=lambda finding: finding.made_by == TREND)
+    meant = [f"meant: {times} infinities, {why}" for why, times in found.meant.items()]
+    notes = [*meant, *(f"note: {note}" for note in found.notes)]
+    if every:
+        return "\n".join([head, *(f"\n{finding}" for finding in ordered), *notes])
+    parts = [Part(wrapped(head, width=width))]
+    for number, finding in enumerate(ordered[: LINES // 3]):
+        said = str(finding) if not number else finding.in_short()
+        lines = ["", *(line for one in said.split("\n") for line in _wrapped_finding(one, width))]
+        parts.append(Part(lines, 3, step=len(lines)) if number else Part(lines, 1, least=len(lines)))
+    parts.append(Part([line for note in notes for line in wrapped(note, width=width)], 2, least=2))
+    return first_screen(parts, lambda: watching_text(found, True), width, room)
+
+
+def _wrapped_finding(line: str, width: int) -> list[str]:
+    """A line of a finding; one without spaces to break at, a place, is left to be shortened."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return wrapped(line, indent + "  ", width) if " " in line.strip() else [line]
+
+
+def _verdict(watching: Watching) -> str:
+    first = watching.first
+    if first is None and watching.not_inspected:
+        return f"no NaN or infinity was seen, but {watching.not_inspected} times looking failed: see the notes"
+    if first is None:
+        return "no NaN or infinity was made" + (", but see the trends" if watching.findings else "")
+    made = sum(finding.made_by != TREND for finding in watching.findings)
+    passed = f"; {watching.spread} later calls passed it on" if watching.spread else ""
+    again = f", {watching.repeated} times more" if watching.repeated else ""
+    return f"{made} made a NaN or an infinity{again}{passed}"

@@ -1,0 +1,238 @@
+"""Would it fit? From one run in fp32: what each format would lose of each tensor, without a scale and with one."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger.identity import FORWARD, CallId
+from narrowcast.core.ops import NORM, op_kind
+from narrowcast.core.policy import Kind, Policy, Rule
+from narrowcast.core.policy.rules import Action, naming
+from narrowcast.errors import RunError
+from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
+from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts, short_file
+
+SCHEMA = "narrowcast.fit/1"
+FORMATS = (fp16, bf16, e4m3fn, e5m2)
+UNSCALED, PER_TENSOR, PER_ROW = "unscaled", "per tensor", "per row"
+SCALES = (UNSCALED, PER_TENSOR, PER_ROW)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFit:
+    """What one format would make of one tensor of a call.
+
+    argument: its name, or `result`. overflow: share of elements beyond the largest value; 0 with a scale, which maps
+    the largest magnitude (of the tensor, or of each row along the last dimension) to the largest value. underflow:
+    share that becomes zero; subnormal: share with fewer digits. headroom_bits: how many times the largest magnitude
+    could double.
+    """
+
+    id: CallId
+    argument: str
+    format: str
+    scale: str
+    overflow: float
+    underflow: float
+    subnormal: float
+    headroom_bits: float
+
+    @property
+    def loss(self) -> float:
+        """What makes it not fit: overflow first."""
+        return self.overflow * 1e6 + self.underflow
+
+
+@dataclass(slots=True)
+class Fit(Shown):
+    """What `nc.fit` found. rows: by call, argument, format and scale. places: file and line of each call.
+
+    tolerance: the share of a tensor that may underflow.
+    """
+
+    rows: list[TensorFit] = field(default_factory=list)
+    places: dict[CallId, str] = field(default_factory=dict)
+    tolerance: float = 0.01
+    notes: list[str] = field(default_factory=list)
+
+    def unfit(self, format: Format | str, scale: str = UNSCALED) -> list[TensorFit]:
+        """The tensors that do not fit, worst first: those that overflow, or underflow beyond the tolerance."""
+        name = _format(format).name
+        if scale not in SCALES:
+            raise RunError(f"fit.unfit(scale={scale!r})", "no such scale", advice=f"Give one of {', '.join(SCALES)}.")
+        found = [r for r in self.rows if r.format == name and r.scale == scale]
+        bad = [r for r in found if r.overflow > 0 or r.underflow > self.tolerance]
+        return sorted(bad, key=lambda row: -row.loss)
+
+    def calls(self, format: Format | str, scale: str = UNSCALED) -> list[CallId]:
+        """The smallest set of calls that must not compute in the format: each reads or gives a tensor that does not
+        fit.
+        """
+        return list(dict.fromkeys(row.id for row in self.unfit(format, scale)))
+
+    def policy(self, format: Format | str, name: str = "") -> Policy:
+        """A policy in which these calls stay in fp32, each rule with its evidence. RunError for an 8-bit format."""
+        low = _format(format)
+        if low.bits < 16:
+            raise RunError(
+                f"fit.policy({low.name})", "regions have 16-bit formats",
+                advice="List fit.unfit(...) with a scale: 8-bit formats need one.",
+            )  # fmt: skip
+        worst: dict[tuple[str, str], TensorFit] = {}
+        for row in self.unfit(low):
+            if row.id.direction == FORWARD:
+                worst.setdefault((row.id.op, row.id.module_path), row)
+        rules = tuple(
+            Rule(op, Action(Kind.FULL), module=naming(path), reason=_evidence(row), source="narrowcast fit")
+            for (op, path), row in worst.items()
+        )
+        return Policy(name or f"fits-{low.name}", (rules,) if rules else (), low=low.name)
+
+    def __repr__(self) -> str:
+        return f"<Fit of {len(self.places)} calls; print shows them>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each call that must stay in fp32."""
+        return fit_text(self, every, width, lines)
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        rows = [{**asdict(row), "id": str(row.id), "headroom_bits": _finite(row.headroom_bits)} for row in self.rows]
+        places = {str(k): v for k, v in self.places.items()}
+        return {"schema": SCHEMA, "tolerance": self.tolerance, "rows": rows, "places": places, "notes": self.notes}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.fit/1`."""
+        return json.dumps(self.data(), indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "a fit", self.to_json(indent=1) + "\n")
+
+
+def fit_text(found: Fit, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """How many calls would lose something by format and scale, and those that must stay in fp32, worst first."""
+    head = [f"{len(found.places)} calls; how many would lose something, by format and scale:"]
+    head.append(f"  {'format':8}" + "".join(f"{scale:>12}" for scale in SCALES) + f"{'least headroom':>18}")
+    for format in FORMATS:
+        counts = "".join(f"{len(found.calls(format, scale)):12}" for scale in SCALES)
+        rooms = [r.headroom_bits for r in found.rows if r.format == format.name and r.scale == UNSCALED]
+        head.append(f"  {format.name:8}{counts}{f'{min(rooms, default=math.inf):+.1f} bits':>18}")
+    parts = [Part(head)]
+    for format in (fp16, bf16):
+        worst: dict[CallId, TensorFit] = {}
+        for row in found.unfit(format):
+            worst.setdefault(row.id, row)
+        lines = ["", f"must stay in fp32 beside {format.name}, {len(worst)} calls, those that lose most first:"]
+        for row in worst.values():
+            place = found.places[row.id]
+            place = short_file(place) if every else place.rpartition("/")[2]
+            lines += [f"  {row.id}", f"    {_evidence(row)}  {place}"]
+        parts.append(Part(lines if worst else [], 2 if format is fp16 else 3, heading=2, step=2, least=4))
+    if found.unfit(fp16) or found.unfit(bf16):
+        parts.append(Part(["", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, keeps them there."]))
+    notes = [f"note: {note}" for note in found.notes]
+    if every:
+        return "\n".join([line for part in parts for line in part.lines] + notes)
+    parts.append(Part([line for note in notes for line in wrapped(note, width=width)], 1))
+    return first_screen(parts, lambda: fit_text(found, True), width, room)
+
+
+def fit(run: Run, tolerance: float = 0.01) -> Fit:
+    """Would it fit? For each tensor that a call of the run read or gave, and for fp16, bf16, e4m3 and e5m2: the shares
+    that overflow or underflow without a scale, with one per tensor, with one per row.
+
+    run: one that `nc.capture` made in fp32, best with statistics="whole": sampled ones may miss rare small values; the
+    range, and so overflow, is exact. tolerance: the share of a tensor that may underflow. Nothing runs again. Raises
+    RunError for a run without a wide tensor.
+    """
+    if not 0 <= tolerance < 1:
+        raise RunError(f"fit(tolerance={tolerance})", "it is a share", advice="Give a number from 0 to below 1.")
+    found = Fit(tolerance=tolerance)
+    known: dict[int, list[tuple[str, str, float, float, float, float]]] = {}
+    sampled = 0
+    for call in run.calls:
+        if call.is_cast:
+            continue
+        for argument, number in (*call.inputs, *call.outputs):
+            facts = run.tensors[number]
+            if facts.format not in ("fp32", "fp64") or not facts.elements or _stays_high(call, argument):
+                continue
+            sampled += facts.looked_at < facts.elements
+            if number not in known:
+                known[number] = [_figures(facts, format, scale) for format in FORMATS for scale in SCALES]
+            found.rows += [TensorFit(call.id, argument, *figures) for figures in known[number]]
+            found.places[call.id] = f"{call.file}:{call.line}"
+    if not found.rows:
+        raise RunError(
+            "fit(run)", f"none of its {len(run.calls)} calls has an fp32 tensor",
+            advice="Capture the model without a low format: nc.capture(model, args).",
+        )  # fmt: skip
+    if sampled:
+        found.notes.append("underflow was read off samples: nc.capture(statistics='whole') looks at every element")
+    return found
+
+
+def _stays_high(call: CallRecord, argument: str) -> bool:
+    """Whether a tensor is in fp32 though the call computes in a low format: a normalization keeps what it is scaled
+    by, its statistics, and what it returns besides its result.
+    """
+    op = call.id.op.replace("_backward.", ".")
+    moving = ("input", "grad_out", "grad_output", "result", "result.0")
+    return op_kind(op).family == NORM and argument not in moving
+
+
+def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, float, float, float, float]:
+    """Format, scale, overflow, underflow, subnormal, headroom."""
+    largest = facts.largest
+    headroom = math.log2(format.max / largest) if largest else math.inf
+    smallest = format.min_exponent - format.mantissa_bits
+    nonzero = facts.exponents.total / facts.looked_at if facts.looked_at else 0.0
+    if scale == UNSCALED:
+        over = facts.exponents.share(lambda e: e > format.max_exponent) * nonzero
+        if largest > format.max and not over:
+            over = 1 / facts.elements
+        under, short = _lost(facts.exponents, smallest, format.min_exponent)
+        return format.name, scale, over, under * nonzero, short * nonzero, headroom
+    if scale == PER_TENSOR:
+        shift = format.max_exponent - (facts.exponents.last if facts.exponents.counts else 0)
+        under, short = _lost(facts.exponents, smallest - shift, format.min_exponent - shift)
+    else:  # exponents under the row's largest: the larger, the smaller the value
+        under = facts.below.share(lambda d: format.max_exponent - d < smallest - 1)
+        short = facts.below.share(lambda d: smallest - 1 <= format.max_exponent - d < format.min_exponent)
+    return format.name, scale, 0.0, under * nonzero, short * nonzero, 0.0
+
+
+def _lost(exponents: Histogram, smallest: int, smallest_normal: int) -> tuple[float, float]:
+    """Shares that become zero (below half of the smallest value), and that keep fewer digits."""
+    under = exponents.share(lambda e: e < smallest - 1)
+    return under, exponents.share(lambda e: smallest - 1 <= e < smallest_normal)
+
+
+def _evidence(row: TensorFit) -> str:
+    if row.overflow:
+        return f"{row.overflow:.2g} of {row.argument} overflow {row.format}, by {-row.headroom_bits:.1f} bits"
+    return f"{row.underflow:.2g} of {row.argument} underflow in {row.format}"
+
+
+def _format(wanted: Format | str) -> Format:
+    format = parse_format(wanted) if isinstance(wanted, str) else wanted
+    if format not in FORMATS:
+        names = ", ".join(f.name for f in FORMATS)
+        raise RunError(f"fit of {format.name}", "not one of those looked at", advice=f"Give one of {names}.")
+    return format
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

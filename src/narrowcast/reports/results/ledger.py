@@ -1,0 +1,258 @@
+"""The ledger: an append-only record of a run's casts and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
+from narrowcast.errors import LedgerError, Origin
+from narrowcast.output.files import replace_text
+from narrowcast.output.screen import COLUMNS, LINES, PIPED
+from narrowcast.reports.render.shown import Shown
+
+SCHEMA = "narrowcast.ledger/1"
+LISTED = 100_000
+"""So many casts are listed one by one; those after them are counted by kind, so that memory is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class CastChange:
+    """One line of a ledger diff: casts alike in op, argument, module and formats, and how many there were."""
+
+    op: str
+    argument: str
+    module_path: str
+    src: str
+    dst: str
+    direction: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        arrow = f"{self.src} -> {self.dst}" + (" (backward)" if self.direction == "backward" else "")
+        where = f" in {self.module_path}" if self.module_path else ""
+        return f"{self.op} {self.argument}{where}: {arrow}: {self.before} -> {self.after}"
+
+
+@dataclass(slots=True, repr=False)
+class Ledger(Shown):
+    """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
+
+    casts: the first LISTED ones. counted: those after them, alike ones together, each without its sizes. advice: how
+    often each piece of it came up. matches: for each rule that decided something, by its text, the modules in which it
+    did, and how many calls. notes: what is to be said of the run as a whole, such as that the low format has no fast
+    units here.
+    """
+
+    casts: list[Cast] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    calls: dict[CallKind, Tally] = field(default_factory=dict)
+    edits: list[EditRecord] = field(default_factory=list)
+    advice: dict[Advice, int] = field(default_factory=dict)
+    matches: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    counted: dict[Cast, Tally] = field(default_factory=dict)
+
+    def add(self, cast: Cast) -> None:
+        """Append one cast; or count it, once LISTED are there."""
+        if len(self.casts) < LISTED:
+            self.casts.append(cast)
+        else:
+            self._count_cast(cast, Tally(1, cast.moved_bytes))
+
+    def _count_cast(self, cast: Cast, times: Tally) -> None:
+        self.counted.setdefault(replace(cast, elements=0, moved_bytes=0), Tally()).add(times)
+
+    def kinds(self) -> Iterator[tuple[Cast, Tally]]:
+        """All casts, those that are counted with how many there were."""
+        yield from ((cast, Tally(1, cast.moved_bytes)) for cast in self.casts)
+        yield from self.counted.items()
+
+    @property
+    def cast_count(self) -> int:
+        """How many casts there were."""
+        return len(self.casts) + sum(tally.calls for tally in self.counted.values())
+
+    def note(self, sentence: str) -> None:
+        """Say something about the run as a whole, once."""
+        if sentence and sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def count_match(self, rule: str, module_path: str, calls: int = 1) -> None:
+        """Add calls that a rule decided, or decided an argument of."""
+        by_module = self.matches.setdefault(rule, {})
+        by_module[module_path] = by_module.get(module_path, 0) + calls
+
+    def count_call(self, kind: CallKind, moved_bytes: int, number: int = 0, multiplications: int | None = None) -> None:
+        """Add one call, with the bytes that it moved and the multiplications that it made, to the tally of calls that
+        are alike. number: as in `Cast`.
+        """
+        numbers = {number} if number else set()
+        self.calls.setdefault(kind, Tally()).add(Tally(1, moved_bytes, numbers, multiplications))
+
+    def totals(self) -> Totals:
+        """Counts and bytes over all casts, refusals and calls."""
+        how, direction = Counter[str](), Counter[str]()
+        repeated = cast_bytes = 0
+        for cast, tally in self.kinds():
+            how[cast.how] += tally.calls
+            direction[cast.direction] += tally.calls
+            repeated += tally.calls * (cast.repeated and cast.how == "copied")
+            cast_bytes += tally.moved_bytes
+        return Totals(
+            casts=self.cast_count,
+            copied=how["copied"],
+            cached=how["cached"],
+            inside=how["inside"],
+            forward=direction["forward"],
+            backward=direction["backward"],
+            repeated=repeated,
+            refusals=len(self.refusals),
+            calls=sum(t.calls for t in self.calls.values()),
+            cast_bytes=cast_bytes,
+            op_bytes=sum(t.moved_bytes for t in self.calls.values()),
+            shared=how["shared"],
+        )
+
+    def op_formats(self) -> dict[str, dict[str, int]]:
+        """For each op, how many calls computed in which formats: `{"aten.linear.default": {"bf16": 37}}`."""
+        table: dict[str, dict[str, int]] = {}
+        for kind, tally in self.calls.items():
+            row = table.setdefault(kind.op, {})
+            row[kind.computes or "-"] = row.get(kind.computes or "-", 0) + tally.calls
+        return table
+
+    def select(self, keep: Callable[[Cast], bool]) -> list[Cast]:
+        """The listed casts for which `keep` holds."""
+        return [c for c in self.casts if keep(c)]
+
+    def merge(self, *others: Ledger) -> Ledger:
+        """A ledger with the records of this one and then of the others."""
+        merged = Ledger()
+        for ledger in (self, *others):
+            for cast in ledger.casts:
+                merged.add(cast)
+            for cast, times in ledger.counted.items():
+                merged._count_cast(cast, times)
+            merged.refusals += ledger.refusals
+            merged.edits += ledger.edits
+            for note in ledger.notes:
+                merged.note(note)
+            for advice, often in ledger.advice.items():
+                merged.advice[advice] = merged.advice.get(advice, 0) + often
+            for rule, modules in ledger.matches.items():
+                for path, calls in modules.items():
+                    merged.count_match(rule, path, calls)
+            for kind, tally in ledger.calls.items():
+                merged.calls.setdefault(kind, Tally()).add(tally)
+        return merged
+
+    def diff(self, other: Ledger) -> tuple[CastChange, ...]:
+        """What changes from this ledger to `other`: groups of casts whose number differs. Lines may have moved."""
+        before, after = _groups(self.kinds()), _groups(other.kinds())
+        keys = [*before, *(k for k in after if k not in before)]
+        return tuple(CastChange(*k, before[k], after[k]) for k in keys if before[k] != after[k])
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        totals = self.totals()
+        return {
+            "schema": SCHEMA,
+            "totals": {**asdict(totals), "share_of_casts": totals.share_of_casts},
+            "casts": [_row(c) for c in self.casts],
+            "counted": [{**_row(c), **_tally_row(tally)} for c, tally in self.counted.items()],
+            "refusals": [asdict(r) for r in self.refusals],
+            "calls": [{**_row(kind), **_tally_row(tally)} for kind, tally in self.calls.items()],
+            "edits": [_row(e) for e in self.edits],
+            "advice": [{**asdict(advice), "times": times} for advice, times in self.advice.items()],
+            "matches": self.matches,
+            "notes": self.notes,
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.ledger/1` (docs/reference/ledger.md)."""
+        return json.dumps(self.data(), indent=indent)
+
+    @staticmethod
+    def from_json(text: str, file: str = "<string>") -> Ledger:
+        """The ledger in JSON text. LedgerError for other text, or another version of the schema."""
+        try:
+            data = json.loads(text)
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        except json.JSONDecodeError as error:
+            raise LedgerError("a ledger", f"not JSON: {error.msg}", (Origin(file, error.lineno),)) from None
+        if found != SCHEMA:
+            raise LedgerError(
+                "a ledger", f"schema {found!r} where {SCHEMA!r} is known", (Origin(file),), "Record it anew."
+            )
+        try:
+            ledger = Ledger(
+                [_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]]
+            )
+            ledger.edits = [_record(EditRecord, row) for row in data.get("edits", ())]  # added later than the rest
+            ledger.advice = {_record(Advice, row): row["times"] for row in data.get("advice", ())}
+            ledger.notes = [str(note) for note in data.get("notes", ())]
+            ledger.matches = {rule: dict(modules) for rule, modules in data.get("matches", {}).items()}
+            for row in data.get("counted", ()):
+                ledger.counted[_record(Cast, {**row, "moved_bytes": 0})] = _tally(row)
+            for row in data["calls"]:
+                ledger.calls[_record(CallKind, row)] = _tally(row)
+        except (KeyError, TypeError) as error:
+            raise LedgerError("a ledger", f"a record lacks {error}", (Origin(file),), "Record it anew.") from None
+        return ledger
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once."""
+        replace_text(Path(path), self.to_json(indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Ledger:
+        """The ledger that `save` wrote into a file."""
+        return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
+        """The first screen, `lines` of `width` columns (80) at most; or, with every, each cast and refusal in 120."""
+        from narrowcast.reports.results.ledger_text import ledger_screen, ledger_text
+
+        return ledger_text(self, width or PIPED) if every else ledger_screen(self, width or COLUMNS, lines)
+
+    def __repr__(self) -> str:
+        t = self.totals()
+        share = f"{t.share_of_casts:.1%} of the bytes moved"
+        return f"<Ledger: {t.casts} casts ({share}), {t.refusals} refusals, {t.calls} calls; print shows them>"
+
+
+def _record(kind: Any, row: dict[str, Any]) -> Any:
+    return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row or f.default is MISSING})
+
+
+def _row(record: Cast | CallKind | EditRecord) -> dict[str, Any]:
+    """As asdict, which copies what needs no copy and takes ten times as long; there may be 100,000."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _tally_row(tally: Tally) -> dict[str, Any]:
+    return {name: getattr(tally, name) for name in ("calls", "moved_bytes", "multiplications")} | {
+        "numbers": sorted(tally.numbers)
+    }
+
+
+def _tally(row: dict[str, Any]) -> Tally:
+    return Tally(row["calls"], row["moved_bytes"], set(row.get("numbers", ())), row.get("multiplications"))
+
+
+def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[tuple[str, str, str, str, str, str]]:
+    found = Counter[tuple[str, str, str, str, str, str]]()
+    for c, tally in casts:
+        found[c.op, c.argument, c.module_path, c.src, c.dst, c.direction] += tally.calls
+    return found

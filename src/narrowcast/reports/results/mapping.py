@@ -1,0 +1,185 @@
+"""Which modules and calls of one run are those of another: a text file that is written, mended by hand and read back.
+
+A line is `blocks.*.q + blocks.*.k + blocks.*.v = layers.*.qkv`, of modules, or of calls by their identities. Whoever
+reads it finds in docs/reference/run.md how it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import LedgerError, Origin, RunError
+from narrowcast.output.files import replace_text
+
+ROOT = "(root)"
+NOTHING = "-"
+_SECTIONS = re.compile(r"\*")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line: modules or calls (their identities as text) of a, those of b. One side may be empty: no partner."""
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    line: int = 0
+
+    @property
+    def is_of_calls(self) -> bool:
+        """Whether it names calls, not modules."""
+        return any(" #" in name for name in (*self.a, *self.b))
+
+    def __str__(self) -> str:
+        return f"{_side_text(self.a)} = {_side_text(self.b)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunMapping:
+    """Modules and calls of two runs by pairs. file: where it was read, for errors. comments: written below."""
+
+    entries: tuple[Entry, ...] = ()
+    file: str = ""
+    comments: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(text: str, file: str = "<string>") -> RunMapping:
+        """The mapping of that text. RunError with file and line for what is none."""
+        entries = []
+        for number, line in enumerate(text.splitlines(), 1):
+            content = line.strip()
+            if content and not content.startswith("#"):
+                entries.append(_entry(content, file, number))
+        return RunMapping(tuple(entries), file)
+
+    @staticmethod
+    def load(path: str | Path) -> RunMapping:
+        """The mapping in a file. RunError for one that is not there or is no text."""
+        try:
+            return RunMapping.parse(Path(path).read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(
+                f"a mapping of runs, {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
+                "Give a text file; narrowcast compare RUN_A RUN_B --mapping NEW_FILE writes one to start from.",
+            ) from None  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join([*_HEAD, *map(str, self.entries), *(f"# {line}" for line in self.comments)]) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the text, replacing the file at once. RunError where it cannot be written."""
+        try:
+            replace_text(Path(path), str(self))
+        except OSError as error:
+            raise RunError(
+                f"writing a mapping to {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
+                "Give a file in a folder that exists.",
+            ) from error  # fmt: skip
+
+    def modules(self, a: Collection[str], b: Collection[str]) -> list[Entry]:
+        """The entries about modules, `*` filled in. a, b: the paths that there are. RunError for one that is not."""
+        found: list[Entry] = []
+        for entry in self.entries:
+            if not entry.is_of_calls:
+                found += self._filled_in(entry, a, b)
+        return found
+
+    def calls(self) -> list[tuple[tuple[CallId, ...], tuple[CallId, ...], int]]:
+        """The entries about calls: their identities, and the line."""
+        found = []
+        for entry in self.entries:
+            if entry.is_of_calls:
+                a, b = (tuple(CallId.parse(name) for name in side) for side in (entry.a, entry.b))
+                found.append((a, b, entry.line))
+        return found
+
+    def refused(self, line: int, found: str, advice: str) -> RunError:
+        """The error about one of its lines."""
+        return RunError("a mapping of runs", found, (Origin(self.file, line),), advice)
+
+    def _filled_in(self, entry: Entry, a: Collection[str], b: Collection[str]) -> Iterator[Entry]:
+        stars: set[tuple[str, ...]] = set()
+        for names, there in ((entry.a, a), (entry.b, b)):
+            stars |= {found for name in names for path in there if (found := _stars(name, path)) is not None}
+        missing = ""
+        filled = 0
+        for parts in sorted(stars, key=lambda parts: [(len(part), part) for part in parts]):
+            made = Entry(
+                tuple(_with_stars(n, parts) for n in entry.a), tuple(_with_stars(n, parts) for n in entry.b), entry.line
+            )
+            lacks = [f"run a has no calls in {n or ROOT}" for n in made.a if n not in a]
+            lacks += [f"run b has no calls in {n or ROOT}" for n in made.b if n not in b]
+            missing = missing or "".join(lacks[:1])
+            if not lacks:
+                filled += 1
+                yield made
+        if not filled:
+            raise self.refused(entry.line, missing or f"neither run has calls in {entry}", _ADVICE)
+
+
+_HEAD = (
+    "# Modules (paths; * stands for one part of a path) and calls of run a = those of run b.",
+    "# Several, as of a fused projection: a.q + a.k + a.v = b.qkv. Without a partner: a.rotary = -",
+)
+_ADVICE = "Name modules as the runs do: narrowcast report RUN --all lists their calls."
+
+
+def _entry(content: str, file: str, number: int) -> Entry:
+    left, equals, right = content.partition(" = ")
+    sides = [tuple(part.strip() for part in side.split(" + ")) for side in (left, right)]
+    where = (Origin(file, number),)
+    asked = f"a mapping of runs, {content!r}"
+    advice = "Write MODULE = MODULE, MODULE + MODULE = MODULE, CALL = CALL or MODULE = -."
+    if not equals or not all(all(side) for side in sides):
+        raise RunError(asked, "no line with ' = ' between two names", where, advice)
+    a, b = (() if side == (NOTHING,) else tuple("" if name == ROOT else name for name in side) for side in sides)
+    if (not a and not b) or (len(a) > 1 and len(b) > 1):
+        raise RunError(asked, "several names on both sides, or none on both", where, advice)
+    if len({name.count("*") for name in (*a, *b)}) > 1:
+        raise RunError(asked, "a * on one side only", where, "Write as many * on each side: they stand for the same.")
+    entry = Entry(a, b, number)
+    if entry.is_of_calls:
+        for name in (*a, *b):
+            try:
+                CallId.parse(name)
+            except LedgerError as error:
+                raise RunError(asked, f"{name!r}: {error.found}", where, error.advice) from None
+    return entry
+
+
+def _side_text(names: Iterable[str]) -> str:
+    return " + ".join(name or ROOT for name in names) or NOTHING
+
+
+def _stars(pattern: str, path: str) -> tuple[str, ...] | None:
+    """What the * of a pattern stand for in a path; None if the path is another."""
+    found = re.fullmatch("([^.]+)".join(map(re.escape, _SECTIONS.split(pattern))), path)
+    return found.groups() if found else None
+
+
+def _with_stars(pattern: str, stars: tuple[str, ...]) -> str:
+    parts = iter(stars)
+    return _SECTIONS.sub(lambda _: next(parts), pattern)
+
+
+def generalised(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The same entries, those that differ in equal numbers only as one with *. What stands alone stays as it is."""
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Entry]] = {}
+    for entry in entries:
+        pattern = Entry(tuple(map(_starred, entry.a)), tuple(map(_starred, entry.b)))
+        groups.setdefault((pattern.a, pattern.b), []).append(entry)
+    for (a, b), members in groups.items():
+        is_one = len({name.count("*") for name in (*a, *b)}) == 1 and len(members) > 1 and {"*"}.isdisjoint((*a, *b))
+        alike = all(len({tuple(_numbers(n)) for n in (*m.a, *m.b)}) == 1 for m in members)
+        yield from [Entry(a, b)] if is_one and alike and not members[0].is_of_calls else members
+
+
+def _starred(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def _numbers(path: str) -> list[str]:
+    return re.findall(r"(?<![^.])\d+(?![^.])", path)

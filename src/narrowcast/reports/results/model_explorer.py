@@ -1,0 +1,76 @@
+"""Node data for Model Explorer: what is known of the nodes of an exported program, one file for each question.
+
+Its PyTorch adapter makes one graph, `graph`, whose nodes have the names of the exported program's. A file holds
+`{graph: {results: {node: {value, bgColor}}, gradient}}`; colours of numbers lie between the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import RunError
+from narrowcast.reports.render.notebook import COLOURS, OTHER
+from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.graphs import CompiledGraph, floating_formats
+
+GRAPH = "graph"
+CAST = "#f2d024"
+_GRADIENT = [{"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#d62728"}]
+
+
+def model_explorer_files(explanation: Explained) -> dict[str, str]:
+    """JSON texts by name: `formats`, and where they are known `errors` (own, relative) and `costs` (microseconds).
+
+    RunError for what is no exported program, or was placed by a goal: names of its nodes are not known.
+    """
+    graph = next((graph for graph in explanation.graphs if graph.names), None)
+    if graph is None or graph.after is None:
+        placed = f", goal {explanation.graphs[0].goal}" if explanation.graphs else ""
+        raise RunError(
+            f"Model Explorer's node data of {explanation.subject}",
+            f"front end {explanation.front_end}{placed}: no node of an exported program is known by name",
+            advice='Explain with front_end="export" (--front-end export), and without a goal.',
+        )
+    found = {"formats": _file(_formats(graph))}
+    errors = {name: {"value": error} for name, error in _errors(explanation, graph).items() if math.isfinite(error)}
+    costs = {graph.names[step]: {"value": ns / 1000} for step, (ns, _) in graph.costs.items() if step in graph.names}
+    if errors:
+        found["errors"] = _file(errors, _GRADIENT)
+    if costs:
+        found["costs"] = _file(costs, _GRADIENT)
+    return found
+
+
+def _file(results: Mapping[str, Mapping[str, Any]], gradient: list[dict[str, Any]] | None = None) -> str:
+    data: dict[str, Any] = {"results": results}
+    return json.dumps({GRAPH: data | ({"gradient": gradient} if gradient else {})}, indent=1)
+
+
+def _formats(graph: CompiledGraph) -> dict[str, dict[str, Any]]:
+    """In which formats a node computes; of a cast, from which to which. What has no floating tensor is left out."""
+    results: dict[str, dict[str, Any]] = {}
+    if graph.after is None:
+        return results
+    for step in graph.after.steps.values():
+        operands = [graph.after.values[operand.value] for operand in step.operands]
+        computes = floating_formats(operands) or floating_formats([step.value])
+        if step.id not in graph.names or not computes:
+            continue
+        value = f"{computes} -> {step.value.type}" if step.is_cast else computes
+        results[graph.names[step.id]] = {
+            "value": value, "bgColor": CAST if step.is_cast else COLOURS.get(computes, OTHER), "textColor": "#000000",
+        }  # fmt: skip
+    return results
+
+
+def _errors(explanation: Explained, graph: CompiledGraph) -> dict[str, float]:
+    """The own error of each node that is a call which was compared with fp32."""
+    if explanation.comparison is None or graph.after is None:
+        return {}
+    known = {row.id: row.own for row in explanation.comparison.differences.rows}
+    ids = {step.id: CallId(step.site.module_path, step.op, step.number) for step in graph.after.steps.values()}
+    return {graph.names[step]: known[id] for step, id in ids.items() if step in graph.names and id in known}

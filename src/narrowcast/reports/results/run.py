@@ -1,0 +1,292 @@
+"""A run as data: what each call of a model computed, with statistics of its tensors, and in which environment."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import Origin, RunError
+from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.reports.documents.words import place
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.render.trace import TimedCall, trace_text
+from narrowcast.reports.results.run_records import (
+    CALL_COLUMNS,
+    TENSOR_COLUMNS,
+    CallRecord,
+    TensorFacts,
+    call_of,
+    call_row,
+    short,
+    short_file,
+    tensor_of,
+    tensor_row,
+    tensor_text,
+)
+
+SCHEMA = "narrowcast.run/1"
+ENDING = ".json.gz"
+
+
+@dataclass(slots=True)
+class Run(Shown):
+    """What a run computed: `nc.capture` makes it, `save` and `load` keep it.
+
+    calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name
+    and the numbers of the tensors that are its value, its gradient and its optimizer's moments. environment: versions,
+    device, flags, seeds, policy. notes: what a reader has to know besides. tokens, log_probabilities: of a language
+    model, in order; one number each (`keep_tokens`). elapsed_ns: if times were asked for, of each call, the casts of
+    its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    calls: list[CallRecord] = field(default_factory=list)
+    tensors: list[TensorFacts] = field(default_factory=list)
+    parameters: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    elapsed_ns: list[int] = field(default_factory=list)
+    cast_elapsed_ns: list[tuple[int, str, str, int]] = field(default_factory=list)
+
+    def keep_tokens(self, tokens: Any, log_probabilities: Any) -> None:
+        """Add tokens and the log-probability that the model gave each: a generation loop tells of one after the other.
+
+        Both: numbers, sequences of any depth, or tensors and arrays (what has `tolist`), of equal size. RunError else.
+        """
+        ids, values = list(_flat(tokens)), [float(value) for value in _flat(log_probabilities)]
+        if len(ids) != len(values):
+            raise RunError(
+                "run.keep_tokens", f"{len(ids)} tokens with {len(values)} log-probabilities",
+                advice="Give one log-probability for each token: that of the token, not of the whole vocabulary.",
+            )  # fmt: skip
+        self.tokens += [int(token) for token in ids]
+        self.log_probabilities += values
+
+    def call(self, identity: CallId | str) -> CallRecord:
+        """The call of that identity. RunError if there is none."""
+        wanted = CallId.parse(identity) if isinstance(identity, str) else identity
+        for call in self.calls:
+            if call.id == wanted:
+                return call
+        raise RunError(
+            f"call {wanted}", f"this run of {len(self.calls)} calls has none like it", advice="List run.calls."
+        )
+
+    def facts(self, named: Iterable[tuple[str, int]]) -> dict[str, TensorFacts]:
+        """The tensors of a call by name: `run.facts(call.inputs)`."""
+        return {name: self.tensors[number] for name, number in named}
+
+    def not_finite(self) -> list[CallRecord]:
+        """The calls that gave a NaN or an infinity, in order."""
+        return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.outputs)]
+
+    def __repr__(self) -> str:
+        bad = len(self.not_finite())
+        return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each call."""
+        return run_text(self, every, width, lines)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON, numbers with all their digits."""
+        data: dict[str, Any] = {
+            "schema": SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
+            "tokens": self.tokens, "log_probabilities": self.log_probabilities,
+            "tensor_columns": list(TENSOR_COLUMNS), "tensors": [tensor_row(t) for t in self.tensors],
+            "call_columns": list(CALL_COLUMNS), "calls": [call_row(c) for c in self.calls],
+        }  # fmt: skip
+        timed = {"elapsed_ns": self.elapsed_ns, "cast_elapsed_ns": self.cast_elapsed_ns} if self.elapsed_ns else {}
+        return data | timed
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.run/1` (docs/reference/run.md)."""
+        data = self.data() | {"log_probabilities": [short(value) for value in self.log_probabilities]}
+        data["tensors"] = [[short(value) for value in row] for row in data["tensors"]]
+        return json.dumps(data, separators=None if indent else (",", ":"), indent=indent)
+
+    def to_trace(self) -> str:
+        """A trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
+
+        RunError for a run whose calls were not timed: `nc.capture(..., times=True)` does.
+        """
+        if not self.elapsed_ns:
+            raise RunError(
+                f"a trace of a run of {len(self.calls)} calls", "they were not timed",
+                advice="Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE.",
+            )  # fmt: skip
+        casts: dict[int, list[tuple[str, str, int]]] = {}
+        for number, src, dst, ns in self.cast_elapsed_ns:
+            casts.setdefault(number, []).append((src, dst, ns))
+        rows = []
+        for number, (c, ns) in enumerate(zip(self.calls, self.elapsed_ns, strict=True)):
+            gave = self.tensors[c.outputs[0][1]].format if c.is_cast and c.outputs else c.computes
+            row = TimedCall(c.id, c.came, gave, c.file, c.line, c.rule, c.reason, ns, "measured")
+            rows.append(replace(row, casts=tuple(casts.get(number, ())), is_cast=c.is_cast))
+        return trace_text("a captured run", rows)
+
+    @staticmethod
+    def from_json(text: str, file: str = "<string>") -> Run:
+        """The run in JSON text. RunError for other text, or another version of the schema."""
+        where = (Origin(file),)
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RunError("a saved run", f"not JSON: {error}", where, "Capture it anew.") from None
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        if found != SCHEMA:
+            raise RunError("a saved run", f"schema {found!r} where {SCHEMA!r} is known", where, "Capture it anew.")
+        try:
+            tensors = [tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
+            calls = [call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
+            parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
+            named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
+            named += [number for row in parameters.values() for number in row.values()]
+            if named and not 0 <= min(named) <= max(named) < len(tensors):
+                raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
+            run = Run(dict(data["environment"]), calls, tensors, parameters, list(map(str, data["notes"])))
+            run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
+            run.elapsed_ns = [int(ns) for ns in data.get("elapsed_ns", ())]
+            run.cast_elapsed_ns = [(int(n), str(a), str(b), int(ns)) for n, a, b, ns in data.get("cast_elapsed_ns", ())]
+            if run.elapsed_ns and len(run.elapsed_ns) != len(calls):
+                raise ValueError(f"{len(run.elapsed_ns)} times of {len(calls)} calls")
+            return run
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise RunError(
+                "a saved run", f"a record is broken: {type(error).__name__}: {error}", where, "Capture it anew."
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write it into a file, compressed, replacing it at once; the ending `.json.gz` is added where it lacks."""
+        target = Path(path)
+        if not target.name.endswith((".gz", ".json")):
+            target = target.with_name(target.name + ENDING)
+        text = self.to_json().encode()
+        save_result(target, "a run", gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
+        return target
+
+    @staticmethod
+    def load(path: str | Path) -> Run:
+        """The run that `save` wrote into a file. RunError for what is missing, cut off, or another kind of file."""
+        where = (Origin(str(path)),)
+        try:
+            raw = Path(path).read_bytes()
+            text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise RunError(
+                f"a saved run, {path}", f"{type(error).__name__}: {error}", where,
+                "Give the file that narrowcast capture -o, or run.save, wrote.",
+            ) from None  # fmt: skip
+        return Run.from_json(text, str(path))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+LISTED = 8
+
+
+def run_text(run: Run, every_call: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
+    """The run's first screen, at most `room` lines; or all of its calls."""
+    formats: dict[str, int] = {}
+    for call in run.calls:
+        if not call.is_cast:
+            formats[call.computes or "-"] = formats.get(call.computes or "-", 0) + 1
+    counts = ", ".join(f"{name} {n}" for name, n in sorted(formats.items(), key=lambda p: -p[1]))
+    head = [_head(run), _verdict(run, run.not_finite()), f"computed in: {counts}"]
+    notes = [f"note: {note}" for note in run.notes]
+    if every_call:
+        calls = ["", "call", *(call_line(run, call) for call in run.calls)] if run.calls else []
+        return "\n".join([*head, *notes, *calls])
+    rows = [line for call in _worth_a_look(run) for line in _call_lines(run, call)]
+    parts = [
+        Part([line for said in head for line in wrapped(said, width=width)]),
+        Part([line for note in notes for line in wrapped(note, width=width)], rank=1, least=2),
+        Part(["", "call, largest values first", *rows] if rows else [], 2, heading=2, step=2, least=4),
+    ]
+    return first_screen(parts, lambda: run_text(run, True), width, room)
+
+
+def _head(run: Run) -> str:
+    facts = run.environment
+    policy = facts.get("policy") or {}
+    under = f", policy {policy['name']} in {policy['low']}" if policy else ""
+    backward = sum(call.id.direction == "backward" for call in run.calls)
+    return f"{len(run.calls)} calls ({backward} backward) on {facts.get('device', '?')}{under}"
+
+
+def _verdict(run: Run, bad: list[CallRecord]) -> str:
+    if not bad:
+        return "every value is finite"
+    made = _made_not_finite(run, bad)
+    if made is not None:
+        at = place(made.file, made.line)
+        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id}{at and f' ({at})'}"
+    if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
+        return f"{len(bad)} calls are not finite; their inputs were not, either"
+    return f"every value is finite, but infinities that were given or filled in, as masks are, in {len(bad)} calls"
+
+
+def _made_not_finite(run: Run, bad: list[CallRecord]) -> CallRecord | None:
+    """The first call that made NaN, or an infinity out of finite inputs that was not filled in as a number."""
+    for call in bad:
+        inputs, outputs = ([run.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
+        has_nan = any(t.nan for t in outputs)
+        if all(t.is_finite for t in inputs):
+            if has_nan or not (_is_given_infinity(call) or any(_is_mask(t) for t in inputs)):
+                return call
+        elif has_nan and not any(t.nan for t in inputs):
+            return call
+    return None
+
+
+def _is_given_infinity(call: CallRecord) -> bool:
+    return any(value in ("inf", "-inf") for _, value in call.given)
+
+
+def _is_mask(tensor: TensorFacts) -> bool:
+    """Whether it holds the lowest value of its format, which masks are filled with."""
+    return (format := tensor.fits()) is not None and tensor.low <= -0.99 * format.max
+
+
+def _worth_a_look(run: Run) -> list[CallRecord]:
+    def largest(call: CallRecord) -> float:
+        return max((run.tensors[n].largest for _, n in call.outputs), default=0.0)
+
+    return sorted(run.calls, key=largest, reverse=True)[:LISTED]
+
+
+def call_line(run: Run, call: CallRecord) -> str:
+    """One call: identity, formats, the ranges of what it gave, its place."""
+    results = [run.tensors[n] for _, n in call.outputs]
+    gave = ", ".join(tensor_text(t) for t in results if t.fits() and t.elements)
+    formats = call.computes or call.came or "-"
+    return f"  {call.id}  {formats}  {gave}  {place(short_file(call.file), call.line)}"
+
+
+def _call_lines(run: Run, call: CallRecord) -> list[str]:
+    """The same on two lines, of its first result alone."""
+    gave = next((tensor_text(run.tensors[n]) for _, n in call.outputs if run.tensors[n].elements), "")
+    file = short_file(call.file).rpartition("/")[2]
+    return [f"  {call.id}", f"    {call.computes or call.came or '-'}  {gave}  {place(file, call.line)}"]

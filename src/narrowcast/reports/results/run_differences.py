@@ -1,0 +1,350 @@
+"""The differences of two runs as data: what `nc.compare_runs` finds, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.output.files import replace_text
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.lines import cut, cut_end, number_text, without_specials
+from narrowcast.reports.results.mapping import RunMapping
+from narrowcast.reports.results.run import Run
+
+SCHEMA = "narrowcast.run-differences/1"
+
+EQUAL, ROUND_OFF, DIFFERS, INHERITED, NOT_COMPARED = "equal", "round-off", "differs", "inherited", "not compared"
+"""Verdicts of a row: no difference was seen; within the band; the call makes a difference beyond it; beyond it, but
+what it was given differed already; nothing that both runs kept can be compared.
+"""
+ALIKE, FORMATS_DIFFER, VALUES_DIFFER = "alike", "formats differ", "values differ"
+"""Verdicts of the whole besides `ROUND_OFF`: equal wherever it was looked; other formats, and values within what these
+explain; values beyond it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """Calls of a and b that are the same ones; several on one side where they are one call on the other.
+
+    place_a, place_b: the user's lines. format_a, format_b: in which they compute. aligned_by: `mapping`, `path`,
+    `weights`, `order` or `values`. difference: relative (L2), of what they give; inputs: the largest of what they were
+    given, NaN where the earlier rows stand for it; band: what rounding explains of it, beside the inputs' (`GAIN` times
+    `inputs`). measured_by: `tensors`, `sketches`, `statistics` or `ranges`. is_part: one side has more elements.
+    given: numbers, or weights, that the calls were given and that differ: name, in a, in b.
+    """
+
+    a: tuple[CallId, ...]
+    b: tuple[CallId, ...]
+    place_a: str
+    place_b: str
+    format_a: str
+    format_b: str
+    aligned_by: str
+    verdict: str
+    difference: float = math.nan
+    inputs: float = math.nan
+    band: float = 0.0
+    measured_by: str = ""
+    is_part: bool = False
+    given: tuple[tuple[str, str, str], ...] = ()
+    why: str = ""
+
+    @property
+    def differs_in_format(self) -> bool:
+        """Whether the two compute in other formats."""
+        return self.format_a != self.format_b
+
+
+@dataclass(frozen=True, slots=True)
+class Unaligned:
+    """A call without a partner. run: `a` or `b`. after: the last call before it that has one; why: if that is known.
+
+    format: in which it computes. apart: how far apart is what comes of it, where nothing else explains that; else 0.
+    """
+
+    run: str
+    id: CallId
+    place: str
+    after: str = ""
+    why: str = ""
+    format: str = ""
+    apart: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDifference:
+    """How far apart the log-probabilities of the same tokens are: b minus a, in nats.
+
+    count: of tokens compared. rms, p99, largest: of absolute differences. mean: signed. at: where the largest is.
+    first_other: where the first token is another one, from which on nothing is compared; -1 if none is. band: what the
+    differences of the calls explain of the rms.
+    """
+
+    count: int
+    rms: float
+    p99: float
+    largest: float
+    mean: float
+    at: int
+    first_other: int = -1
+    band: float = math.inf
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether they differ by more than that."""
+        return self.count > 0 and self.rms > self.band
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRow:
+    """The gradient of a parameter in both runs; several where one run has them in one. difference: relative (L2).
+
+    band: what the bands and the differences of the calls explain of it.
+    """
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    difference: float
+    measured_by: str = ""
+    band: float = math.inf
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it differs by more than that."""
+        return self.difference > self.band
+
+
+@dataclass(slots=True)
+class RunDifferences(Shown):
+    """What `nc.compare_runs` found.
+
+    a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
+    unaligned: calls of either run without a partner. tokens: of language models that kept log-probabilities.
+    mapping: the pairs as a file to mend; by_hand: the one that was given. notes: what could not be compared, and why.
+    compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
+    """
+
+    a: str
+    b: str
+    environment: list[tuple[str, str, str]] = field(default_factory=list)
+    rows: list[RunRow] = field(default_factory=list)
+    unaligned: list[Unaligned] = field(default_factory=list)
+    gradients: list[GradientRow] = field(default_factory=list)
+    tokens: TokenDifference | None = None
+    notes: list[str] = field(default_factory=list)
+    mapping: RunMapping = field(default_factory=RunMapping)
+    by_hand: RunMapping = field(default_factory=RunMapping)
+    compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def formats(self) -> list[RunRow]:
+        """The calls that compute in other formats, in order."""
+        return [row for row in self.rows if row.differs_in_format]
+
+    @property
+    def first_format(self) -> RunRow | None:
+        """The first call that computes in another format."""
+        return next(iter(self.formats), None)
+
+    @property
+    def producers(self) -> list[RunRow]:
+        """The calls that make a difference beyond their band, of inputs that explain none; in order."""
+        return [row for row in self.rows if row.verdict == DIFFERS]
+
+    @property
+    def alone(self) -> list[Unaligned]:
+        """The calls without a partner that make a difference, in order."""
+        return [one for one in self.unaligned if one.apart]
+
+    @property
+    def first_value(self) -> RunRow | None:
+        """The first call that makes a difference beyond its band."""
+        return next(iter(self.producers), None)
+
+    @property
+    def compared(self) -> int:
+        """How many pairs have values that could be compared."""
+        return sum(bool(row.measured_by) for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """`alike`, `round-off`, `formats differ`, `values differ`; `not compared` where no value could be."""
+        is_told = self.tokens is not None and self.tokens.is_beyond
+        if self.producers or self.alone or is_told or any(row.is_beyond for row in self.gradients):
+            return VALUES_DIFFER
+        if self.formats:
+            return FORMATS_DIFFER
+        if not self.compared:
+            return NOT_COMPARED
+        moved = any(row.verdict in (ROUND_OFF, INHERITED) for row in self.rows)
+        return ROUND_OFF if moved or any(row.difference for row in self.gradients) else ALIKE
+
+    def __repr__(self) -> str:
+        return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each pair of calls."""
+        return run_differences_text(self, every, width, lines)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.run-differences/1` (docs/reference/run.md)."""
+        return json.dumps(self.data(), indent=indent)
+
+    def page_data(self) -> dict[str, Any]:
+        """The same with what only its page shows: both runs, and what the first screen says of them."""
+        more = {"summary": _verdict(self), "advice": _advice(self).removeprefix("What to do: ")}
+        return self.data() | more | {"runs": [run.data() for run in self.compared_runs]}
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        data = {f: getattr(self, f) for f in ("a", "b", "environment", "notes")}
+        data["verdict"] = self.verdict
+        data["rows"] = [_with_names(asdict(row), row) for row in self.rows]
+        data["unaligned"] = [{**asdict(one), "id": str(one.id)} for one in self.unaligned]
+        data["gradients"] = [asdict(row) for row in self.gradients]
+        data["tokens"] = asdict(self.tokens) if self.tokens else None
+        data["mapping"], data["by_hand"] = str(self.mapping), str(self.by_hand)
+        return {"schema": SCHEMA, **without_specials(data)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once."""
+        replace_text(Path(path), self.to_json(indent=1) + "\n")
+
+
+def _with_names(data: dict[str, Any], row: RunRow) -> dict[str, Any]:
+    return {**data, "a": [str(name) for name in row.a], "b": [str(name) for name in row.b]}
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+LISTED, ALONE = 2, 5
+
+
+def run_differences_text(
+    found: RunDifferences, every_row: bool = False, width: int = COLUMNS, room: int = LINES
+) -> str:
+    """The first screen, at most `room` lines; or every row."""
+    head = [cut_end(f"{found.a} against {found.b}: {_pairs(found)}", COLUMNS), _verdict(found)]
+    head += _environment(found, every_row)
+    advice = ["", *lines] if (lines := wrapped(_advice(found))) else []
+    tokens = _tokens(found.tokens) if found.tokens is not None else []
+    notes = [f"note: {note}" for note in found.notes]
+    if every_row:
+        rows = [line for row in found.rows for line in _row(row, 1000)]
+        others = [*map(_unaligned, found.unaligned), *map(_gradient, found.gradients)]
+        return "\n".join([*head, *rows, *others, *tokens, *notes, *advice])
+    parts = [Part(head)]
+    if found.first_format is not None:
+        said = ["", f"first in format ({len(found.formats)} in all)", *_row(found.first_format)[:3]]
+        parts.append(Part(said, 2, 2, least=4))
+    if found.alone:
+        said = ["", f"without a partner, and they make a difference ({len(found.alone)} in all)"]
+        parts.append(Part([*said, *map(_alone, found.alone[:ALONE])], 2, 2, least=3))
+    if found.first_value is not None:
+        said = ["", f"first in value ({len(found.producers)} in all)", *_row(found.first_value)[:5]]
+        parts.append(Part(said, 2, 2, least=4))
+    more = f" (and {len(notes) - 1} more: --all)" if len(notes) > 1 else ""
+    parts += [Part([*tokens, *_left(found)], 1), Part([cut_end(n, COLUMNS - len(more)) + more for n in notes[:1]], 3)]
+    return first_screen([*parts, Part(advice)], lambda: run_differences_text(found, True), width, room)
+
+
+def _pairs(found: RunDifferences) -> str:
+    lacks = f", {found.compared} compared" if found.compared < len(found.rows) else ""
+    return f"{len(found.rows)} pairs of calls{lacks}"
+
+
+def _verdict(found: RunDifferences) -> str:
+    inherited = sum(row.verdict == INHERITED for row in found.rows)
+    said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
+    made = len(found.producers) + len(found.alone)
+    if made:
+        said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
+    else:
+        largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
+        said.append(f"no call beyond round-off, largest {number_text(largest)}")
+    return f"{found.verdict.upper()}: {'; '.join(said)}"
+
+
+def _environment(found: RunDifferences, every: bool) -> list[str]:
+    shown = found.environment if every else found.environment[:LISTED]
+    more = len(found.environment) - len(shown)
+    if not shown:
+        return ["environments: the same"]
+    lines = [cut_end(f"{'environments: ' if not n else '  '}{name} {a} / {b}", COLUMNS)
+             for n, (name, a, b) in enumerate(shown)]  # fmt: skip
+    return [*lines, *([f"  and {more} more: --all"] if more else [])]
+
+
+def _row(row: RunRow, width: int = COLUMNS) -> list[str]:
+    figures = "not compared" if not row.measured_by else (
+        f"{number_text(row.difference)} where round-off may make {number_text(row.band)}, by {row.measured_by}"
+    )  # fmt: skip
+    formats = f"{row.format_a or '-'} / {row.format_b or '-'}" if row.differs_in_format else row.format_a or "-"
+    lines = [cut_end(f"  {row.verdict}, {formats}: {figures}{', of a part' if row.is_part else ''}", width)]
+    for name, calls, place in (("a", row.a, row.place_a), ("b", row.b, row.place_b)):
+        at = f"  {place.rpartition('/')[2]}"
+        lines.append(f"    {name}: {cut(' + '.join(map(str, calls)), width - 7 - len(at))}{at}")
+    said = "; ".join(f"{name} {a} / {b}" for name, a, b in row.given)
+    return lines + [cut_end(f"    {text}", width) for text in (row.why, said) if text]
+
+
+def _alone(one: Unaligned) -> str:
+    at = f"  {one.place.rpartition('/')[2]}: {number_text(one.apart)}"
+    return f"  only in {one.run}: {cut(str(one.id), COLUMNS - 13 - len(at))}{at}"
+
+
+def _unaligned(one: Unaligned) -> str:
+    why = f": {one.why}" if one.why else f", after {one.after}" if one.after else ""
+    return f"  only in {one.run}: {one.id}{why}  {one.place}"
+
+
+def _gradient(row: GradientRow) -> str:
+    return f"  gradient {' + '.join(row.a)} / {' + '.join(row.b)}: {number_text(row.difference)}, by {row.measured_by}"
+
+
+def _tokens(found: TokenDifference) -> list[str]:
+    other = f"; from token {found.first_other} on they are others" if found.first_other >= 0 else ""
+    if not found.count:
+        return [f"log-probabilities: no token is the same{other}"]
+    figures = f"rms {number_text(found.rms)}, p99 {number_text(found.p99)}, largest {number_text(found.largest)}"
+    mean = f"mean {found.mean:+.1e}"
+    return [*wrapped(f"log-probabilities of {found.count} tokens: {figures} at {found.at}, {mean}{other}")][:3]
+
+
+def _left(found: RunDifferences) -> list[str]:
+    lines = []
+    if found.gradients:
+        worst = max(found.gradients, key=lambda row: -1.0 if math.isnan(row.difference) else row.difference)
+        beyond = sum(row.is_beyond for row in found.gradients)
+        said = f"{len(found.gradients)} gradients, {beyond} beyond round-off, furthest apart:{_gradient(worst)[1:]}"
+        lines.append(cut_end(said, COLUMNS))
+    counts = [f"{sum(one.run == run for one in found.unaligned)} calls of {run}" for run in "ab"]
+    return [*lines, f"without a partner: {' and '.join(counts)}"] if found.unaligned else lines
+
+
+def _advice(found: RunDifferences) -> str:
+    first = found.first_value
+    if found.alone:
+        return "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
+    if first is not None and first.given:
+        return f"What to do: give both runs the same {first.given[0][0]} there."
+    if first is not None:
+        return "What to do: look at that call's line in both programs; --all lists what inherits from it."
+    if found.tokens is not None and found.tokens.is_beyond:
+        return "What to do: look at what is done with the last calls' results before tokens are drawn: a temperature."
+    if any(row.is_beyond for row in found.gradients):
+        return "What to do: look at how gradients are made: the loss's scale, what is averaged over ranks or steps."
+    if found.first_format is not None:
+        return "What to do: if the formats are not meant, name that call in a rule of the policy, or pin its module."
+    if len(found.unaligned) > len(found.rows):
+        return "What to do: most calls have no partner; pair their modules by hand, --mapping FILE."
+    return ""

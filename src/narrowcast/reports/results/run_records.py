@@ -1,0 +1,172 @@
+"""Calls and tensors of a run: their records, the rows that files have of them, and how they are said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.formats import FORMATS, Format
+from narrowcast.reports.results.sketch import sketch_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often each binary exponent occurs among finite values that are not zero.
+
+    first: the smallest exponent e, of values from 2**e to below 2**(e+1). counts: from there on.
+    """
+
+    first: int = 0
+    counts: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+    def share(self, holds: Callable[[int], bool]) -> float:
+        """The share of the counted values whose exponent passes the test; 0 of none."""
+        found = sum(n for e, n in enumerate(self.counts, self.first) if holds(e))
+        return found / self.total if self.counts else 0.0
+
+    @property
+    def last(self) -> int:
+        """The largest exponent that occurs."""
+        return self.first + len(self.counts) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What is known of one tensor of a run.
+
+    format: its format, or a short name of another element type. low, high: the range of its finite values. mean, rms
+    over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
+    elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
+    looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
+    sample was taken. checksum, file: on request. sketch: of some rows (report/sketch.py). lies_in: the tensor of the
+    table that was entered before in whose memory it lies (a view, a slice, one written to since); -1: in none's.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    device: str
+    elements: int
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    rms: float = 0.0
+    zeros: float = 0.0
+    subnormal: float = 0.0
+    saturated: float = 0.0
+    nan: float = 0.0
+    infinite: float = 0.0
+    exponents: Histogram = field(default_factory=Histogram)
+    below: Histogram = field(default_factory=Histogram)
+    looked_at: int = 0
+    lies_in: int = -1
+    checksum: str = ""
+    file: str = ""
+    sketch: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it holds neither NaN nor infinity."""
+        return not self.nan and not self.infinite
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+    def fits(self) -> Format | None:
+        """Its format, if it is a floating one."""
+        return FORMATS.get(self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One call of a run. inputs, outputs: names and numbers of tensors in the run's table.
+
+    came, computes: the formats as they came and as the op read them. rule, reason: what decided, empty where nothing
+    did. given: arguments that are no tensors, as text; numbers with all their digits. forward: of a backward call, the
+    forward call it belongs to.
+    """
+
+    id: CallId
+    file: str
+    line: int
+    came: str
+    computes: str
+    rule: str = ""
+    reason: str = ""
+    inputs: tuple[tuple[str, int], ...] = ()
+    outputs: tuple[tuple[str, int], ...] = ()
+    given: tuple[tuple[str, str], ...] = ()
+    forward: CallId | None = None
+    is_cast: bool = False
+
+
+TENSOR_COLUMNS, CALL_COLUMNS = (tuple(f.name for f in fields(kind)) for kind in (TensorFacts, CallRecord))
+_tensor_values, _call_values = (attrgetter(*columns) for columns in (TENSOR_COLUMNS, CALL_COLUMNS))
+_ID, _FORWARD = (CALL_COLUMNS.index(name) for name in ("id", "forward"))
+
+
+def tensor_row(tensor: TensorFacts) -> list[Any]:
+    """The row of a file; asdict copies, and takes twenty times as long."""
+    return [[v.first, *v.counts] if type(v) is Histogram else v for v in _tensor_values(tensor)]
+
+
+def short(value: Any) -> Any:
+    """Nine digits say of a statistic what can be said; NaN and infinities are no JSON."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if value == value and abs(value) != float("inf") else str(value)
+    return value
+
+
+def tensor_of(row: dict[str, Any]) -> TensorFacts:
+    """What such a row says."""
+    known = {f.name: row[f.name] for f in fields(TensorFacts) if f.name in row}
+    for name in ("exponents", "below"):
+        first, *counts = known[name]
+        known[name] = Histogram(int(first), tuple(int(n) for n in counts))
+    known["shape"] = tuple(int(size) for size in known["shape"])
+    for name in ("low", "high", "mean", "rms"):
+        known[name] = float(known[name])
+    sketch_rows(known.get("sketch", ""), known["shape"])
+    return TensorFacts(**known)
+
+
+def call_row(call: CallRecord) -> list[Any]:
+    """The row of a file."""
+    row = list(_call_values(call))
+    row[_ID], row[_FORWARD] = str(call.id), str(call.forward or "")
+    return row
+
+
+def call_of(row: dict[str, Any]) -> CallRecord:
+    """What such a row says."""
+    known = {f.name: row[f.name] for f in fields(CallRecord) if f.name in row}
+    known["id"] = CallId.parse(known["id"])
+    known["forward"] = CallId.parse(known["forward"]) if known.get("forward") else None
+    for name in ("inputs", "outputs"):
+        known[name] = tuple((str(a), int(n)) for a, n in known[name])
+    known["given"] = tuple((str(a), str(v)) for a, v in known["given"])
+    return CallRecord(**known)
+
+
+def tensor_text(tensor: TensorFacts) -> str:
+    """`fp16 [2, 8] -3.1..4.2 rms 0.9, 3 % infinite`."""
+    parts = [f"{tensor.format} {list(tensor.shape)} {tensor.low:.3g}..{tensor.high:.3g} rms {tensor.rms:.3g}"]
+    for name in ("nan", "infinite", "subnormal", "saturated"):
+        share = getattr(tensor, name)
+        if share:
+            parts.append(f"{share:.2g} {name}")
+    return ", ".join(parts)
+
+
+def short_file(file: str) -> str:
+    """The last two parts of a path."""
+    return "/".join(file.split("/")[-2:])

@@ -1,0 +1,97 @@
+"""What `nc.check_training` found in a training loop, as text and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ledger import Advice
+from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
+from narrowcast.reports.render.shown import Shown
+
+SCHEMA = "narrowcast.training-check/1"
+_COST_TIME = ("weights cast again",)
+"""Kinds of findings that leave the numbers as they are."""
+
+
+@dataclass(slots=True)
+class TrainingCheck(Shown):
+    """What is wrong with the precision of a training loop.
+
+    findings: in the order in which they were met, each with how often. steps: how often the step ran. calls: how many
+    calls of the forward a region decided about, and how many that it would have lowered ran outside of any.
+    """
+
+    findings: tuple[Advice, ...] = ()
+    times: dict[Advice, int] = field(default_factory=dict)
+    steps: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of findings, each once."""
+        return tuple(dict.fromkeys(finding.kind for finding in self.findings))
+
+    def __bool__(self) -> bool:
+        """Whether nothing is wrong: what costs time alone is shown, and is not."""
+        return all(finding.kind in _COST_TIME for finding in self.findings)
+
+    def __repr__(self) -> str:
+        return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, each finding."""
+        parts = [Part(wrapped(self._verdict(), width=width))]
+        parts += [Part(_lines_of(finding, self.times.get(finding, 1), width), rank=1) for finding in self.findings]
+        parts += [Part(wrapped(f"note: {note}", width=width)) for note in self.notes]
+        if every:
+            return "\n".join(line for part in parts for line in part.lines)
+        return first_screen(parts, lambda: self.to_text(every=True, width=width), width, lines)
+
+    def _verdict(self) -> str:
+        inside, outside = self.calls.get("inside", 0), self.calls.get("outside", 0)
+        ran = f"{self.steps} steps: {inside} calls in a region, {outside} outside that one would lower"
+        slow = sum(finding.kind in _COST_TIME for finding in self.findings)
+        number = len(self.findings) - slow
+        if not number:
+            costs = f", and {slow} thing{'s cost' if slow > 1 else ' costs'} time" if slow else ""
+            return f"Nothing is wrong with the precision of this loop{costs}. {ran}."
+        return f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        rows = [{**asdict(finding), "times": self.times.get(finding, 1)} for finding in self.findings]
+        return {"schema": SCHEMA, "steps": self.steps, "calls": self.calls, "findings": rows, "notes": self.notes}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under the schema `narrowcast.training-check/1`."""
+        return json.dumps(self.data(), indent=indent)
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> TrainingCheck:
+        """The check that JSON of that schema holds."""
+        times: dict[Advice, int] = {}
+        for row in data["findings"]:
+            names = ("kind", "what", "todo", "module_path", "file", "line")
+            times[Advice(**{name: row[name] for name in names})] = int(row["times"])
+        return TrainingCheck(tuple(times), times, int(data["steps"]), dict(data["calls"]), list(data["notes"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
+        save_result(Path(path), "the check of a training loop", self.to_json(indent=1) + "\n")
+
+
+def _lines_of(finding: Advice, times: int, width: int) -> list[str]:
+    where = f"{finding.file}:{finding.line}" if finding.file else "(no line)"
+    often = f", {times} times" if times > 1 else ""
+    room = max(width, COLUMNS) - len(finding.kind) - len(often) - 2
+    lines = [f"{finding.kind}  {shortened(where, room)}{often}"]
+    return lines + [f"  {line}" for text in (finding.what, finding.todo) for line in wrapped(text, "", width - 2)]

@@ -1,0 +1,226 @@
+"""What this device can do: asked once, by the smallest call of each op, and kept in the device's profile.
+
+Whoever asks may be tracing, capturing, recording, in inference mode or in a region. So the device is asked on a thread
+of its own, which has none of that, with tensors whose values need no random numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from narrowcast.core.ops import CONV, GEMM
+from narrowcast.core.policy import Policy
+from narrowcast.core.policy.capabilities import (
+    EMULATED_RATIO,
+    RAISES,
+    RUNS,
+    Ability,
+    Capabilities,
+    device_label,
+    missing_kernels,
+    one_format,
+    shipped_capabilities,
+)
+from narrowcast.core.policy.lacks import FULL
+from narrowcast.errors import Origin, ProfileError
+from narrowcast.formats import Format, bf16, fp16, fp32
+from narrowcast.runtime.devices.clock import elapsed_ns
+from narrowcast.runtime.devices.device import device_now, is_capturing, is_here, synchronize
+from narrowcast.runtime.devices.profile import Device, Profile, load_profile
+from narrowcast.runtime.devices.smallest_calls import CPU_ALONE, SMALLEST
+from narrowcast.runtime.torch_bridge import DTYPES, op_id
+
+T = TypeVar("T")
+LOW = (bf16, fp16)
+BACKWARD_KNOWN = ("aten.mm.default", "backward")
+PROBE_SECONDS = 0.1
+_known: dict[tuple[Device, bool, bool], Capabilities] = {}
+_slow: dict[tuple[Device, bool, Format], dict[str, float]] = {}
+_lock = threading.Lock()
+
+
+def fitted(policy: Policy, device_type: str) -> Policy:
+    """The policy resolved for a device type; and for what the device lacks, if the policy says what then to do."""
+    resolved = policy.resolve(device_type)
+    if resolved.unsupported != FULL or resolved.lacks is not None:
+        return resolved
+    lacks = (*capabilities(device_type).lacks, *missing_kernels(device_type), *one_format())
+    return resolved.remembered(lacks, lambda: resolved.without(lacks))
+
+
+def for_target(policy: Policy, device_type: str, target: str = "") -> tuple[Policy, str]:
+    """The policy for a program that is to run elsewhere, and the name of where: `cpu (avx2), torch 2.13.0`.
+
+    target: file of that device's profile (`narrowcast profile --output`); empty for this machine. ProfileError if it
+    cannot be read, or is of another device type.
+    """
+    if not target:
+        here = device_now(device_type)
+        return policy, f"{device_label(device_type, here.units)}, torch {here.torch}"
+    profile = Profile.read(Path(target))
+    device = profile.device
+    if device.type != device_type:
+        raise ProfileError(
+            asked=f"a program on {device_type}, made for the target {target}", found=f"that is {device}",
+            where=(Origin(target),), advice="Give the profile of a device of that type.",
+        )  # fmt: skip
+    label = device_label(device.type, device.units)
+    asked = Capabilities(label, tuple(profile.abilities.values()))
+    known = asked if asked.abilities else shipped_capabilities(device.type, device.units)
+    if policy.resolve(device_type).unsupported == FULL:
+        policy = policy.without((*known.lacks, *missing_kernels(device_type), *one_format()))
+    return policy, f"{label}, torch {device.torch}"
+
+
+def capabilities(device_type: str, backward: bool = False) -> Capabilities:
+    """What the device runs and refuses. Of one that is not here, what is known of its kind.
+
+    backward: backwards are asked about, too, if the profile does not know of them; the first one takes a while.
+    """
+    device = device_now(device_type)
+    if not is_here(device_type):
+        return shipped_capabilities(device_type, device.units)
+    key = (device, _uses_onednn(), backward)
+    found = _known.get(key)
+    if found is None:
+        if is_capturing():
+            return shipped_capabilities(device_type, device.units)
+        with _lock:
+            found = _known.get(key)
+            if found is None:
+                found = _known[key] = _ask(device, _uses_onednn(), backward)
+    return found
+
+
+def _uses_onednn() -> bool:
+    return bool(torch.backends.mkldnn.enabled)
+
+
+def _ask(device: Device, keeps: bool, backward: bool) -> Capabilities:
+    """What the profile has, or what the device answers."""
+    label = device_label(device.type, device.units)
+    profile = load_profile(device) if keeps else Profile(device)
+    kept = [profile.abilities[key] for key in sorted(profile.abilities)]
+    known = {(ability.op, ability.direction) for ability in kept}
+    if known >= {(op_id(op), "forward") for op in _ops(device.type)} and (BACKWARD_KNOWN in known or not backward):
+        return Capabilities(label, tuple(kept))
+    unanswered: tuple[Ability, ...] = ()
+    asked = _on_a_thread_of_its_own(lambda: tuple(_answers(device.type, backward)), unanswered)
+    if keeps:
+        profile.abilities.update({ability.key: ability for ability in asked})
+        with suppress(ProfileError):  # what is asked costs little, and is asked again where nothing can be kept
+            profile.write(patience_s=0.5)
+    return Capabilities(label, asked)
+
+
+def _on_a_thread_of_its_own(ask: Callable[[], T], otherwise: T) -> T:
+    """What it answers there, or `otherwise` if it raises: a device that cannot be asked is taken to run everything."""
+    answers = [otherwise]
+
+    def run() -> None:
+        with suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="narrowcast-capabilities", daemon=True)
+    thread.start()
+    thread.join()
+    return answers[-1]
+
+
+def _ops(device_type: str) -> list[Any]:
+    return [op for op in SMALLEST if device_type == "cpu" or op not in CPU_ALONE]
+
+
+def _answers(device_type: str, backward: bool) -> Iterator[Ability]:
+    """Each op in each low format, forward, and with its backward where fp32 has one."""
+    for op in _ops(device_type):
+        if _runs(op, fp32, device_type, False) is not None:
+            continue  # not for this device at all
+        has_backward = backward and _runs(op, fp32, device_type, True) is None
+        for low in LOW:
+            for direction in ("forward", "backward")[: 1 + has_backward]:
+                error = _runs(op, low, device_type, direction == "backward")
+                yield Ability(op_id(op), low.name, direction, RUNS if error is None else RAISES, 0.0, error or "")
+
+
+def _runs(op: Any, format: Format, device_type: str, backward: bool) -> str | None:
+    """None if the op's smallest call runs in this format; else the first line of what it raises."""
+
+    def make(*shape: int) -> torch.Tensor:
+        made = torch.full(shape, 0.125, dtype=DTYPES[format], device=device_type)
+        return made.requires_grad_(backward)
+
+    try:
+        args = SMALLEST[op](make)
+        with torch.set_grad_enabled(backward):
+            result = op(*args)
+        if backward:
+            first = result if isinstance(result, torch.Tensor) else result[0]
+            wanted = [a for a in args if isinstance(a, torch.Tensor)]
+            torch.autograd.grad(first, wanted, torch.ones_like(first), allow_unused=True)
+        synchronize()
+    except torch.OutOfMemoryError:
+        return None  # it says nothing of what the device can do
+    except Exception as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
+
+
+# -- how slow ----------------------------------------------------------------------------------------------------------
+
+
+def slow_families(device_type: str, format: Format) -> dict[str, float]:
+    """The families that this device only emulates in a format, with their time over fp32's: as its profile says, or as
+    is known of its kind, or else as a probe of a tenth of a second finds.
+    """
+    device = device_now(device_type)
+    key = (device, _uses_onednn(), format)
+    found = _slow.get(key)
+    if found is None:
+        shipped = shipped_capabilities(device_type, device.units)
+        measured = load_profile(device).low_over_high(format) if is_here(device_type) else {}
+        if not (measured or shipped.abilities) and is_here(device_type) and not is_capturing():
+            measured = _on_a_thread_of_its_own(lambda: _probed(device_type, format), measured)
+        ratios = {**shipped.emulated(format), **measured}
+        found = _slow[key] = {family: ratio for family, ratio in ratios.items() if ratio > EMULATED_RATIO}
+    return found
+
+
+def _probed(device_type: str, format: Format) -> dict[str, float]:
+    """A product that takes fp32 about a millisecond, once in each format; smaller ones first, as time allows."""
+    start, ratio = time.perf_counter(), 1.0
+    for size in (64, 128, 256, 512):
+        times = {}
+        for each in (fp32, format):
+            x = torch.full((size, size), 0.125, dtype=DTYPES[each], device=device_type)
+            for _ in range(2):  # the first one warms up
+                times[each] = elapsed_ns(partial(torch.mm, x, x)) / 1e9
+        ratio = times[format] / times[fp32]
+        spent = time.perf_counter() - start
+        if times[fp32] >= 1e-3 or spent + 16 * (times[fp32] + times[format]) > PROBE_SECONDS:
+            break
+    return {GEMM: ratio}
+
+
+_WORDS = {GEMM: "matrix products", CONV: "convolutions"}
+
+
+def slow_note(device_type: str, format: Format) -> str:
+    """A sentence on what a low format costs here, and what to do about it; empty where it is fast."""
+    slow = slow_families(device_type, format)
+    if not slow:
+        return ""
+    label = device_label(device_type, device_now(device_type).units)
+    parts = " and ".join(f"{_WORDS[family]} take about {ratio:.0f} times" for family, ratio in slow.items())
+    return (
+        f"{label} has no fast units for {format}: {parts} fp32's time. "
+        'goal="fast" (nc.compile, nc.export) chooses formats by time.'
+    )

@@ -1,0 +1,131 @@
+"""The device at hand: what it is, whether it is here and busy, and what a measurement leaves as it found it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from narrowcast.runtime.devices.profile import Device
+from narrowcast.runtime.torch_surface.autograd import has_saved_tensors_hooks
+
+
+@cache
+def this_device(device_type: str = "cpu", threads: int | None = None) -> Device:
+    """The device of this machine on which models run. Call it again after changing the number of threads."""
+    if device_type == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        cuda_units = (f"sm_{major}{minor}", f"fp32 products {torch.get_float32_matmul_precision()}")
+        return Device("cuda", torch.cuda.get_device_name(), cuda_units, 1, torch.__version__)
+    if device_type != "cpu":
+        return Device(device_type, device_type, (), 1, torch.__version__)
+    count = threads if threads is not None else torch.get_num_threads()
+    name, units = _processor()
+    return Device("cpu", name, units, count, torch.__version__)
+
+
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Variables that keep libraries from using units that are there: what is measured under one is another device's."""
+_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
+
+
+def _processor() -> tuple[str, tuple[str, ...]]:
+    name, flags = platform.processor() or platform.machine(), set()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+    else:  # another system: what torch's own kernels use says as much as is needed
+        flags = _TORCH_UNITS.get(torch.backends.cpu.get_cpu_capability(), set())
+    limits = (f"{limit}={os.environ[limit]}" for limit in LIMITS if os.environ.get(limit))
+    return name, (*(unit for unit in _UNITS if unit in flags), *limits)
+
+
+_TORCH_UNITS = {"AVX512": {"avx2", "avx512f"}, "AVX2": {"avx2"}, "SVE256": {"sve"}, "NEON": {"asimd"}}
+
+
+def device_now(device_type: str = "cpu") -> Device:
+    """`this_device` with the number of threads that torch uses now."""
+    return this_device(device_type, torch.get_num_threads())
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Random numbers drawn inside, torch's on the cpu and on the accelerator in use, numpy's and Python's, are not
+    missing afterwards.
+    """
+    device = accelerator_in_use()
+    module: Any = None if device is None else torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[]), _others_kept():
+        if device is None or not hasattr(module, "get_rng_state"):
+            yield
+            return
+        index = () if device.type == "mps" else (device.index or 0,)  # which has one generator
+        state = module.get_rng_state(*index)
+        try:
+            yield
+        finally:
+            module.set_rng_state(state, *index)
+
+
+@contextmanager
+def _others_kept() -> Iterator[None]:
+    """What models draw besides torch's: Python's random numbers, and those of numpy's common generator."""
+    python, common = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(common)
+
+
+def accelerator_in_use() -> torch.device | None:
+    """The accelerator of this process, with its current index; None where nothing has used it yet."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not getattr(torch.get_device_module(found), "is_initialized", lambda: True)():
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def is_here(device_type: str) -> bool:
+    """Whether this machine has such a device."""
+    if device_type == "cpu" or not torch.accelerator.is_available():  # a build may know one that is not there
+        return device_type == "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device_type
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may wait for the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def own_saved_tensors() -> Any:
+    """While it is open, whoever saves tensors in ways of their own (a checkpoint around a call) does not see ours.
+
+    Where nobody does, nothing is changed: a graph with `torch.func.grad` in it takes no hooks.
+    """
+    return saved_tensors_hooks(_same, _same) if has_saved_tensors_hooks() else nullcontext()
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+def synchronize() -> None:
+    """Wait for the accelerator, whichever it is, if it is in use."""
+    if accelerator_in_use() is not None:
+        torch.accelerator.synchronize()

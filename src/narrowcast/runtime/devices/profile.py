@@ -1,0 +1,242 @@
+"""A profile: what was measured on one device with one torch, and the file that it lives in.
+
+Files are JSON, replaced at once, under a lock: two processes that write at the same time both keep what they measured.
+A file that cannot be read is set aside under another name, never overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowcast.core.ops import CONV, GEMM
+from narrowcast.core.policy.capabilities import EMULATED_RATIO, Ability
+from narrowcast.errors import Origin, ProfileError
+from narrowcast.formats import Format, bf16, fp16, fp32
+from narrowcast.output.files import is_there, replace_text
+from narrowcast.reports.render.shown import Shown
+
+SCHEMA = "narrowcast.profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a measured time holds for: device type, name, units that it has, threads, and torch's version."""
+
+    type: str
+    name: str
+    units: tuple[str, ...]
+    threads: int
+    torch: str
+
+    @property
+    def fingerprint(self) -> str:
+        """`cpu-2t-amd-epyc-1a2b3c4d-torch-2.13.0`: the name of the profile's file."""
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:8]
+        words = "".join(c if c.isalnum() else "-" for c in self.name.lower())
+        short = "-".join(w for w in words.split("-") if w)[:32].strip("-")
+        return f"{self.type}-{self.threads}t-{short}-{digest}-torch-{self.torch.partition('+')[0]}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.type}, {self.threads} threads), torch {self.torch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured call: median nanoseconds with quartiles over so many rounds, and the work that it does."""
+
+    family: str
+    format: str
+    backward: bool
+    flops: float
+    moved_bytes: float
+    elements: int
+    ns: float
+    lower_ns: float
+    upper_ns: float
+    rounds: int
+
+    @property
+    def spread(self) -> float:
+        """Half of the quartiles' distance over the median."""
+        return (self.upper_ns - self.lower_ns) / 2 / self.ns if self.ns else 0.0
+
+
+@dataclass(slots=True)
+class Profile(Shown):
+    """The samples of one device by signature text, and what it can do by op, format and direction.
+
+    path: where it was read from or will be written; None in memory.
+    """
+
+    device: Device
+    samples: dict[str, Sample] = field(default_factory=dict)
+    path: Path | None = None
+    abilities: dict[str, Ability] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {
+            "schema": SCHEMA,
+            "device": asdict(self.device),
+            "abilities": [self.abilities[key].to_data() for key in sorted(self.abilities)],
+            "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
+            "emulated": self._emulated(),
+        }
+
+    def low_over_high(self, format: Format) -> dict[str, float]:
+        """A low format's time over fp32's, by family: the median over products and convolutions that were measured in
+        both and take fp32 a millisecond or more.
+        """
+        ratios: dict[str, list[float]] = {}
+        for text, sample in self.samples.items():
+            if sample.format == fp32.name and sample.ns >= 1e6 and sample.family in (GEMM, CONV):
+                low = self.samples.get(text.replace(f"{fp32.name}[", f"{format.name}["))
+                if low is not None:
+                    ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
+        return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
+
+    def _emulated(self) -> list[dict[str, Any]]:
+        """The families that the device only emulates in a low format, for readers of the file."""
+        rows = [(family, low, ratio) for low in (bf16, fp16) for family, ratio in self.low_over_high(low).items()]
+        return [
+            {"family": family, "format": low.name, "ratio": ratio}
+            for family, low, ratio in rows
+            if ratio > EMULATED_RATIO
+        ]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(self.data(), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, file: str = "<string>") -> Profile:
+        """The profile in a text. ProfileError if it is none."""
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict):
+                raise _unreadable(file, f"it holds a {type(data).__name__}")
+            if data.get("schema") != SCHEMA:
+                raise _unreadable(file, f"its schema is {data.get('schema')!r}, not {SCHEMA!r}")
+            device = dict(data["device"])
+            device["units"] = tuple(device["units"])
+            samples = {str(key): _sample(value) for key, value in data["samples"].items()}
+            abilities = [Ability(**found) for found in data.get("abilities", ())]
+            return Profile(Device(**device), samples, abilities={a.key: a for a in abilities})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ProfileError):
+                raise
+            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+    @staticmethod
+    def read(path: Path) -> Profile:
+        """The profile in a file. ProfileError if there is none, or if it cannot be read."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(str(path), f"{type(error).__name__}: {error}") from error
+        profile = Profile.from_json(text, str(path))
+        profile.path = path
+        return profile
+
+    def write(self, path: Path | None = None, patience_s: float = 20.0) -> Path:
+        """Save it, together with what another process saved there meanwhile. ProfileError if that is not possible.
+
+        patience_s: how long to wait for a process that is saving, too.
+        """
+        from filelock import FileLock, Timeout  # regions that read no profile do not import it
+
+        path = path or self.path or profile_path(self.device)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(str(path) + ".lock", timeout=patience_s):
+                if path.exists():
+                    self._take_over(path)
+                replace_text(path, self.to_json())
+        except (OSError, Timeout) as error:
+            raise ProfileError(
+                asked=f"saving the profile of {self.device}",
+                found=f"{type(error).__name__}: {error}",
+                where=(Origin(str(path)),),
+                advice="What was measured holds for this process. Set NARROWCAST_CACHE_DIR to a folder that can be "
+                "written to.",
+            ) from error
+        self.path = path
+        return path
+
+    def _take_over(self, path: Path) -> None:
+        try:
+            there = Profile.read(path)
+        except ProfileError as error:
+            warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and is written anew", stacklevel=4)
+            return
+        if there.device != self.device:
+            raise ProfileError(
+                asked=f"saving the profile of {self.device}",
+                found=f"the file holds that of {there.device}",
+                where=(Origin(str(path)),),
+                advice="Save it under another name.",
+            )
+        self.samples = {**there.samples, **self.samples}
+        self.abilities = {**there.abilities, **self.abilities}
+
+
+def load_profile(device: Device) -> Profile:
+    """The saved profile of a device; an empty one if there is none. A file that cannot be read is set aside."""
+    path = profile_path(device)
+    if not is_there(path):
+        return Profile(device, path=path)
+    try:
+        found = Profile.read(path)
+    except ProfileError as error:
+        warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and measuring starts anew", stacklevel=3)
+        return Profile(device, path=path)
+    return found if found.device == device else Profile(device, path=path)
+
+
+def set_aside(path: Path) -> str:
+    """Give a file that cannot be read another name, so that nothing in it is lost; what became of it, for a reader."""
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        moved = path.with_name(f"{path.name}.unreadable-{digest}")
+        path.rename(moved)
+    except OSError as error:
+        return f"could not be moved ({type(error).__name__})"
+    return f"is now {moved}"
+
+
+def cache_folder() -> Path:
+    """Where profiles and choices are kept: NARROWCAST_CACHE_DIR, or the user's cache folder."""
+    given = os.environ.get("NARROWCAST_CACHE_DIR")
+    if given:
+        return Path(given)
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("narrowcast"))
+
+
+def profile_path(device: Device) -> Path:
+    """The file of a device's profile."""
+    return cache_folder() / "profiles" / f"{device.fingerprint}.json"
+
+
+def _sample(data: dict[str, Any]) -> Sample:
+    sample = Sample(**data)
+    numbers = (sample.flops, sample.moved_bytes, sample.elements, sample.ns, sample.lower_ns, sample.upper_ns)
+    is_right = all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in (*numbers, sample.rounds))
+    if not is_right or sample.ns <= 0:
+        raise ValueError(f"a sample with the numbers {numbers}, {sample.rounds}")
+    return sample
+
+
+def _unreadable(file: str, found: str) -> ProfileError:
+    return ProfileError(
+        asked="reading a profile", found=found, where=(Origin(file),),
+        advice="Give a file that `narrowcast profile` wrote, or measure again.",
+    )  # fmt: skip

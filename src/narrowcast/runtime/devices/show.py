@@ -1,0 +1,193 @@
+"""Profiles for people: tables, a comparison, a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from narrowcast.core.ops import FAMILIES
+from narrowcast.core.policy.capabilities import RAISES
+from narrowcast.errors import Origin, ProfileError
+from narrowcast.output.console import as_text, table
+from narrowcast.output.screen import LINES, Part, first_screen, wrapped
+from narrowcast.reports.documents.words import without_format
+from narrowcast.runtime.devices.profile import Profile, Sample
+
+_ORDER = ("fp32", "bf16", "fp16")
+Row = tuple[str, dict[str, Sample]]
+
+
+def rows_of(profile: Profile) -> dict[str, list[Row]]:
+    """By family, one row per call: its text without formats, and its sample in each format."""
+    found: dict[tuple[str, str], dict[str, Sample]] = {}
+    for text, sample in profile.samples.items():
+        found.setdefault((sample.family, without_format(text, sample.format)), {})[sample.format] = sample
+    rows: dict[str, list[Row]] = {}
+    for (family, text), samples in found.items():
+        rows.setdefault(family, []).append((text, samples))
+    ordered = sorted(rows, key=lambda f: (FAMILIES.index(f) if f in FAMILIES else len(FAMILIES), f))
+    return {f: sorted(rows[f], key=lambda row: next(iter(row[1].values())).elements) for f in ordered}
+
+
+def profile_screen(profile: Profile, width: int, room: int = LINES) -> str:
+    """At most `room` lines of `width` columns: the device, and which formats win per family."""
+    head = [
+        f"{profile.device}",
+        f"units {', '.join(profile.device.units) or 'unknown'}; {len(profile.samples)} samples",
+    ]
+    raises = [f"{ability.op} in {ability.format}" for ability in profile.abilities.values() if ability.state == RAISES]
+    head += [f"it does not run: {', '.join(raises)}"] if raises else []
+    head += _winners(rows_of(profile))
+    lines = [line for said in head for line in wrapped(said, width=width)]
+    families = as_text([_families(rows_of(profile))], width).rstrip("\n").split("\n")
+    parts = [Part(lines, rank=2, least=3), Part(["", *(line for line in families if line.strip())], rank=1)]
+    return first_screen(parts, lambda: as_text(profile_parts(profile)).rstrip("\n"), width, room)
+
+
+def _winners(rows: dict[str, list[Row]]) -> list[str]:
+    """Of each low format: in which families it is faster, by the median over their calls, and where it is not."""
+    said = []
+    for low in ("bf16", "fp16"):
+        medians = {}
+        for family, calls in rows.items():
+            if found := [s[low].ns / s["fp32"].ns for _, s in calls if {low, "fp32"} <= set(s)]:
+                medians[family] = statistics.median(found)
+        faster, slower = ([f for f, m in medians.items() if (m < 1) == wins] for wins in (True, False))
+        if medians:
+            said.append(f"{low} is faster in: {', '.join(faster) or 'none'}; not in: {', '.join(slower) or 'none'}")
+    return said
+
+
+def comparison_screen(a: Profile, b: Profile, width: int) -> str:
+    """At most 25 lines of `width` columns: b over a by family and format. ProfileError as of `comparison_parts`."""
+    whole = as_text(comparison_parts(a, b), width).rstrip("\n")
+    return first_screen([Part(whole.split("\n"))], lambda: whole, width)
+
+
+def profile_parts(profile: Profile) -> list[RenderableType]:
+    """The profile as tables: which formats win per family, and the calls."""
+    rows = rows_of(profile)
+    parts: list[RenderableType] = [
+        f"[bold]{escape(str(profile.device))}[/bold]\n  units {', '.join(profile.device.units) or 'unknown'}; "
+        f"{len(profile.samples)} samples; {escape(str(profile.path or 'not saved'))}\n",
+        _families(rows),
+        *_missing(profile),
+    ]
+    for family, calls in rows.items():
+        title = f"{family}: all {len(calls)} calls"
+        made = table(title, "call", ">fp32 us", ">bf16 us", ">fp16 us", ">bf16/fp32", ">fp16/fp32", ">spread")
+        for text, samples in calls:
+            made.add_row(escape(text), *_times(samples), *_ratios(samples), _spread(samples.values()))
+        parts.append(made)
+    return parts
+
+
+def _missing(profile: Profile) -> list[RenderableType]:
+    """What the device refuses to run, if it was asked."""
+    raises = [ability for ability in profile.abilities.values() if ability.state == RAISES]
+    if not raises:
+        return []
+    made = table("what this device does not run", "op", "format", "direction", "it says")
+    for ability in raises:
+        made.add_row(ability.op, ability.format, ability.direction, escape(ability.error[:90]))
+    return [made]
+
+
+def _families(rows: dict[str, list[Row]]) -> RenderableType:
+    made = table("low over fp32, median over calls (below 1: low is faster)", "family", ">calls", ">bf16 forward",
+                 ">and backward", ">fp16 forward", ">and backward")  # fmt: skip
+    for family, calls in rows.items():
+        cells = []
+        for low in ("bf16", "fp16"):
+            for backward in (False, True):
+                found = [
+                    s[low].ns / s["fp32"].ns
+                    for _, s in calls
+                    if {low, "fp32"} <= set(s) and s[low].backward == backward
+                ]
+                cells.append(f"{statistics.median(found):.2f}" if found else "")
+        made.add_row(family, str(len(calls)), *cells)
+    return made
+
+
+def _times(samples: dict[str, Sample]) -> list[str]:
+    return [f"{samples[f].ns / 1e3:.1f}" if f in samples else "" for f in _ORDER]
+
+
+def _ratios(samples: dict[str, Sample]) -> list[str]:
+    high = samples.get("fp32")
+    return [f"{samples[f].ns / high.ns:.2f}" if high and f in samples else "" for f in _ORDER[1:]]
+
+
+def _spread(samples: Iterable[Sample]) -> str:
+    return f"{max(s.spread for s in samples) * 100:.0f} %"
+
+
+def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:
+    """Two profiles, on the calls that both have: by family and format, b over a.
+
+    ProfileError if they have no call in common.
+    """
+    common = [key for key in a.samples if key in b.samples]
+    if not common:
+        raise ProfileError(
+            asked=f"comparing {a.device} with {b.device}", found="they have no call in common",
+            where=tuple(Origin(str(p.path)) for p in (a, b) if p.path), advice="Run `narrowcast profile` on both.",
+        )  # fmt: skip
+    groups: dict[tuple[str, str], list[float]] = {}
+    for key in common:
+        sample = a.samples[key]
+        groups.setdefault((sample.family, sample.format), []).append(b.samples[key].ns / sample.ns)
+    made = table(f"time of B over A, {len(common)} calls in common", "family", "format", ">calls", ">median", ">least",
+                 ">most")  # fmt: skip
+    for (family, name), found in sorted(groups.items()):
+        made.add_row(
+            family, name, str(len(found)), f"{statistics.median(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}"
+        )
+    return [f"A  {escape(str(a.device))}\nB  {escape(str(b.device))}\n", made]
+
+
+def plot_profile(profile: Profile, path: Path) -> None:
+    """Time against work, one panel per family, one line per format; the file's ending says what kind it is.
+
+    ProfileError if matplotlib is not installed, or there is nothing to plot.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ProfileError(
+            asked=f"a plot in {path}", found="matplotlib is not installed",
+            advice='Install it: pip install "narrowcast[plot]"',
+        ) from error  # fmt: skip
+    rows = {f: calls for f, calls in rows_of(profile).items() if f in FAMILIES}
+    if not rows:
+        raise ProfileError(
+            asked=f"a plot in {path}", found="the profile has no call of a family that is plotted",
+            advice="Measure this device: narrowcast profile",
+        )  # fmt: skip
+    columns = 4
+    lines = -(-len(rows) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * lines), layout="constrained")
+    for number, (family, calls) in enumerate(rows.items()):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        for name, color in zip(_ORDER, ("#2f6f4f", "#c8781e", "#7a4fa0"), strict=True):
+            for backward, marker in ((False, "o"), (True, "^")):
+                found = [s[name] for _, s in calls if name in s and s[name].backward == backward]
+                points = sorted((max(s.flops, 1.0), s.ns / 1e3) for s in found)
+                if points:
+                    label = name + (", with backward" if backward else "")
+                    axes.plot(*zip(*points, strict=True), marker, ms=4, color=color, alpha=0.75, label=label, ls="")
+        axes.set(title=family, xscale="log", yscale="log", xlabel="operations", ylabel="microseconds")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    figure.suptitle(str(profile.device))
+    try:
+        figure.savefig(path, dpi=110)
+    except (ValueError, OSError) as error:
+        raise ProfileError(
+            asked=f"a plot in {path}", found=str(error), advice="Name a file that ends in .png, .svg or .pdf.",
+        ) from error  # fmt: skip

@@ -1,0 +1,111 @@
+"""The signature of a call: what its time depends on, as text that is the same in every process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from narrowcast.core.ops import ATTENTION, CONV, COPY, GEMM, multiplications, op_kind
+from narrowcast.formats import Format
+from narrowcast.programs.program import CAST, Step, Value, element_bytes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call does: floating operations, bytes that it reads and writes, elements of its largest tensor."""
+
+    flops: float
+    moved_bytes: float
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One call with the formats and shapes of its operands.
+
+    format:   the one that it computes in. backward: the time is that of forward and backward together.
+    streamed: operands that come from memory, not from a cache, each time: weights.
+    """
+
+    op: str
+    types: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    result: Shape
+    format: Format
+    constants: str = ""
+    backward: bool = False
+    streamed: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The family of its op; `copy` for casts; empty for an unknown op."""
+        return COPY if self.op == CAST else op_kind(self.op).family
+
+    @property
+    def text(self) -> str:
+        """`aten.mm.default(fp32[8, 4], fp32[4, 2])`, with what else matters."""
+        operands = ", ".join(f"{t}{list(s)}" for t, s in zip(self.types, self.shapes, strict=True))
+        notes = [self.constants] if self.constants else []
+        notes += [f"-> {self.format}"] if self.op == CAST else []
+        notes += ["streams " + ",".join(map(str, self.streamed))] if self.streamed else []
+        notes += ["with backward"] if self.backward else []
+        return f"{self.op}({operands})" + "".join(f" {note}" for note in notes)
+
+    @property
+    def work(self) -> Work:
+        """From shapes alone; products count two operations per multiplication."""
+        sizes = [math.prod(s) for s in self.shapes]
+        result = math.prod(self.result)
+        width = [element_bytes(t) for t in self.types]
+        moved = sum(n * w for n, w in zip(sizes, width, strict=True)) + result * self.format.bits / 8
+        largest = max([result, *sizes], default=0)
+        return Work(self._flops(largest), moved, largest)
+
+    def _flops(self, largest: int) -> float:
+        if self.family in (GEMM, CONV, ATTENTION):
+            found = multiplications(self.op, self.shapes, [self.result])
+            if found:
+                return 2.0 * found
+        return float(largest)
+
+
+def signature_of(
+    step: Step,
+    operands: Sequence[Value],
+    format: Format,
+    weights: Sequence[int] = (),
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Signature:
+    """The signature of a step that runs in `format`.
+
+    operands: as the policy has them; those in a low format are taken in `format`. weights: numbers of operands that
+    are streamed. sizes: what symbolic sizes stand for.
+    """
+    floats = [n for n, v in enumerate(operands) if v.shape is not None]
+    types, shapes = [], []
+    for n in floats:
+        value = operands[n]
+        moves = value.format is not None and value.format.bits < 32 and not step.is_cast
+        types.append(format.name if moves else value.type)
+        shapes.append(known_shape(value.shape, sizes))
+    result = known_shape(step.value.shape, sizes) if step.value.shape is not None else (shapes[0] if shapes else ())
+    streamed = tuple(k for k, n in enumerate(floats) if n in weights)
+    backward = step.grad_mode and any(operands[n].gradient for n in floats)
+    return Signature(step.op, tuple(types), tuple(shapes), result, format, step.constants, backward, streamed)
+
+
+def cast_signature(
+    shape: Sequence[int | str] | None, src: Format, dst: Format, sizes: Mapping[str, int] = MappingProxyType({})
+) -> Signature:
+    """The signature of a cast, a copy if the formats are the same."""
+    known = known_shape(shape, sizes)
+    return Signature(CAST, (src.name,), (known,), known, dst)
+
+
+def known_shape(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> Shape:
+    """The shape with numbers for symbolic sizes; 64 for one that nobody knows."""
+    return tuple(size if isinstance(size, int) else sizes.get(size, 64) for size in shape or ())

@@ -1,0 +1,115 @@
+"""The default sweep: calls of every family over sizes and formats, from which the model interpolates the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from narrowcast.formats import Format, bf16, fp16, fp32
+from narrowcast.runtime.devices.measure import Measurable, Operand
+from narrowcast.runtime.devices.signature import Signature, cast_signature
+from narrowcast.runtime.torch_bridge import DTYPES, op_id
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY
+
+aten = torch.ops.aten
+FORMATS: tuple[Format, ...] = (fp32, bf16, fp16)
+Shape = tuple[int, ...]
+
+_PRODUCTS = [(1, 1024, 1024), (1, 4096, 4096), (16, 512, 512), (128, 256, 256), (128, 384, 1536), (512, 512, 512),
+             (1024, 1024, 1024)]  # fmt: skip
+_CONVS = [  # input, weight, stride, groups
+    ((1, 3, 224, 224), (32, 3, 3, 3), 2, 1),
+    ((4, 32, 56, 56), (32, 1, 3, 3), 1, 32),
+    ((1, 64, 56, 56), (64, 64, 3, 3), 1, 1),
+    ((1, 256, 14, 14), (256, 256, 3, 3), 1, 1),
+    ((4, 96, 28, 28), (24, 96, 1, 1), 1, 1),
+]
+_ATTENTION = [(1, 8, 64, 64), (4, 12, 128, 32), (1, 8, 512, 64)]
+_ROWS = [(16, 64), (256, 256), (2048, 512), (8192, 1024)]
+_SIZES = [16, 4096, 65_536, 1_048_576, 8_388_608]
+
+
+def sweep(device_type: str, formats: Sequence[Format] = FORMATS) -> list[list[Measurable]]:
+    """The calls, grouped so that the formats of one call are measured in turn; small ones first."""
+    groups = [*_copies(device_type, formats)]
+    for backward in (False, True):
+        for maker in (_products, _convolutions, _attentions, _rows, _pointwise):
+            groups += [[make(f, backward) for f in formats] for make in maker(device_type)]
+    return sorted(groups, key=lambda group: group[0].signature.work.flops)
+
+
+def basics(device_type: str) -> list[list[Measurable]]:
+    """What a cost model cannot do without: copies and casts."""
+    return list(_copies(device_type, FORMATS[:2]))
+
+
+def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]]:
+    for size in _SIZES:
+        calls = []
+        for src in formats:
+            for dst in formats:
+                if fp32 in (src, dst):
+                    operand = Operand((size,), (1,), src.name, device)
+                    op = torch.clone if src is dst else TO_COPY
+                    kwargs = {} if src is dst else {"dtype": DTYPES[dst]}
+                    calls.append(Measurable(cast_signature((size,), src, dst), op, (operand,), kwargs))
+        yield calls
+
+
+def _call(
+    op: Any, shapes: Sequence[Shape], more: tuple[Any, ...], result: Shape, device: str, kwargs: Any = None
+) -> Any:
+    """A function of format and direction that gives the call."""
+    constants = ", ".join(map(str, more))
+
+    def make(format: Format, backward: bool) -> Measurable:
+        operands = tuple(Operand(s, _strides(s), format.name, device, backward) for s in shapes)
+        types = (format.name,) * len(shapes)
+        signature = Signature(op_id(op), types, tuple(shapes), result, format, constants, backward)
+        return Measurable(signature, op, (*operands, *more), {})
+
+    return make
+
+
+def _products(device: str) -> Iterator[Any]:
+    for m, k, n in _PRODUCTS:
+        yield _call(aten.mm.default, ((m, k), (k, n)), (), (m, n), device)
+
+
+def _convolutions(device: str) -> Iterator[Any]:
+    for image, weight, stride, groups in _CONVS:
+        pad = weight[-1] // 2
+        side = (image[-1] + 2 * pad - weight[-1]) // stride + 1
+        more = (None, [stride] * 2, [pad] * 2, [1, 1], groups)
+        yield _call(aten.conv2d.default, (image, weight), more, (image[0], weight[0], side, side), device)
+
+
+def _attentions(device: str) -> Iterator[Any]:
+    for shape in _ATTENTION:
+        yield _call(aten.scaled_dot_product_attention.default, (shape,) * 3, (), shape, device)
+
+
+def _rows(device: str) -> Iterator[Any]:
+    for shape in _ROWS:
+        width = shape[-1:]
+        yield _call(aten.softmax.int, (shape,), (-1,), shape, device)
+        yield _call(aten.sum.dim_IntList, (shape,), ([-1],), shape[:1], device)
+        yield _call(aten.layer_norm.default, (shape,), (list(width),), shape, device)
+
+
+def _pointwise(device: str) -> Iterator[Any]:
+    for size in _SIZES:
+        yield _call(aten.relu.default, ((size,),), (), (size,), device)
+        yield _call(aten.gelu.default, ((size,),), (), (size,), device)
+        yield _call(aten.add.Tensor, ((size,), (size,)), (), (size,), device)
+
+
+def _strides(shape: Shape) -> Shape:
+    found: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= size
+    return tuple(reversed(found))

@@ -1,0 +1,148 @@
+"""Regions of ours inside a graph: a pair of calls that name the region by a key.
+
+torch's own regions are `_enter_autocast` and `_exit_autocast` in a graph; ours carry a policy, which no graph can hold.
+The calls exist only between Dynamo and a backend: ours reads them, others run them while they trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from narrowcast.runtime.regions.stack import Prepared
+from narrowcast.runtime.torch_surface.dispatch import ASSERT_METADATA
+from narrowcast.runtime.torch_surface.dynamo import allow_in_graph, constant_for_dynamo, on_dynamo_cleanup
+from narrowcast.runtime.torch_surface.fx import keep_calls
+from narrowcast.runtime.torch_surface.patches import held, note_staying, once
+from narrowcast.runtime.torch_surface.state import autocast_nesting
+
+
+class Markable(Protocol):
+    """A region that can be entered and left: `narrowcast.autocast`."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """What the region decides by: its facts and its policy."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+class _Open(threading.local):
+    """The keys of the marked regions that are open on this thread."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+
+_in_graphs: dict[str, Markable] = {}  # by key: equal keys mean equal regions, so any of them will do
+_open = _Open()
+
+
+def hold(key: str, region: Markable) -> None:
+    """Hold a region from here on: a graph is about to name it by this key."""
+    _keep_marks()
+    _in_graphs.setdefault(key, region)
+
+
+@once
+def _keep_marks() -> None:
+    keep_calls(*MARKS)
+    note_staying("torch.fx.node: calls that stay in graphs", "regions of ours are calls in graphs")
+
+
+def find_marked(key: str) -> Markable:
+    """The region that graphs name by that key."""
+    return _in_graphs[key]
+
+
+def enter_marked(key: str) -> None:
+    """In a graph: open the region. While Dynamo traces, it is closed at the latest when that ends."""
+    find_marked(key).__enter__()
+    _open.keys.append(key)
+    depth = len(_open.keys)
+    on_dynamo_cleanup(lambda: _close_down_to(depth - 1))
+
+
+def exit_marked(key: str) -> None:
+    """In a graph: close the region."""
+    _open.keys.remove(key)
+    find_marked(key).__exit__(None, None, None)
+
+
+@contextmanager
+def closing_marked() -> Iterator[None]:
+    """Regions that a graph opens inside are closed when it raises before it has closed them itself."""
+    depth = len(_open.keys)
+    try:
+        yield
+    finally:
+        _close_down_to(depth)
+
+
+def _close_down_to(depth: int) -> None:
+    while len(_open.keys) > depth:
+        find_marked(_open.keys.pop()).__exit__(None, None, None)
+
+
+MARKS = (enter_marked, exit_marked)
+_NOTE = "narrowcast_region"
+BOUNDARY = "narrowcast_boundary"
+"""What is noted beside the casts at a module's boundary, so that the graph's ledger knows them from the user's own."""
+
+
+def note_exported(key: str, depth: int) -> Any:
+    """A context in which torch.export notes, beside each node, that a region of ours is the innermost one."""
+    return torch.fx.traceback.annotate({_NOTE: f"{depth} {key}"})
+
+
+@contextmanager
+def caches_as_in_eager_code() -> Iterator[None]:
+    """While torch.export traces, a region that says nothing of a weight cache has the one that it has in eager code.
+
+    torch.export switches the cache off meanwhile, and such a region, torch's or ours, would be one without.
+    """
+    thread, depth, before = threading.get_ident(), autocast_nesting(), torch.is_autocast_cache_enabled()
+
+    def made(make: Callable[..., None]) -> Callable[..., None]:
+        def make_with_cache(
+            region: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+        ) -> None:
+            if cache_enabled is None and threading.get_ident() == thread and autocast_nesting() == depth:
+                cache_enabled = before  # inside another region torch asks that one's
+            make(region, device_type, dtype, enabled, cache_enabled)
+
+        return make_with_cache
+
+    with held(torch.autocast, "exported regions keep their weight cache", __init__=made):
+        yield
+
+
+def exported_key(body: torch.fx.GraphModule) -> str | None:
+    """The key of the region of ours that torch.export made this body of; None if it was a region of torch's.
+
+    A region of torch's inside one of ours has our note, too, but one level deeper than the note says.
+    """
+    depth = autocast_nesting() + 1
+    for node in body.graph.nodes:
+        note = (node.meta.get("custom") or {}).get(_NOTE)
+        if (
+            node.op == "call_function" and note is not None and node.target is not ASSERT_METADATA
+        ):  # that has others' notes
+            noted, _, key = note.partition(" ")
+            return key if int(noted) == depth and key in _in_graphs else None
+    return None
+
+
+def allow_marks(key: str) -> None:
+    """Have Dynamo put the marks of this region, which is held, into its graphs. It runs this while it traces."""
+    find_marked(key)
+    allow_in_graph(*MARKS)
+
+
+constant_for_dynamo(allow_marks)

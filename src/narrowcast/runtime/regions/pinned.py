@@ -1,0 +1,119 @@
+"""Pins: what a module, a class of modules or a function is pinned to, and where that is kept."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from narrowcast.core.policy import Policy
+from narrowcast.errors import PinError
+from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
+from narrowcast.runtime.torch_surface.patches import once
+
+ATTRIBUTE = "_narrowcast_pin"
+_numbers = itertools.count()
+_changes = itertools.count(1)
+class_pins = "0"
+"""Another text after each pin of a class. Dynamo guards on it, and on pins of modules by itself; it would take a number
+for a size that changes.
+"""
+_begins: list[Callable[[], None]] = []
+
+
+class Pin:
+    """What is pinned to: rules about calls, as a policy, and a region around them.
+
+    Immutable except for what is remembered of decisions. Pickled with its module, in eager/pins.py: a process that
+    loads one watches calls of modules from then on.
+    """
+
+    __slots__ = ("boundaries", "policy", "region", "tag")
+
+    def __init__(self, policy: Policy, region: Any = None) -> None:
+        self.policy = policy
+        self.region = region  # of narrowcast.autocast
+        self.tag = f"pin {next(_numbers)}"  # no other pin's; what Dynamo guards on
+        self.boundaries: dict[Any, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pin:
+        return self
+
+    def __repr__(self) -> str:
+        parts = [str(rule) for rule in self.policy.rules] + ([repr(self.region)] if self.region is not None else [])
+        return f"Pin({'; '.join(parts)})"
+
+
+def pin_of(target: Any) -> Pin | None:
+    """The pin of a module, its own or its class's; of a class, its own or a base's."""
+    return getattr(target, ATTRIBUTE, None)
+
+
+def own_pin(target: Any) -> Pin | None:
+    """The pin that was set on this very module or class."""
+    found: Pin | None = vars(target).get(ATTRIBUTE)
+    return found
+
+
+def name_of(target: Any) -> str:
+    """The name of what is pinned, for messages."""
+    return getattr(target, "__qualname__", None) or type(target).__qualname__
+
+
+def set_pin(target: Any, pin: Pin) -> None:
+    """Pin a module or a class of them: it asks for its pin from its next call on, compiled code of it likewise.
+
+    Raises PinError for what has no call to pin, and for what is pinned.
+    """
+    asked = f"{name_of(target)} pinned to {pin}"
+    if target is Module:
+        raise PinError("pinning torch.nn.Module", "that is every module there is", (), "Pin a class of your own.")
+    if inspect.isgeneratorfunction(inspect.unwrap(target.forward)):
+        raise PinError(
+            asked, "its forward is a generator, which runs in steps",
+            advice="Decorate its forward with @narrowcast.autocast(...), which holds in steps.",
+        )  # fmt: skip
+    watch_module_calls()
+    _forget_compiled()
+    if own_pin(target) is not None:
+        raise PinError(asked, f"it is pinned already: {own_pin(target)}", advice="narrowcast.unpin it first.")
+    if isinstance(target, Module):
+        target.__dict__[ATTRIBUTE] = pin  # a script would put it among its own attributes
+    else:
+        setattr(target, ATTRIBUTE, pin)
+        _compile_anew()
+
+
+def take_pin(target: Any) -> None:
+    """Undo `set_pin`."""
+    if isinstance(target, Module):
+        del target.__dict__[ATTRIBUTE]
+    else:
+        delattr(target, ATTRIBUTE)
+        _compile_anew()
+
+
+def begin_watching(begin: Callable[[], None]) -> None:
+    """Have `begin` run when the first pin is set, or the first region opened whose policy has rules about modules."""
+    _begins.append(begin)
+
+
+def watch_module_calls() -> None:
+    """From now on calls of modules ask for their pins, and for rules about them."""
+    for begin in _begins:
+        begin()
+
+
+def _compile_anew() -> None:
+    """Compiled code that calls modules is compiled anew at its next call."""
+    global class_pins
+    class_pins = str(next(_changes))
+
+
+@once
+def _forget_compiled() -> None:
+    """What was compiled before the first pin does not ask modules for theirs; what is compiled afterwards does."""
+    forget_compiled_code()

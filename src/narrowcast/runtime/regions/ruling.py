@@ -1,0 +1,93 @@
+"""Which region rules: ours or one of torch's, by device type, as they are nested and as checkpoints recompute."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from narrowcast.core.decide import Region
+from narrowcast.core.policy import DEVICE_TYPES, Policy
+from narrowcast.runtime.regions.recomputation import carried_region
+from narrowcast.runtime.regions.stack import OpenRegion, Prepared, stack
+from narrowcast.runtime.torch_bridge import FORMATS
+from narrowcast.runtime.torch_surface.state import autocast_nesting
+from narrowcast.runtime.weights.cache import WeightCache
+
+
+def active_region(device_type: str) -> OpenRegion | None:
+    """Our region that rules this device type now; None where a native one does, or none.
+
+    The innermost region rules. torch counts nesting, so a `torch.autocast` block entered inside ours shows as a depth
+    that no region of ours accounts for, and is left to torch unless our policy is to hold there; but where
+    torch.utils.checkpoint recomputes a forward that ran in a region of ours, that region rules.
+    """
+    region = stack.innermost
+    if region is None or not region.is_innermost:
+        return carried_region(device_type) or _around_native(region, device_type)
+    while region is not None and region.prepared.facts.device_type != device_type:
+        outer = region.outer
+        if outer is None or outer.depth != region.depth - 1:
+            return _around_native(outer, device_type)
+        region = outer
+    return region
+
+
+def shadowed_region(device_type: str) -> OpenRegion | None:
+    """Our region on this device type that a `torch.autocast` block inside it keeps from ruling now."""
+    region = stack.innermost
+    while region is not None and region.prepared.facts.device_type != device_type:
+        region = region.outer
+    return region if region is not None and active_region(device_type) is None else None
+
+
+def _around_native(region: OpenRegion | None, device_type: str) -> OpenRegion | None:
+    """Our innermost region on this device type, seen from a block of torch's inside it; None if the block rules."""
+    while region is not None and region.prepared.facts.device_type != device_type:
+        region = region.outer
+    return region.in_native(_native_facts(device_type)) if region is not None and region.prepared.holds_inside else None
+
+
+def _native_facts(device_type: str) -> Region:
+    """What torch says of this device type now."""
+    low, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return Region(device_type, FORMATS[low], enabled, torch.is_autocast_cache_enabled())
+
+
+def region_on(device_type: str) -> OpenRegion | None:
+    """The region that rules this device type, native or ours; None where autocast is off, or unknown to the device."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return active_region(device_type) or native_region(device_type)
+
+
+def ruled_device_types() -> tuple[str, ...]:
+    """The device types for which autocast is really on: not those that carry the identity of a policy."""
+    carrying: set[str] = set()
+    region = stack.innermost
+    while region is not None:
+        if region.identity is not None:
+            carrying.update(region.identity.carriers)
+        region = region.outer
+    return tuple(d for d in DEVICE_TYPES if d not in carrying and torch.is_autocast_enabled(d))
+
+
+_NO_CASTS = WeightCache()  # of native regions: torch's own, and native_cache.py, keep theirs
+
+
+def native_region(device_type: str) -> OpenRegion:
+    """The native region that holds for this device type, as torch keeps it, in the form of one of ours."""
+    prepared = _native_prepared(
+        device_type,
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_enabled(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+    return OpenRegion(prepared, autocast_nesting(), None, None, None, kept=_NO_CASTS)
+
+
+@lru_cache(maxsize=64)
+def _native_prepared(device_type: str, low: torch.dtype, enabled: bool, cache: bool) -> Prepared:
+    """Shared, so that what was decided for native regions is remembered like the rest."""
+    facts = Region(device_type, FORMATS[low], enabled, cache)
+    return Prepared(facts, Policy.native(device_type), (), frozenset(), {})

@@ -1,0 +1,253 @@
+"""Where a call of a graph is made: what Dynamo and torch.export noted beside each node, as a Site.
+
+The modules that were called before the compiled frame are on the Python stack; those inside it are in the node's
+`nn_module_stack`. Together they give the path that eager code has.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import Module
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.runtime.sites.python_stack import Around, is_user_file, module_path, name_in
+from narrowcast.runtime.torch_surface.dynamo import dynamo_code, dynamo_frames, is_resumption
+
+
+@dataclass(frozen=True, slots=True)
+class Outside(Around):
+    """Where a graph is called. begins: it begins where the call of the innermost module does, or of no module."""
+
+    begins: bool = True
+
+    @classmethod
+    def now(cls) -> Outside:
+        """The modules around this call, and its site, read off the Python stack."""
+        around = Around.now()
+        return Outside(around.modules, around.site, begins_here(around.modules))
+
+
+def begins_here(called: tuple[Module, ...]) -> bool:
+    """Whether what Dynamo traces is the beginning of a module's call, or of what no module calls."""
+    code = dynamo_code()
+    if code is None:
+        return not called
+    if is_resumption(code):
+        return False
+    return not called or code is getattr(type(called[0]).forward, "__code__", None)
+
+
+NO_OUTSIDE = Outside()
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCall:
+    """The call of a module that a node of a graph stands in: of all that one run of the graph makes.
+
+    run: that run. key: what Dynamo and torch.export tell calls of one module apart by (`...@1` is the second).
+    """
+
+    run: object
+    key: str
+
+
+class _Now(threading.local):
+    """The place of the node that a front end is running on this thread, the module's call that it stands in, and what
+    numbers the calls that it makes.
+    """
+
+    site: Site | None = None
+    call: GraphCall | None = None
+    number: Callable[[str], int] | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def at_site(site: Site, call: GraphCall | None = None, number: Callable[[str], int] | None = None) -> Iterator[None]:
+    """Calls inside are made at this place. number: which call of an op the next one is (0: nobody knows)."""
+    before, _now.site, _now.call, _now.number = (_now.site, _now.call, _now.number), site, call, number
+    try:
+        yield
+    finally:
+        _now.site, _now.call, _now.number = before
+
+
+def number_in_graph(op: str) -> int | None:
+    """Which call of this op the next one is, in its module's call; None where no node of a graph is being run."""
+    return None if _now.site is None else 0 if _now.number is None else _now.number(op)
+
+
+def current_graph_call() -> GraphCall | None:
+    """The call of a module that the node stands in that a front end is running; None if it is not inside the graph."""
+    return _now.call
+
+
+def graph_call(meta: Mapping[str, Any], run: object) -> GraphCall | None:
+    """The call of a module that a node stands in; None for what the graph's outermost module computes itself."""
+    modules = meta.get("nn_module_stack") or {}
+    if not modules:
+        return None
+    key, (source, _) = next(reversed(modules.items()))
+    return None if _is_root(source) else GraphCall(run, key)
+
+
+def current_site() -> Site | None:
+    """The place of the node that a front end is running on this thread, if one is."""
+    return _now.site
+
+
+def traced_site() -> Site | None:
+    """The place of the call that Dynamo, AOTAutograd or one of our front ends is tracing; None if it is not known."""
+    if _now.site is not None:
+        return _now.site
+    meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
+    if "nn_module_stack" in meta or "stack_trace" in meta:
+        return node_site(meta, Outside.now())
+    found = dynamo_frames()
+    return _site(*found, Outside.now()) if found is not None else None
+
+
+def node_site(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Site:
+    """The place of a node of a graph that is called `outside`."""
+    return _site(meta.get("nn_module_stack") or {}, _frames(meta.get("stack_trace") or ""), outside)
+
+
+def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outside: Outside) -> Site:
+    called = outside.modules
+    if not modules and not frames and outside is NO_OUTSIDE:
+        return NOWHERE
+    users = [frame for frame in frames if is_user_file(frame[0])]
+    file, line = users[-1] if users else (outside.site.file, outside.site.line)
+    functions = tuple(_function(*frame) for frame in reversed(users))
+    around = outside.site.functions
+    if functions and around and functions[-1] == around[0]:
+        around = around[1:]
+    path, around_root = _path(modules, called)
+    classes = [_class_name(entry[1]) for entry in modules.values()]
+    classes = classes[::-1] + [_class_name(type(m)) for m in called]
+    return Site(
+        module_path=path,
+        classes=tuple(classes),
+        functions=functions + around,
+        file=file,
+        line=line,
+        around=outside.site.around if called else around_root,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _frames(trace: str) -> tuple[tuple[str, int], ...]:
+    """Files and lines of a stack trace as text, outermost first."""
+    found = []
+    for text in trace.splitlines():
+        start = text.strip()
+        if start.startswith('File "'):
+            file, _, rest = start[6:].partition('", line ')
+            number = rest.partition(",")[0]
+            if number.isdigit():
+                found.append((file, int(number)))
+    return tuple(found)
+
+
+def _class_name(found: Any) -> str:
+    return found if isinstance(found, str) else f"{found.__module__}.{found.__qualname__}"
+
+
+def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> tuple[str, str]:
+    """The dotted path of the innermost module, and that of the outermost in the one whose method called it."""
+    outer = module_path(list(called)) if called else ""
+    names = [outer] if outer else []
+    parent: Module | None = called[0] if called else None
+    before = root = ""
+    for key, (source, _) in modules.items():
+        module = _members(parent).get(key.partition("@")[0]) if parent is not None else None  # @1: its second call
+        if module is not None and parent is not None:
+            names.append(name_in(parent, module))
+            parent = module
+        else:
+            parent = None
+            if not (names or before or called) and source[:2] in ("L[", "G["):  # a part, called by a traced method
+                root = "" if _is_root(source) else _relative("", source)
+            elif before or not _is_root(source):
+                names.append(_relative(before, source))
+        before = source
+    parts = [part for name in names for part in name.split(".") if part not in ("", "_orig_mod")]
+    path = ".".join(parts[1:] if parts[:1] == ["_export_root"] else parts)  # torch.export's wrapper adds nothing
+    return path, ".".join(part for part in root.split(".") if part != "_orig_mod")
+
+
+def _is_root(source: str) -> bool:
+    """Whether the text is that of a module that the traced frame reached by itself: `L['self']`, `G['model']`, ``."""
+    return source == "" or (source[:2] in ("L[", "G[") and source.endswith(("]", "._orig_mod")))
+
+
+def _relative(before: str, source: str) -> str:
+    """`L['self'].a.b` inside `L['self'].a` is b; export writes a.b inside a."""
+    if before and source.startswith(before):
+        return source[len(before) :].strip(".")
+    return source.partition("].")[2] if source[:2] in ("L[", "G[") else source
+
+
+_known_members: dict[int, tuple[weakref.ref[Module], weakref.WeakValueDictionary[str, Module]]] = {}
+
+
+def _members(module: Module) -> Mapping[str, Module]:
+    """The modules inside one, by their ids as Dynamo writes them. The last one asked about is remembered, weakly."""
+    known = _known_members.get(0)
+    if known is None or known[0]() is not module:
+        known = _known_members[0] = (
+            weakref.ref(module),
+            weakref.WeakValueDictionary({str(id(m)): m for m in module.modules()}),
+        )
+    return known[1]
+
+
+@lru_cache(maxsize=4096)
+def _function(file: str, line: int) -> str:
+    """The qualified name of the function around a line, `package.module.Class.method`."""
+    qualname = next((name for start, end, name in _functions(file) if start <= line <= end), "<module>")
+    return f"{_module_name(file)}.{qualname}"
+
+
+@lru_cache(maxsize=256)
+def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
+    """First line, last line and qualified name of every function of a file, the innermost first."""
+    found: list[tuple[int, int, str]] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((child.lineno, child.end_lineno or child.lineno, f"{prefix}{child.name}"))
+                visit(child, f"{prefix}{child.name}.<locals>.")
+            elif isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    try:
+        visit(ast.parse(Path(file).read_text(encoding="utf-8")), "")
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    return tuple(sorted(found, key=lambda row: row[1] - row[0]))
+
+
+@lru_cache(maxsize=256)
+def _module_name(file: str) -> str:
+    """The name under which a file was imported."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == file:
+            return name
+    return Path(file).stem

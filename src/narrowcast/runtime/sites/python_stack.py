@@ -1,0 +1,292 @@
+"""Where a call is made: the modules on the Python stack, and the innermost line that is the user's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path as FilePath
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import Module
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.runtime.torch_surface.modules import carried_state, children, is_recomputation, module_call_code
+
+_LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        FilePath(torch.__file__).parent,
+        FilePath(__file__).parents[2],
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+_COMMANDS = f"{FilePath(__file__).parents[2] / 'cli'}{os.sep}"
+_PACKAGES = (f"{FilePath(torch.__file__).parent.parent}{os.sep}",)  # site-packages lies inside stdlib's folder
+_WRAPPERS = (
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "CompiledModule",
+    "_FabricModule",
+)  # fmt: skip
+
+_FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "ignite")
+"""Packages that run the user's loop for him; of transformers, which has models, too, its trainers alone."""
+_TRAINERS = "transformers.trainer"
+
+_CALL = module_call_code()
+_names: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
+"""By parent and the id of a module inside it; an id that another has now is told by what its name leads to."""
+
+
+@cache
+def is_user_file(file: str) -> bool:
+    """Whether code in this file is the user's, or a model library's, rather than torch's, Python's or ours."""
+    if file.startswith(("<", *_LIBRARIES[:2])):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES)
+
+
+@cache
+def _may_call_modules(file: str) -> bool:
+    """Whether the methods in this file may be a user's module's: those of IPython and exec, too, which have no file."""
+    return is_user_file(file) or (file.startswith("<") and not file.startswith("<eval_with_key>"))
+
+
+@cache
+def _runs_commands(file: str) -> bool:
+    """Whether code in this file is our command line's: what called it is no part of the user's program."""
+    return file.startswith(_COMMANDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Where something is called: the modules around it, innermost first, and the line that calls it."""
+
+    modules: tuple[Module, ...] = ()
+    site: Site = NOWHERE
+
+    @classmethod
+    def now(cls) -> Around:
+        """The modules around this call, and its site, read off the Python stack."""
+        return Around(tuple(called_modules()), find_site())
+
+
+NO_AROUND = Around()
+
+
+def _carried(frame: FrameType) -> Around | None:
+    """Where a checkpoint was called, if this frame recomputes it: what is below on the stack called the backward."""
+    if not is_recomputation(frame):
+        return None
+    found: Around = getattr(carried_state(frame), "around", NO_AROUND)
+    return found
+
+
+def modules_on_stack() -> list[Module]:
+    """The modules that are being called on this thread's Python stack, innermost first, of graphs and wrappers, too.
+
+    Where a checkpoint recomputes its forward, those of the forward.
+    """
+    found: list[Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    code = module_call_code()
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(frame.f_locals["self"])
+        carried = _carried(frame)
+        if carried is not None:
+            found += carried.modules
+            break
+        frame = frame.f_back
+    return found
+
+
+def called_modules() -> list[Module]:
+    """The modules that are being called on this thread's Python stack, innermost first: the user's alone."""
+    found = [m for m in modules_on_stack() if not isinstance(m, torch.fx.GraphModule)]
+    while found and is_wrapper(found[-1]):
+        found.pop()
+    return found
+
+
+def in_generated_code() -> bool:
+    """Whether the call comes from the code of a graph, so that the modules it stands in are not on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<eval_with_key>"):
+            return True
+        if code is _CALL or is_user_file(code.co_filename):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def find_site(with_names: bool = True, frame: FrameType | None = None) -> Site:
+    """The place of the call that is being dispatched, read off the Python stack; costs some 10 microseconds.
+
+    Without `with_names` it lacks the names of classes and functions, which few rules ask for.
+
+    Modules are those that were called (`module(...)`), so a path is complete where the outermost module was called
+    too. Wrappers (DistributedDataParallel, torch.compile's) add nothing to the path. The line is no training
+    framework's, as long as the user's own is below it. frame: of another stack.
+    """
+    frame = frame or sys._getframe(1)
+    line_frame: FrameType | None = None
+    framework: FrameType | None = None
+    modules: list[Module] = []
+    functions: list[str] = []
+    callers: list[FrameType] = []  # of the outermost module that was called
+    carried: Around | None = None
+    while frame is not None:
+        code = frame.f_code
+        carried = _carried(frame)
+        if carried is not None:
+            modules += carried.modules
+            break
+        if _runs_commands(code.co_filename):
+            break
+        if code is _CALL:
+            modules.append(frame.f_locals["self"])
+            callers.clear()
+        elif with_names and len(callers) < _CALLERS and _may_call_modules(code.co_filename):
+            callers.append(frame)
+        if code is not _CALL and (with_names or line_frame is None) and is_user_file(code.co_filename):
+            if _runs_loops(frame.f_globals.get("__name__", "")):
+                framework = framework or frame
+            else:
+                line_frame = line_frame or frame
+            if with_names:
+                functions.append(f"{frame.f_globals.get('__name__', '')}.{code.co_qualname}")
+        frame = frame.f_back
+    line_frame = line_frame or framework
+    outside = carried.site if carried is not None else NOWHERE
+    around = _path_around(modules[_outermost(modules)], callers) if modules and with_names else ""
+    return Site(
+        module_path=module_path(modules) if modules else "",
+        classes=tuple(f"{type(m).__module__}.{type(m).__qualname__}" for m in modules) if with_names else (),
+        functions=(*functions, *outside.functions) if with_names else (),
+        file=line_frame.f_code.co_filename if line_frame is not None else outside.file,
+        line=line_frame.f_lineno if line_frame is not None else outside.line,
+        around=outside.around if carried is not None and carried.modules else around,
+    )
+
+
+def user_line() -> Site:
+    """The file and line of the user's code that called this, and nothing else: a microsecond."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = None if _runs_commands(frame.f_code.co_filename) else frame.f_back
+    return NOWHERE if frame is None else Site(file=frame.f_code.co_filename, line=frame.f_lineno)
+
+
+def loop_line(frame: FrameType | None = None) -> Site:
+    """As `user_line`, and no training framework's line either, as long as the user's own is below it on the stack.
+
+    frame: of another stack.
+    """
+    frame = frame or sys._getframe(1)
+    first: FrameType | None = None
+    while frame is not None and not _runs_commands(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
+            if not _runs_loops(frame.f_globals.get("__name__", "")):
+                break
+            first = first or frame
+        frame = frame.f_back
+    found = first if frame is None or _runs_commands(frame.f_code.co_filename) else frame
+    return NOWHERE if found is None else Site(file=found.f_code.co_filename, line=found.f_lineno)
+
+
+@cache
+def _runs_loops(module: str) -> bool:
+    """Whether a module, by its name, is a training framework's."""
+    return module.partition(".")[0] in _FRAMEWORKS or module.startswith(_TRAINERS)
+
+
+def innermost_frame(error: BaseException) -> FrameType | None:
+    """The frame that raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame if traceback is not None else None
+
+
+_CALLERS = 6  # a method of the model calls its parts at once, or through a few others
+
+
+def path_around(called: list[Module]) -> str:
+    """The path of the outermost of these modules, which are being called, in the one whose method called it."""
+    callers: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    codes = (_CALL, module_call_code())
+    while frame is not None:
+        if frame.f_code in codes:
+            callers.clear()
+        elif len(callers) < _CALLERS and _may_call_modules(frame.f_code.co_filename):
+            callers.append(frame)
+        frame = frame.f_back
+    return _path_around(called[_outermost(called)], callers)
+
+
+def _path_around(root: Module, callers: list[FrameType]) -> str:
+    for frame in reversed(callers):
+        code = frame.f_code
+        if code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, Module) and owner is not root:
+                name = name_in(owner, root)
+                if not name.startswith("<"):
+                    return name
+    return ""
+
+
+def module_path(modules: list[Module]) -> str:
+    """The dotted path of the innermost module below the outermost (`modules` is innermost first).
+
+    It is put together from the modules between them, so that a shared module has the name under which it was called.
+    """
+    outermost = _outermost(modules)
+    names = [name_in(modules[n + 1], modules[n]) for n in range(outermost - 1, -1, -1)]
+    return ".".join(name for name in names if name)
+
+
+def _outermost(modules: list[Module]) -> int:
+    outermost = len(modules) - 1
+    while outermost > 0 and is_wrapper(modules[outermost]):
+        outermost -= 1
+    return outermost
+
+
+def is_wrapper(module: Module) -> bool:
+    """Whether a module only stands around the user's: of torch's own, or torch.export's while it traces."""
+    return type(module).__name__ in _WRAPPERS or "_export_root" in children(module)
+
+
+def name_in(parent: Module, module: Module) -> str:
+    """The name of a module inside the one that called it; `<Class>` if it is not registered there."""
+    if module is parent:
+        return ""
+    names = _names.get(parent)
+    name = names.get(id(module)) if names is not None else None
+    if name is None or not _is_at(parent, name, module):
+        names = {}
+        for found, m in parent.named_modules(remove_duplicate=False):
+            names.setdefault(id(m), found)
+        _names[parent] = names
+        name = names.get(id(module))
+    if name is None:
+        return f"<{type(module).__name__}>"
+    if "_orig_mod" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile's wrapper adds nothing
+
+
+def _is_at(parent: Module, name: str, module: Module) -> bool:
+    """Whether a name that was found before still leads to the module."""
+    found: Module | None = parent
+    for part in name.split("."):
+        found = children(found).get(part) if found is not None else None
+    return found is module

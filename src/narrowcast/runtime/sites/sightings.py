@@ -1,0 +1,99 @@
+"""Which modules the calls were made in about which a policy's rules ask: a rule that names none of them says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from torch.nn import Module
+
+from narrowcast.core.policy import Policy, Rule, Site, nearest_name
+from narrowcast.runtime.sites.python_stack import called_modules, find_site
+from narrowcast.runtime.sites.warned import warn_at
+
+if TYPE_CHECKING:
+    from narrowcast.programs.program import Program  # graphs alone have one
+
+_MOST = 4096
+
+
+class Sightings:
+    """The places of calls that rules about modules and classes were asked about, in all regions of a policy."""
+
+    __slots__ = ("_before", "_numbers", "_roots", "_rules", "_sites", "policy")
+
+    def __init__(self, policy: Policy, rules: list[Rule]) -> None:
+        self.policy = policy.name
+        self._rules = rules  # of which nothing was said, and which matched nothing yet
+        self._sites: dict[tuple[str, tuple[str, ...], str], Site] = {}
+        self._roots: WeakSet[Module] = WeakSet()  # the models
+        self._before = 0
+        self._numbers = {rule: 0 for rule in rules if rule.call is not None}  # the last call seen where it holds
+
+    def see(self, site: Site, op: str, number: int) -> None:
+        """A call of this op was made there, the one of this number."""
+        for rule in [rule for rule in self._numbers if rule.matches_op(op) and rule.matches_site(site)]:
+            if rule.call == number:
+                del self._numbers[rule]
+            else:
+                self._numbers[rule] = max(self._numbers[rule], number)
+        if self._rules and len(self._sites) < _MOST and (site.module_path or site.classes):
+            before = len(self._sites)
+            self._sites.setdefault((site.module_path, site.classes, site.around), site)
+            if len(self._sites) > before and (modules := called_modules()):
+                self._roots.add(modules[-1])
+
+    def tell(self) -> None:
+        """RegionWarning, once, for rules that name nothing that was seen: at once where the model has none such, or
+        one with much the same name, else when a whole region has shown nothing new.
+        """
+        count, before = len(self._sites) + sum(self._numbers.values()), self._before
+        if not count or not (self._rules or self._numbers):
+            return
+        self._before = count
+        sites = [*self._sites.values(), *_sites_in(self._roots)]
+        found = {rule: text for rule in self._rules if (text := nearest_name(rule, sites))}
+        is_known = bool(self._roots) or count == before
+        said = [rule for rule, text in found.items() if "did you mean" in text or is_known]
+        self._rules = [rule for rule in found if rule not in said]
+        for rule, last in list(self._numbers.items()) if count == before else []:
+            del self._numbers[rule]
+            if last:
+                said.append(rule)
+                found[rule] = f"at most {last} such calls are made in one call of a module"
+        for rule in said:
+            at = f" ({rule.origin})" if rule.origin is not None else ""
+            warn_at(
+                f"narrowcast: policy {self.policy}: the rule {rule}{at} matches nothing here: {found[rule]}. "
+                "narrowcast.explain lists what each rule matched",
+                find_site(with_names=False),
+            )
+
+
+def _sites_in(roots: Iterable[Module]) -> Iterator[Site]:
+    """Where each module of these models may be called."""
+    for root in roots:
+        for path, module in root.named_modules(remove_duplicate=False):
+            kind = type(module)
+            yield Site(path, classes=(f"{kind.__module__}.{kind.__qualname__}",))
+
+
+def see_all(program: Program, policies: Mapping[str, Policy]) -> None:
+    """The calls of a graph, which are decided when it is compiled, and not when it runs."""
+    for policy in policies.values():
+        sightings = sightings_of(policy)
+        if sightings is not None:
+            for step in program.steps.values():
+                if step.region is not None and policy.asks_where(step.op, step.computes):
+                    sightings.see(step.site, step.op, step.number)
+
+
+def sightings_of(policy: Policy) -> Sightings | None:
+    """Those of a resolved policy; None if no rule of the user's asks about modules."""
+
+    def make() -> Sightings | None:
+        rules = [r for r in policy.rules if not r.is_builtin and (r.module, r.module_class, r.call) != (None,) * 3]
+        return Sightings(policy, rules) if rules else None
+
+    return policy.remembered("sightings", make)

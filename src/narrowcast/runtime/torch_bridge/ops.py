@@ -1,0 +1,166 @@
+"""Overloads of ops: their ids, and what their schemas say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from narrowcast.core.ops import named
+from narrowcast.runtime.torch_surface.dispatch import (
+    OpOverload,
+    OpOverloadPacket,
+    all_op_names,
+    op_name,
+    overload_name,
+    schema_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor or tensor list in an op's schema; `position` is its place in args, `name` its key in kwargs.
+
+    `written`: the op writes to it, as its schema says or (running statistics of norms) does not say.
+    """
+
+    position: int
+    name: str
+    is_list: bool
+    written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What the schema of an overload says. `overwrites`: one of its slots is written to, whether declared or not."""
+
+    op: OpOverload
+    id: str
+    slots: tuple[Slot, ...]
+    dtype_position: int | None
+    computes: bool
+    is_view: bool
+    writes: bool
+    overwrites: bool
+    has_lists: bool
+
+
+def op_id(op: OpOverload) -> str:
+    """`aten.mm.default`: the id under which policies name the overload."""
+    return f"{op.namespace}.{op_name(op)}.{overload_name(op)}"
+
+
+def op_facts(op: OpOverload) -> OpFacts:
+    """The facts of an overload, read from its schema once."""
+    return _facts.get(id(op)) or _facts.setdefault(id(op), _read_facts(op))
+
+
+_facts: dict[int, OpFacts] = {}  # by the id of the overload, which stays: torch hashes overloads in Python
+
+
+def _read_facts(op: OpOverload) -> OpFacts:
+    schema = schema_of(op)
+    slots = []
+    dtype_position = None
+    writes = False
+    for position, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"):
+            declared = argument.alias_info is not None and argument.alias_info.is_write
+            writes = writes or declared
+            hidden = argument.name in ("running_mean", "running_var") and "norm" in op_name(op)
+            slots.append(Slot(position, argument.name, "List" in kind, declared or hidden))
+        elif argument.name == "dtype":
+            dtype_position = position
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    makes_tensor = any("Tensor" in str(r.type) for r in schema.returns)
+    computes = (
+        bool(slots) and makes_tensor and not writes and not aliases and op_name(op) not in named("computation.none")
+        and not op_name(op).endswith("_copy")
+    )  # fmt: skip
+    has_lists = any(slot.is_list for slot in slots)
+    is_view = aliases and not writes
+    overwrites = any(slot.written for slot in slots)
+    return OpFacts(op, op_id(op), tuple(slots), dtype_position, computes, is_view, writes, overwrites, has_lists)
+
+
+def find_op(identity: str) -> OpOverload | None:
+    """The overload with that op id, or None if nothing registers it."""
+    namespace, _, rest = identity.partition(".")
+    name, _, overload = rest.partition(".")
+    packet: Any = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    found: OpOverload | None = getattr(packet, overload, None)
+    return found
+
+
+def find_registered(name: str) -> OpOverload | None:
+    """The overload that torch's registry names so: `aten::mm`, `aten::add.Tensor`."""
+    identity = name.replace("::", ".")
+    return find_op(identity if "." in name else f"{identity}.default")
+
+
+def overloads_in(namespace: str) -> Iterator[OpOverload]:
+    """Every overload of a namespace."""
+    names = sorted(name for name in all_op_names() if name.startswith(f"{namespace}::"))
+    return filter(None, map(find_registered, names))
+
+
+def ops_in(namespace: str) -> tuple[OpOverload, ...]:
+    """Every overload of a namespace that computes. Remembered for aten; other libraries may register more later."""
+    return _aten_ops() if namespace == "aten" else tuple(op for op in overloads_in(namespace) if op_facts(op).computes)
+
+
+@lru_cache(maxsize=1)
+def _aten_ops() -> tuple[OpOverload, ...]:
+    return tuple(op for op in overloads_in("aten") if op_facts(op).computes)
+
+
+def overloads_of(identity: str) -> tuple[OpOverload, ...]:
+    """The overloads of the op `aten.mm` that compute."""
+    namespace, _, name = identity.partition(".")
+    packet: Any = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return ()
+    found = (getattr(packet, overload) for overload in sorted(packet.overloads()))
+    return tuple(op for op in found if op_facts(op).computes)
+
+
+@cache
+def overload_with_dtype(op: OpOverload) -> OpOverload | None:
+    """The overload of the same op that takes the same arguments and a dtype (norm.Scalar -> ScalarOpt_dtype)."""
+    names = [a.name for a in schema_of(op).arguments]
+    packet = op.overloadpacket
+    for overload in packet.overloads():
+        other = getattr(packet, overload)
+        arguments = schema_of(other).arguments
+        if [a.name for a in arguments] == [*names, "dtype"] and not op_facts(other).writes:
+            found: OpOverload = other
+            return found
+    return None
+
+
+def id_with_dtype(identity: str) -> str:
+    """The id of the overload that takes a dtype besides; the same id where there is none."""
+    op = find_op(identity)
+    other = overload_with_dtype(op) if op is not None else None
+    return op_id(other) if other is not None else identity
+
+
+def defaults_after(op: OpOverload, given: int) -> tuple[Any, ...]:
+    """The default values of the positional arguments from number `given` on (trailing ones are left out)."""
+    return tuple(a.default_value for a in schema_of(op).arguments[given:] if not a.kwarg_only)
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether the op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_pointwise(op: OpOverload) -> bool:
+    """Whether each element of the result comes of one of each argument, as torch says of the op."""
+    return torch.Tag.pointwise in op.tags

@@ -1,0 +1,77 @@
+"""Tensors: cast as native autocast casts them, and found in nested arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowcast.runtime.torch_surface.dispatch import is_view
+from narrowcast.runtime.torch_surface.grad_scaling import dtensor_class, local_part, stored_values
+
+_to = torch.ops.aten.to.dtype
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What native autocast's cast does: `aten::to`, seen by autograd and by no `__torch_function__`."""
+    result: torch.Tensor = tensor.to(dtype) if type(tensor) in _PLAIN else _to(tensor, dtype)
+    return result
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # for these the method is the same call, made faster
+
+
+def number_as_tensor(number: complex, others: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor without dimensions that promotes as the number would beside these tensors, and keeps its digits."""
+    like = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool: True}.get(type(number), number)
+    dtype = torch.result_type(others[0], like) if others else torch.get_default_dtype()
+    if dtype.is_floating_point and any(t.is_floating_point() and t.dim() for t in others):
+        dtype = torch.float64
+    return torch.scalar_tensor(number, dtype=dtype)
+
+
+def tensors_in(*trees: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts of arguments, in order."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (list, tuple)):
+            found += tensors_in(*tree)
+        elif isinstance(tree, dict):
+            found += tensors_in(*tree.values())
+    return found
+
+
+def device_type_of(*trees: Any) -> str | None:
+    """The device type of the first floating tensor of modules and nested arguments, or else of the first tensor; None
+    without any, and for tensors on meta, which are yet to come to a device.
+    """
+    found = None
+    inside = [[*t.parameters(), *t.buffers()] if isinstance(t, torch.nn.Module) else t for t in trees]
+    for tensor in tensors_in(*inside):
+        if not tensor.is_meta:
+            if tensor.is_floating_point():
+                return tensor.device.type
+            found = found or tensor.device.type
+    return found
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    dtensor = dtensor_class()
+    return local_part(tensor) if dtensor is not None and isinstance(tensor, dtensor) else tensor
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor stores on this rank, of a sparse one its values; writing to it writes to the tensor."""
+    part = part_of(tensor)
+    return stored_values(part) if part.is_sparse else part
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether the weight cache keeps casts of it: an fp32 leaf that requires grad and is no view.
+
+    Source: `cached_cast` in aten/src/ATen/autocast_mode.cpp.
+    """
+    return tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32 and not is_view(tensor)

@@ -1,0 +1,241 @@
+"""The dispatcher: overloads and their schemas, the kernels that are registered, dispatch modes, facts of tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._dispatch.python import enable_python_dispatcher
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+from narrowcast.runtime.torch_surface.dynamo import never_trace
+from narrowcast.runtime.torch_surface.patches import stay
+from narrowcast.runtime.torch_surface.state import autocast_key, autocast_key_name, excluding
+
+__all__ = [  # what comes from torch under its own name
+    "DispatchKey", "DispatchKeySet", "StorageWeakRef", "enable_python_dispatcher", "keystr", "tree_flatten",
+    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+]  # fmt: skip
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+TO_COPY = torch.ops.aten._to_copy.default
+"""The op that a conversion of element types ends in."""
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""What `tensor.item()` calls."""
+ONES_LIKE = torch.ops.aten.ones_like.default
+"""What `loss.backward()` asks of its root."""
+ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
+"""An nn.TransformerEncoderLayer as one op; those that its kernel calls are below."""
+MULTI_HEAD_ATTENTION = torch.ops.aten._native_multi_head_attention.default
+ADDMM_ACTIVATION = torch.ops.aten._addmm_activation.default
+SCALED_MM = torch.ops.aten._scaled_mm.default
+SPARSE_ADDMM = torch.ops.aten._sparse_addmm.default
+TRILINEAR = torch.ops.aten._trilinear.default
+"""What torch.bilinear calls; its kernel calls bmm."""
+ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
+without_modes = _disable_current_modes
+"""`with without_modes():` no dispatch mode sees what runs inside."""
+below_modes = torch._C._DisableTorchDispatch
+"""The same for tensors of torch's own classes, at a tenth of its cost."""
+without_functions = torch._C.DisableTorchFunction
+"""`with without_functions():` no `__torch_function__`, of a class or a mode, sees what runs inside."""
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes of users are on."""
+all_op_names = torch._C._dispatch_get_all_op_names
+"""`aten::mm`, `aten::add.Tensor`: everything that is registered now."""
+parse_schema = torch._C.parse_schema
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo leaves alone, as torch has it, without importing Dynamo at the first op."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        never_trace(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def step_out(mode: DispatchMode) -> bool:
+    """Take a mode off, if it is the innermost; `step_in` puts it back. Transforms of functions keep the state of modes
+    by themselves: there none may go.
+    """
+    depth = torch._C._len_torch_dispatch_stack()
+    is_innermost = depth and torch._C._get_dispatch_stack_at(depth - 1) is mode
+    if not is_innermost or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    torch._C._pop_torch_dispatch_stack(None)
+    return True
+
+
+step_in = torch._C._push_on_torch_dispatch_stack
+
+
+# -- overloads ---------------------------------------------------------------------------------------------------------
+
+
+def schema_of(op: OpOverload) -> Any:
+    """The overload's schema."""
+    return op._schema
+
+
+def op_name(op: OpOverload) -> str:
+    """`mm` of aten.mm.default."""
+    return str(op._opname)
+
+
+def is_communication(op: OpOverload) -> bool:
+    """Whether it sends tensors to other processes."""
+    return op.namespace == "c10d"
+
+
+def overload_name(op: OpOverload) -> str:
+    """`default` of aten.mm.default."""
+    return str(op._overloadname)
+
+
+def higher_order_name(op: Any) -> str:
+    """`wrap_with_autocast`: the name of a higher-order op."""
+    return str(op._name)
+
+
+def can_decompose(op: OpOverload) -> bool:
+    """Whether the overload is made of calls of others on some device type."""
+    return bool(op._can_decompose())
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The kernel that runs the calls inside a composite op; None if none is registered."""
+    key = DispatchKey.CompositeImplicitAutograd
+    return partial(op._op_dk, key) if has_kernel(op, key) else None
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def has_kernel(op: OpOverload, key: DispatchKey | str) -> bool:
+    """Whether a kernel is registered for the overload at a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def registered_kernel(op: OpOverload, device_type: str) -> Any | None:
+    """The kernel at the device type's Autocast key, or None where the op falls through it."""
+    if not has_kernel(op, autocast_key_name(device_type)):
+        return None
+    return torch.library.get_kernel(op.name(), autocast_key(device_type))
+
+
+def computed_kernel(op: OpOverload, device_type: str) -> Any:
+    """The same of an op that is known to have one; a tenth of a millisecond less for each hundred ops."""
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(op.name(), autocast_key(device_type))
+
+
+def register(
+    library: torch.library.Library, kernels: Sequence[tuple[OpOverload, Callable[..., Any]]], device_type: str
+) -> None:
+    """Register `kernel(keyset, *args, **kwargs)` for ops of the library's namespace at the device type's Autocast key.
+
+    What `Library.impl` does for overloads that exist, without its checks, which take as long again.
+    """
+    stay(torch.Tensor, "_wrapped_number", lambda _: _NUMBER, "kernels of ours are called with numbers")
+    key = autocast_key_name(device_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is overridden, which is the purpose
+        for op, kernel in kernels:
+            name = op_name(op) if overload_name(op) == "default" else f"{op_name(op)}.{overload_name(op)}"
+            library.m.impl(name, key, kernel, True)  # type: ignore[union-attr]
+
+
+def _wrapped_number(tensor: torch.Tensor) -> Any:
+    """The number that a tensor without memory stands for: one that torch.func wraps, or a zero of forward mode.
+
+    In `x + 1` torch gives kernels in Python the number, not the tensor that holds it: it asks for this attribute, which
+    it sets where the number is a symbol, and else reads the tensor's memory.
+    """
+    functorch = torch._C._functorch
+    if "_wrapped_number" in vars(tensor):
+        return vars(tensor)["_wrapped_number"]
+    number = tensor
+    while functorch.is_functorch_wrapped_tensor(number):
+        number = functorch.get_unwrapped(number)
+    if number._is_zerotensor():
+        return {torch.bool: False, torch.int64: 0, torch.complex128: 0j}.get(number.dtype, 0.0)
+    if number is tensor:
+        raise AttributeError("_wrapped_number")
+    transforms = DispatchKeySet(DispatchKey.FuncTorchDynamicLayerFrontMode)
+    transforms |= DispatchKeySet(DispatchKey.FuncTorchDynamicLayerBackMode)
+    with excluding(transforms), below_modes(), without_functions():
+        return number.item()
+
+
+def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
+    vars(tensor)["_wrapped_number"] = number
+
+
+_NUMBER = property(_wrapped_number, _set_wrapped_number)
+
+
+def registered_ops(device_type: str) -> tuple[str, ...]:
+    """The ids of all aten ops that have a native kernel at the device's Autocast key, sorted."""
+    key = autocast_key_name(device_type)
+    found = []
+    for name in all_op_names():
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            if not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key):
+                short = name.removeprefix("aten::")
+                found.append(f"aten.{short}" if "." in short else f"aten.{short}.default")
+    return tuple(sorted(found))
+
+
+def release(library: torch.library.Library) -> None:
+    """Give the ops of a library the kernels back that they had before it."""
+    library._destroy()
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to; writes through `.data` are not counted."""
+    return int(tensor._version)
+
+
+@cache
+def holds_others(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class are made of others: it says itself what ops do with it."""
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a view of another, to autograd."""
+    return bool(tensor._is_view())
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The memory that a weak reference refers to; None where it is freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share that lie in one storage."""
+    return int(tensor.untyped_storage()._cdata)

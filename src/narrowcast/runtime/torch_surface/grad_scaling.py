@@ -1,0 +1,181 @@
+"""Gradient scaling: torch's scaler under public names, its ops, who clips gradients, what a loss was computed in."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.nn.utils import clip_grad
+
+from narrowcast.runtime.torch_surface.patches import once, stay
+
+check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+"""(gradients of one device and dtype, flag, inverse scale): multiply in place; the flag is 1.0 if one is not finite."""
+update_scale = torch._amp_update_scale_
+"""(scale, steps without a skip, flag, growth factor, backoff factor, growth interval), in place, on the device."""
+UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
+UPDATE_SCALE = "aten._amp_update_scale_.default"
+"""The ids of these two."""
+norms_of = torch._foreach_norm
+"""(tensors, order): a norm of each."""
+is_definitely_without_cuda = torch.cuda.amp.common.amp_definitely_not_available
+"""Whether a scaler for `cuda` switches itself off here."""
+
+READY, UNSCALED, STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
+"""Where an optimizer stands between two updates."""
+
+
+class NativeScaler(torch.amp.GradScaler):
+    """torch's scaler, whose own methods call `gradients_checked` where they check."""
+
+    def gradients_checked(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """Check the optimizer's gradients and multiply them by `inverse`; a flag for each device."""
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        return self.gradients_checked(optimizer, inv_scale, found_inf)
+
+    # -- its parts under public names ----------------------------------------------------------------------------------
+
+    @property
+    def scale_tensor(self) -> torch.Tensor | None:
+        """The scale on its device; None before something was scaled."""
+        return scale_of(self)
+
+    @property
+    def tracker(self) -> torch.Tensor | None:
+        """Steps since the last skipped one or the last growth, on the device."""
+        return self._growth_tracker
+
+    @property
+    def first_scale(self) -> float:
+        """The scale that the first scaled loss will be scaled by."""
+        return float(self._init_scale)
+
+    def make_scale(self, device: torch.device) -> torch.Tensor:
+        """The scale on its device, put there if it is on none."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        made: torch.Tensor = self._scale  # type: ignore[assignment]
+        return made
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Of an optimizer since the last update: `stage`, and `found_inf_per_device`, its flags."""
+        found: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        return found
+
+    def states(self) -> tuple[dict[str, Any], ...]:
+        """These of all optimizers since the last update."""
+        return tuple(self._per_optimizer_states.values())
+
+    def forget_states(self) -> None:
+        """What an update does at last: every optimizer is ready again."""
+        self._per_optimizer_states.clear()
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """The scale of a scaler, torch's or ours, on its device; None before a loss was scaled, and if it is off."""
+    return getattr(scaler, "_scale", None)
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of frameworks, which have it as `optimizer`: both have the same parameters."""
+    inner = getattr(optimizer, "optimizer", None)
+    while inner is not None and _first_of(inner) is not None and _first_of(inner) is _first_of(optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
+def _first_of(optimizer: Any) -> Any:
+    groups = getattr(optimizer, "param_groups", None)
+    return groups[0]["params"][0] if groups and groups[0]["params"] else None
+
+
+def takes_scale(optimizer: Any) -> bool:
+    """Whether the optimizer's own kernel unscales and skips: then the host does not learn whether it stepped."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def scale_for_kernel(optimizer: Any) -> torch.Tensor | None:
+    """The scale that an optimizer's own kernel is about to divide gradients by."""
+    return getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
+
+
+# -- DTensor -----------------------------------------------------------------------------------------------------------
+
+
+def dtensor_class() -> type[Any] | None:
+    """The class of sharded tensors, if somebody has imported it; nobody has one otherwise."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """The part of a DTensor on this rank: written to in place, the DTensor has it."""
+    local: torch.Tensor = tensor._local_tensor
+    return getattr(local, "elem", local) if type(local).__name__ == "AsyncCollectiveTensor" else local
+
+
+def stored_values(sparse: torch.Tensor) -> torch.Tensor:
+    """The values that a sparse tensor stores, of equal indices each on its own."""
+    values: torch.Tensor = sparse._values()
+    return values
+
+
+# -- what a loss was computed in ---------------------------------------------------------------------------------------
+
+
+def formats_of_graph(tensor: torch.Tensor, most: int = 20_000) -> set[torch.dtype]:
+    """The dtypes of the results in the graph that a backward from this tensor would walk."""
+    seen: set[Any] = set()
+    found: set[torch.dtype] = set()
+    waiting = [tensor.grad_fn]
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not hasattr(node, "variable"):  # a leaf has the format of a weight, and is no result
+            found.update(meta.dtype for meta in node._input_metadata)
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+# -- who clips ---------------------------------------------------------------------------------------------------------
+
+_told: list[Callable[[list[Any]], None]] = []
+
+
+@once
+def _see_clips() -> None:
+    why = "clips of gradients that are still scaled are seen"
+    # clip_grad_norm_ calls this one, whoever has imported it before; torch has no such part of clip_grad_value_.
+    stay(clip_grad, "_clip_grads_with_norm_", _telling, why)
+    stay(clip_grad, "clip_grad_value_", _telling, why)
+    stay(torch.nn.utils, "clip_grad_value_", _telling, why)
+
+
+def _telling(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def told(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if _told and not torch.compiler.is_compiling():
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            for tell in tuple(_told):
+                tell(parameters)
+        return clip(parameters, *args, **kwargs)
+
+    return told
+
+
+def tell_of_clips(tell: Callable[[list[Any]], None]) -> None:
+    """Have somebody told, for the process, of the parameters whose gradients torch.nn.utils is about to clip."""
+    _see_clips()
+    if tell not in _told:
+        _told.append(tell)

@@ -1,0 +1,235 @@
+"""The weight cache of our own kernels: casts of weights, never older than the weights.
+
+A cast is kept under the weight's identity, and is good while the weight's version counter, memory, shape, strides and
+format are those that it was made of. That sees every in-place op and every `weight.data = other`; fused optimizers,
+which count no version, are counted besides. What no counter sees (`weight.data.copy_(...)` counts another tensor's
+version) `narrowcast.invalidate` tells, and checksums find.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.errors import CacheError, Origin
+from narrowcast.runtime.sites.python_stack import find_site
+from narrowcast.runtime.torch_bridge import cast
+from narrowcast.runtime.torch_surface.dispatch import storage_key, version_of, without_modes
+from narrowcast.runtime.torch_surface.jit import tracing_state
+from narrowcast.runtime.torch_surface.state import autocast_off
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What the weight cache of the outermost region that is open on this thread holds.
+
+    grade:  `native` (torch's own: what it holds cannot be seen, the counts are of what passed through our kernels),
+            `checked`, `checksum`, or `off`; empty if no region is open.
+    entries, bytes: casts that are held, and their size. hits, misses: since that region was opened.
+    limit_bytes: the most that it may hold; None if there is no limit.
+    """
+
+    grade: str = ""
+    entries: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    limit_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A cast, and what it was made of.
+
+    storage: tells whether the weight's memory is gone; other memory may have its address then.
+    checksum: None unless the region asks for them. site: of the first use.
+    """
+
+    weight: weakref.ref[torch.Tensor]
+    storage: StorageWeakRef
+    made_of: tuple[Any, ...]
+    result: torch.Tensor
+    checksum: int | None
+    site: Site
+
+    def is_of(self, weight: torch.Tensor, made_of: tuple[Any, ...]) -> bool:
+        """Whether it is the cast of this weight as it is now, as far as counters and addresses tell."""
+        return self.made_of == made_of and self.weight() is weight and not self.storage.expired()
+
+    def is_as_it_was(self, weight: torch.Tensor) -> bool:
+        """Whether the weight's bits are those that were cast: CacheError if not. False if nobody has looked yet."""
+        if self.checksum is None:
+            return False
+        if checksum(weight) == self.checksum:
+            return True
+        here, first = find_site(with_names=False), self.site
+        raise CacheError(
+            asked=f"the cast of a weight of shape {tuple(weight.shape)}",
+            found="the weight was changed and its version counter was not: something wrote to weight.data",
+            where=(Origin(here.file, here.line, "used here"), Origin(first.file, first.line, "cast here first")),
+            advice="Write with torch.no_grad(): weight.copy_(...), or call narrowcast.invalidate(weight) after it.",
+        )
+
+
+_SWEEP_ENTRIES, _SWEEP_BYTES = 64, 2**26
+
+
+def _references(weight: weakref.ref[torch.Tensor]) -> int:
+    return sys.getrefcount(weight())
+
+
+@cache
+def _unused() -> int:
+    """What `_references` gives for a weight that only a graph in C++ holds; -1 where torch does not let one tell."""
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(1, requires_grad=True)
+        graph = weight.to(torch.bfloat16)
+        found = weakref.ref(weight)
+        used = _references(found)
+        del weight
+        unused = _references(found)
+        del graph
+    return unused if unused < used else -1
+
+
+class WeightCache:
+    """The casts of one outermost region. limit_bytes: what they may take; None if there is no limit."""
+
+    __slots__ = ("__weakref__", "_dead", "_next_sweep", "bytes", "entries", "hits", "limit_bytes", "misses")
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.entries: dict[tuple[Any, ...], _Entry] = {}
+        self.hits = self.misses = self.bytes = 0
+        self._next_sweep = (_SWEEP_ENTRIES, _SWEEP_BYTES)
+        self._dead: deque[tuple[Any, ...]] = deque()  # keys whose weights have gone: any thread may add to it
+
+    def cast(
+        self, weight: torch.Tensor, dtype: torch.dtype, limit_bytes: int | None = None, checks: bool = False
+    ) -> torch.Tensor:
+        """The weight in another format. Kept by grad mode, too: a cast made under no_grad carries no gradient.
+
+        limit_bytes: casts that were used longest ago go when more would be held. checks: compare checksums; CacheError
+        if the weight was changed behind its version counter.
+        """
+        try:
+            address = weight.data_ptr() if type(weight) in _PLAIN else storage_key(weight)
+        except (NotImplementedError, RuntimeError):  # without memory of its own: wrappers of torch.func, sparse tensors
+            return cast(weight, dtype)
+        trace = tracing_state()
+        checks = checks and trace is None and type(weight) in _PLAIN  # what is fake has no bits
+        key = (id(weight), dtype, torch.is_grad_enabled(), trace)
+        made_of = (version_of(weight), mutations.count, address, weight.shape, weight.stride(), weight.is_neg())
+        limit = min((each for each in (limit_bytes, self.limit_bytes) if each is not None), default=None)
+        entry = self.entries.get(key)
+        if entry is not None and entry.is_of(weight, made_of) and (not checks or entry.is_as_it_was(weight)):
+            if limit is not None:
+                self.entries[key] = self.entries.pop(key)  # the last one is the one used last
+            self.hits += 1
+            return entry.result
+        self.misses += 1
+        self._drop(key)
+        self._drop_dead()
+        result = cast(weight, dtype)
+        if limit is None or self._make_room(result.nbytes, limit):
+            self._keep(key, weight, made_of, result, checks)
+        return result
+
+    def _make_room(self, nbytes: int, limit: int) -> bool:
+        """Drop what was used longest ago, until so many bytes more are within the limit; False if they never are."""
+        if nbytes > limit:
+            return False
+        while self.entries and self.bytes + nbytes > limit:
+            self._drop(next(iter(self.entries)))
+        return True
+
+    def _keep(
+        self, key: tuple[Any, ...], weight: torch.Tensor, made_of: tuple[Any, ...], result: torch.Tensor, checks: bool
+    ) -> None:
+        known = checksum(weight) if checks else None
+        site = find_site(with_names=False) if checks else NOWHERE
+        dead = self._dead
+        reference = weakref.ref(weight, lambda _: dead.append(key))
+        self.entries[key] = _Entry(reference, StorageWeakRef(weight.untyped_storage()), made_of, result, known, site)
+        self.bytes += result.nbytes
+        if len(self.entries) > self._next_sweep[0] or self.bytes > self._next_sweep[1]:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the casts of weights that are alive only because the autograd graph of their cast holds them."""
+        for key, entry in list(self.entries.items()):
+            if entry.weight() is None or _references(entry.weight) <= _unused():
+                self._drop(key)
+        self._next_sweep = (max(_SWEEP_ENTRIES, 2 * len(self.entries)), max(_SWEEP_BYTES, 2 * self.bytes))
+
+    def forget(self, weight: torch.Tensor) -> None:
+        """Drop the casts of a weight, and of whatever shares its memory."""
+        address = storage_key(weight) if weight.layout is torch.strided else None
+        for key, entry in list(self.entries.items()):
+            if entry.weight() is weight or entry.storage.cdata == address:
+                self._drop(key)
+
+    def clear(self) -> None:
+        """Drop all casts."""
+        self.entries.clear()
+        self.bytes = 0
+
+    def held(self) -> int:
+        """How many casts there are, of weights that are alive."""
+        self._drop_dead()
+        return len(self.entries)
+
+    def _drop_dead(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            entry = self.entries.get(key)
+            if entry is not None and entry.weight() is None:
+                self._drop(key)
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            self.bytes -= entry.result.nbytes
+
+
+class _Mutations:
+    """How often weights were changed by what does not always bump version counters, on any thread: fused optimizers."""
+
+    count = 0
+
+
+mutations = _Mutations()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # fake ones, and other subclasses, may have no pointer
+
+
+_CHUNK = 2**20
+
+
+@cache
+def _multipliers(device: torch.device) -> torch.Tensor:
+    """Odd 64-bit numbers, one for each place in a chunk, that have nothing to do with each other."""
+    numbers = torch.arange(_CHUNK, dtype=torch.int64, device=device) * -7046029254386353131  # 2^64 / golden ratio
+    numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
+    return (numbers ^ (numbers >> 32)) | 1
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number that almost surely changes when any element does, or two change places: a weighted sum, modulo 2^64."""
+    with torch.no_grad(), autocast_off(), without_modes():
+        bits = tensor.detach().contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.uint8).reshape(-1)
+        total = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for chunk in bits.split(_CHUNK):
+            total = (
+                total * 6364136223846793005 + (chunk.to(torch.int64) * _multipliers(bits.device)[: len(chunk)]).sum()
+            )
+        return int(total)

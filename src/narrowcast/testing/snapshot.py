@@ -1,0 +1,267 @@
+"""The formats of each call of a model, as data that a test holds: a snapshot, made of what `explain` found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from packaging.specifiers import InvalidSpecifier
+
+from narrowcast.core.ledger import CallKind, Cast
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.policy import Rule, in_range
+from narrowcast.errors import Origin, SnapshotError
+from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.ledger import Ledger
+
+OR = " or "
+"""Between the torch versions of a section."""
+SEPARATE = 8
+"""So many calls of one line that are decided alike have a row each."""
+CONVERSION = "aten._to_copy.default"
+"""The op by which a program's own code converts between formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a call was seen in this run, and what decided about it: the rule with its place, and its reason."""
+
+    file: str = ""
+    line: int = 0
+    rule: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormats:
+    """A call, or calls alike, with the formats of its floating tensors.
+
+    came, computes, result: as they came, as the op reads them, of what it gives (`fp32`, `bf16,fp32`, or empty).
+    rule: the action that decided, `unlisted` where no rule did. casts: the arguments that are cast. times: how many
+    calls of this place are alike. found: of a run. line: of a file, where the call stands in it.
+    """
+
+    id: CallId
+    came: str
+    computes: str
+    result: str
+    rule: str
+    casts: tuple[str, ...] = ()
+    times: int = 1
+    found: Found | None = field(default=None, compare=False)
+    line: int = field(default=0, compare=False)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """All that a snapshot says of it but which call it is."""
+        return self.came, self.computes, self.result, self.rule, self.casts, self.times
+
+    @property
+    def formats(self) -> str:
+        """`fp32 -> bf16 -> bf16`."""
+        return " -> ".join(names or "-" for names in (self.came, self.computes, self.result))
+
+    @property
+    def decision(self) -> str:
+        """`lower: input, weight`."""
+        return f"{self.rule}: {', '.join(self.casts)}" if self.casts else self.rule
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The formats of a model's calls, in the order in which they first ran.
+
+    torch: the versions for which they hold: `2.13`, `2.13 or 2.15`, or a range (`>=2.11,<2.16`). gradients: whether
+    they were on. notes: what is to be said of the run; they are not kept in a file. file, line: where it was read.
+    """
+
+    device_type: str
+    model: str
+    policy: str
+    digest: str
+    low: str
+    torch: str
+    gradients: bool
+    calls: tuple[CallFormats, ...]
+    notes: str = field(default="", compare=False)
+    file: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
+
+    def holds_for(self, torch: str) -> bool:
+        """Whether it is of that version of torch (`2.13.0+cpu`)."""
+        return holds_for(self.torch, torch)
+
+
+def holds_for(versions: str, torch: str) -> bool:
+    """Whether `2.13`, `2.13 or 2.15` or `>=2.11,<2.16` holds a version. SnapshotError for other text."""
+    try:
+        return any(in_range(f"=={v}.*" if v[:1].isdigit() else v, torch) for v in versions.split(OR))
+    except InvalidSpecifier:
+        raise SnapshotError(
+            f"torch {versions!r}", "no versions of torch",
+            advice="Write 2.13, 2.13 or 2.15, or a range: >=2.11,<2.16.",
+        ) from None  # fmt: skip
+
+
+def minor_of(torch: str) -> str:
+    """`2.13` of `2.13.0+cpu`."""
+    return ".".join(torch.split(".")[:2])
+
+
+# -- from a run --------------------------------------------------------------------------------------------------------
+
+
+def snapshot_of(explanation: Explained, rules: Iterable[Rule], torch: str, gradients: bool) -> Snapshot:
+    """The calls of an explained run that have floating tensors. rules: all of the policy, built-in ones included."""
+    ledger = explanation.ledger
+    casts = _casts_by_site(ledger)
+    known = tuple(rules)
+    calls = [
+        CallFormats(
+            identity, kind.came, kind.computes, kind.result, kind.action, _arguments(kind, identity, casts), times,
+            Found(kind.file, kind.line, _rule_text(kind, known, ledger), kind.reason),
+        )
+        for identity, kind, times in numbered(ledger)
+        if kind.came or kind.computes or kind.result
+    ]  # fmt: skip
+    return Snapshot(
+        explanation.device_type, " ".join(explanation.subject.split()), explanation.policy, explanation.digest[:8],
+        explanation.low, torch, gradients, tuple(calls), explanation.note,
+    )  # fmt: skip
+
+
+def numbered(ledger: Ledger) -> Iterator[tuple[CallId, CallKind, int]]:
+    """Each call of a kind under its identity, and how often it ran.
+
+    Of more than SEPARATE calls in one call of a module that differ in nothing, their line included, as a loop makes
+    them, the first stands for all. What nobody counted is numbered in the order in which it first ran.
+    """
+    last: dict[tuple[str, str, str], int] = {}
+    for kind, tally in ledger.calls.items():
+        key = (kind.module_path, kind.op, kind.direction)
+        numbers = sorted(tally.numbers) or [last.get(key, 0) + 1]
+        last[key] = max(last.get(key, 0), *numbers)
+        is_even = len(numbers) <= SEPARATE and tally.calls % len(numbers) == 0
+        for number in numbers if is_even else numbers[:1]:
+            times = tally.calls // len(numbers) if is_even else tally.calls
+            yield CallId(kind.module_path, kind.op, number, direction=kind.direction), kind, times
+
+
+_Site = tuple[str, str, str, int, str]
+
+
+def _casts_by_site(ledger: Ledger) -> dict[_Site, list[Cast]]:
+    found: dict[_Site, list[Cast]] = {}
+    for cast, _ in ledger.kinds():
+        found.setdefault((cast.op, cast.module_path, cast.file, cast.line, cast.direction), []).append(cast)
+    return found
+
+
+def _arguments(kind: CallKind, identity: CallId, casts: dict[_Site, list[Cast]]) -> tuple[str, ...]:
+    """Which arguments of this call are cast, in order; `self` of what converts by itself."""
+    if kind.op == CONVERSION and kind.action == "unlisted":
+        return ("self",) if kind.came != kind.result else ()
+    there = casts.get((kind.op, kind.module_path, kind.file, kind.line, kind.direction), [])
+    there = [cast for cast in there if cast.number in (0, identity.number)]
+    came, computes, gave = (set(names.split(",")) for names in (kind.came, kind.computes, kind.result))
+    return tuple(
+        dict.fromkeys(
+            cast.argument for cast in there
+            if (cast.dst in gave if cast.argument.startswith("result") else cast.src in came and cast.dst in computes)
+        )
+    )  # fmt: skip
+
+
+def _rule_text(kind: CallKind, rules: tuple[Rule, ...], ledger: Ledger) -> str:
+    """The rule that decided, with its place; empty where none did.
+
+    A run that stands in for another device may tell of the same rule in the list of the device that it is on.
+    """
+    there = [label for label, modules in ledger.matches.items() if kind.module_path in modules]
+    for rule in rules:
+        said = str(rule.action) == kind.action and (rule.reason or str(rule)) == kind.reason
+        if said and rule.matches_op(kind.op) and any(f"{label} ".startswith(f"{rule} ") for label in there):
+            return rule.label
+    return ""
+
+
+# -- several of them ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """What a file holds: a section for each device type, and for versions of torch that differ."""
+
+    sections: tuple[Snapshot, ...] = ()
+    file: str = ""
+
+    def of(self, device_type: str, torch: str) -> Snapshot | None:
+        """The section of a device type that holds for a version. SnapshotError if there are two."""
+        found = [s for s in self.sections if s.device_type == device_type and s.holds_for(torch)]
+        if len(found) > 1:
+            where = tuple(Origin(self.file, s.line, f"torch {s.torch}") for s in found)
+            raise SnapshotError(
+                f"the formats on {device_type} with torch {torch}", f"{len(found)} sections of {self.file} hold",
+                where, "Delete one, or narrow its torch versions.",
+            )  # fmt: skip
+        return found[0] if found else None
+
+    def needed(self, device_type: str, torch: str) -> Snapshot:
+        """The same. SnapshotError if there is none, with what there is."""
+        found = self.of(device_type, torch)
+        if found is None:
+            there = ", ".join(f"{s.device_type} with torch {s.torch}" for s in self.sections) or "nothing"
+            raise SnapshotError(
+                f"the formats on {device_type} with torch {torch}", f"{self.file} holds {there}",
+                (Origin(self.file),),
+                "Add them: run once with this torch and pytest --narrowcast-update (or narrowcast check --update); "
+                "what the file holds of others stays.",
+            )  # fmt: skip
+        return found
+
+    def with_section(self, made: Snapshot, torch: str, versions: str = "") -> Snapshots:
+        """With what a run on this version of torch made, in place of what held for it.
+
+        versions: for which it is said to hold. Otherwise it is put with a section that is equal, or stands for this
+        version alone; what another version has is left as it is.
+        """
+        held = self.of(made.device_type, torch)
+        if versions:
+            others = [s for s in self.sections if s is not held and not _is_inside(s, made.device_type, versions)]
+            return self._sorted([*others, replace(made, torch=versions)])
+        others = [s for s in self.sections if s is not held]
+        if held is not None and (held.calls == made.calls or not _is_list(held.torch)):
+            return self._sorted([*others, replace(made, torch=held.torch)])
+        minor = minor_of(torch)
+        if held is not None:  # what the other versions of its list have was not looked at
+            rest = [v for v in held.torch.split(OR) if v != minor]
+            others += [replace(held, torch=OR.join(rest))] if rest else []
+        twin = next((s for s in others if s.device_type == made.device_type and s.calls == made.calls), None)
+        if twin is None:
+            return self._sorted([*others, replace(made, torch=minor)])
+        others = [s for s in others if s is not twin]
+        return self._sorted([*others, replace(made, torch=OR.join([*twin.torch.split(OR), minor]))])
+
+    def _sorted(self, sections: list[Snapshot]) -> Snapshots:
+        return Snapshots(tuple(sorted(sections, key=lambda s: (s.device_type, s.torch))), self.file)
+
+
+def _is_list(versions: str) -> bool:
+    return all(v[:1].isdigit() for v in versions.split(OR))
+
+
+def _is_inside(section: Snapshot, device_type: str, versions: str) -> bool:
+    """Whether all that a section is for is in a range."""
+    minors = section.torch.split(OR)
+    return (
+        section.device_type == device_type and _is_list(section.torch) and all(holds_for(versions, v) for v in minors)
+    )
+
+
+def check_versions(versions: str, torch: str) -> None:
+    """SnapshotError if that is no range of versions, or one without this torch."""
+    if versions and not holds_for(versions, torch):
+        raise SnapshotError(
+            f"a snapshot for torch {versions}", f"this is torch {torch}",
+            advice="Widen the range, or skip the test where another torch is installed.",
+        )  # fmt: skip

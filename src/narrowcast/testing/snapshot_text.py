@@ -1,0 +1,178 @@
+"""Snapshots as a text file that a reviewer reads in a diff: a section for each device, a line for each call."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.errors import LedgerError, NarrowcastError, Origin, SnapshotError
+from narrowcast.formats import FORMATS
+from narrowcast.output.files import replace_text
+from narrowcast.testing.snapshot import CallFormats, Snapshot, Snapshots, holds_for
+
+SCHEMA = "narrowcast.formats/1"
+_LEGEND = "# call | as it came -> as it computes -> what it gives | what decided: the arguments that are cast"
+_KEYS = ("model", "policy", "low", "torch", "gradients", "calls")
+_CALL = re.compile(
+    r"(?P<id>.+) \| (?P<came>\S+) -> (?P<computes>\S+) -> (?P<result>\S+) \| (?P<rule>[\w()]+)"
+    r"(?:: (?P<casts>[^|]+?))?(?: \| (?P<times>[1-9]\d*) times)?"
+)
+_CALL_FORM = "PATH OP #NUMBER | CAME -> COMPUTES -> GIVES | RULE: ARGUMENTS | N times"
+_ANEW = "Have it from version control again, or delete it and write it anew: pytest --narrowcast-update."
+
+
+def snapshots_text(snapshots: Snapshots) -> str:
+    """The file: lines that are alike are equal, and nothing in it changes unless formats do."""
+    lines = [SCHEMA, _LEGEND]
+    for section in snapshots.sections:
+        lines += [
+            "", f"device {section.device_type}", f"model {section.model}", f"policy {section.policy} {section.digest}",
+            f"low {section.low}", f"torch {section.torch}", f"gradients {'on' if section.gradients else 'off'}",
+            f"calls {len(section.calls)}", "", *(call_text(call) for call in section.calls),
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def call_text(call: CallFormats) -> str:
+    """One line: `encoder aten.linear.default #1 | fp32 -> bf16 -> bf16 | lower: input, weight`."""
+    times = f" | {call.times} times" if call.times > 1 else ""
+    return f"{call.id} | {call.formats} | {call.decision}{times}"
+
+
+def load_snapshots(path: str | Path) -> Snapshots:
+    """The snapshots in a file. SnapshotError for one that is missing, broken, cut off, or another kind of file."""
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise SnapshotError(
+            f"the snapshot {path}", f"{type(error).__name__}: {error.strerror}", (Origin(str(path)),),
+            "Write it once with pytest --narrowcast-update, or narrowcast check --update, and commit it.",
+        ) from None  # fmt: skip
+    except UnicodeDecodeError:
+        raise SnapshotError(
+            f"the snapshot {path}", "it is no text", (Origin(str(path)),), "Give the file that an update wrote."
+        ) from None
+    return parse_snapshots(text, str(path))
+
+
+def save_snapshots(snapshots: Snapshots, path: Path) -> None:
+    """Write the file at once. SnapshotError if it cannot be written; then the old one is as it was."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, snapshots_text(snapshots))
+    except OSError as error:
+        raise SnapshotError(
+            f"writing the snapshot {path}", f"{type(error).__name__}: {error.strerror}", (Origin(str(path)),),
+            "Give a path that may be written to; nothing was changed.",
+        ) from error  # fmt: skip
+
+
+def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
+    """The snapshots in text. SnapshotError for other text, with the line and what is wrong with it."""
+    lines = text.splitlines()
+    first = lines[0].strip() if lines else ""
+    if first != SCHEMA:
+        is_ours = first.startswith(SCHEMA.partition("/")[0])
+        found = f"it begins with {first[:40]!r}" if first else "it is empty"
+        raise SnapshotError(
+            f"the snapshot {file}", f"schema {first!r} where {SCHEMA!r} is known" if is_ours else found,
+            (Origin(file, 1),),
+            "Read it with the version of Narrowcast that wrote it." if is_ours else
+            "Give a file that pytest --narrowcast-update or narrowcast check --update wrote.",
+        )  # fmt: skip
+    sections: list[_Section] = []
+    for number, line in enumerate(lines[1:], 2):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        where = (Origin(file, number),)
+        if line.startswith(("<<<<<<<", "=======", ">>>>>>>", "|||||||")):
+            raise _broken("a merge was not resolved here", where)
+        if line.startswith("device "):
+            sections.append(_Section(line.removeprefix("device ").strip(), number))
+        elif not sections:
+            raise _broken(f"{line[:60]!r} stands before the first line `device ...`", where)
+        elif " | " in line:
+            sections[-1].add_call(line, number, where)
+        else:
+            sections[-1].add_fact(line, where)
+    return Snapshots(tuple(section.made(file) for section in sections), file)
+
+
+def _broken(found: str, where: tuple[Origin, ...]) -> SnapshotError:
+    return SnapshotError(f"the snapshot {where[0].file}", found, where, _ANEW)
+
+
+class _Section:
+    """One device's section while it is read."""
+
+    def __init__(self, device_type: str, line: int) -> None:
+        self._device_type, self._line = device_type, line
+        self._facts: dict[str, str] = {}
+        self._calls: list[CallFormats] = []
+        self._seen: dict[CallId, int] = {}
+
+    def add_fact(self, line: str, where: tuple[Origin, ...]) -> None:
+        """A line of the head."""
+        key, _, value = line.partition(" ")
+        if key not in _KEYS:
+            raise _broken(f"{line[:60]!r} is neither a call ({_CALL_FORM}) nor one of: {', '.join(_KEYS)}", where)
+        if key in self._facts:
+            raise _broken(f"`{key}` stands twice in the section of {self._device_type}", where)
+        if not value.strip():
+            raise _broken(f"`{key}` says nothing", where)
+        self._facts[key] = value.strip()
+
+    def add_call(self, line: str, number: int, where: tuple[Origin, ...]) -> None:
+        """A line of a call."""
+        found = _CALL.fullmatch(line)
+        if found is None:
+            raise _broken(f"{line[:80]!r} is not of the form {_CALL_FORM}", where)
+        try:
+            identity = CallId.parse(found["id"])
+        except LedgerError:
+            raise _broken(f"{found['id'][:60]!r} is no call: PATH OP #NUMBER", where) from None
+        came, computes, result = (_formats(found[name], where) for name in ("came", "computes", "result"))
+        if identity in self._seen:
+            raise _broken(f"{identity} stands here and on line {self._seen[identity]}", where)
+        self._seen[identity] = number
+        casts = tuple(found["casts"].split(", ")) if found["casts"] else ()
+        times = int(found["times"] or 1)
+        self._calls.append(
+            CallFormats(identity, came, computes, result, found["rule"], casts, times, line=number)
+        )  # fmt: skip
+
+    def made(self, file: str) -> Snapshot:
+        """The section, once all of it is read."""
+        where, facts = (Origin(file, self._line),), self._facts
+        missing = [key for key in _KEYS if key not in facts]
+        if missing:
+            raise _broken(f"the section of {self._device_type} lacks: {', '.join(missing)}", where)
+        if facts["calls"] != str(len(self._calls)):
+            raise _broken(
+                f"the section of {self._device_type} says calls {facts['calls']} and has {len(self._calls)}: it was "
+                "cut off, or merged wrongly",
+                where,
+            )
+        if facts["gradients"] not in ("on", "off"):
+            raise _broken(f"gradients are {facts['gradients']!r}, not on or off", where)
+        try:
+            holds_for(facts["torch"], "2.13")
+        except NarrowcastError as error:
+            raise _broken(f"{error.asked} is {error.found}", where) from None
+        policy, _, digest = facts["policy"].rpartition(" ")
+        return Snapshot(
+            self._device_type, facts["model"], policy, digest, facts["low"], facts["torch"],
+            facts["gradients"] == "on", tuple(self._calls), file=file, line=self._line,
+        )  # fmt: skip
+
+
+def _formats(names: str, where: tuple[Origin, ...]) -> str:
+    """The names as a ledger has them. SnapshotError for what is no format."""
+    if names == "-":
+        return ""
+    for name in names.split(","):
+        if name not in FORMATS:
+            raise _broken(f"{name!r} is no format; known are {', '.join(FORMATS)}", where)
+    return names

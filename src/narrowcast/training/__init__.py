@@ -1,0 +1,1 @@
+"""Training: loops that are checked, losses that are scaled."""

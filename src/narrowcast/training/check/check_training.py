@@ -1,0 +1,118 @@
+"""`nc.check_training`: what is wrong with the precision of a training loop, seen in two of its steps."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from narrowcast.analysis.record.record import record
+from narrowcast.core.ledger import Advice
+from narrowcast.errors import RunError
+from narrowcast.observation.observer.door import NOT_INSPECTED
+from narrowcast.reports.results.training import TrainingCheck
+from narrowcast.runtime.devices.device import random_state_kept
+from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
+from narrowcast.training.check.kept import Kept
+from narrowcast.training.check.looking import Looking
+
+_NOT_OF_LOOPS = ("rule without effect", "switched off")
+"""What a recording advises and two steps cannot judge, or the user has written on purpose."""
+_MORE = 32
+"""How many steps more a scaler has that skips each of them, to come down to a scale that fits."""
+
+
+def check_training(
+    step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, steps: int = 2
+) -> TrainingCheck:
+    """Run `step(*args, **kwargs)`, a step of training as it is, `steps` times, and say what its precision suffers from.
+
+    step: your own function: a batch, the forward in its region, loss, backward, clip, optimizer; with an evaluation in
+    it, if that is to be checked. Nothing in it changes. Afterwards all memory that was there before has its values
+    (weights, buffers, averages, the state of optimizers), and gradients, modules' flags, groups, schedules, scalers,
+    random state and generators are as they were; counters of the function's own are not. A copy of what is written to
+    is held meanwhile.
+
+    Found, each with the line and what to write instead: what runs outside of regions and should not (forward, loss,
+    evaluation), or inside (backward, optimizer, weights written to); what rounding keeps in place (updates of weights,
+    averages, sums of losses and of gradients, statistics of batch norm), judged by what moved; losses that are not
+    scaled, gradients that underflow, are clipped or added to in the wrong order, or are never cleared; steps that are
+    all skipped; whoever casts besides the region. Compiled code runs as eager code meanwhile. Reads values of gradients
+    in fp16, and of what is in a low format: an accelerator is waited for. Where a scaler skips all steps, more are run,
+    until its scale fits or is one.
+
+    Returns a TrainingCheck, true if nothing is wrong. Raises RunError, and what the step raises.
+    """
+    if steps < 1:
+        raise RunError(f"check_training(steps={steps})", "no step would run", advice="Give 1 or more; 2 is usual.")
+    if not callable(step):
+        raise RunError(
+            f"check_training({type(step).__name__})", "it cannot be called",
+            advice="Give a function that makes one step of training: nc.check_training(lambda: step(batch)).",
+        )  # fmt: skip
+    kept = Kept()
+    looking = Looking(kept)
+    door = looking.door
+    own = threading.get_ident()
+    others = {thread.ident for thread in threading.enumerate()} - {own}
+    trained = 0
+
+    def steps_now(optimizer: Any) -> None:
+        nonlocal trained
+        if threading.get_ident() not in others:  # who trains something else meanwhile
+            trained += 1
+            door.run("an optimizer's step", looking.steps, optimizer, threading.get_ident() == own)
+
+    def has_stepped(optimizer: Any) -> None:
+        if threading.get_ident() not in others:
+            door.run("an optimizer's step", looking.stepped)
+
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept())
+            ledger = stack.enter_context(record())
+            stack.enter_context(told_of_optimizer_steps(steps_now, before=True))
+            stack.enter_context(told_of_optimizer_steps(has_stepped))
+            stack.enter_context(looking.observing())
+            ran = 0
+            while ran < steps or (looking.updates.is_stuck and ran < steps + _MORE):
+                _refuse_what_has_not_run(step(*args, **(kwargs or {})))
+                ran += 1
+                door.run("a step as a whole", looking.end_of_round)
+    finally:
+        kept.put_back()
+    door.run("the steps as a whole", looking.judge)
+    unsaid = (*_NOT_OF_LOOPS, "no casts") if looking.has_lowered else _NOT_OF_LOOPS  # a region of sums and losses
+    if looking.is_cast_beside:
+        unsaid = (*unsaid, "weights in a low format")  # nobody has converted the model
+    found = _one_per_line({a: n for a, n in ledger.advice.items() if a.kind not in unsaid} | looking.found)
+    notes = [*door.notes, *(note for note in ledger.notes if note.startswith(NOT_INSPECTED))]
+    if not trained and not looking.updates.skipped:
+        notes.append("no optimizer stepped: what weights and gradients suffer from may be missing.")
+    if not looking.has_seen:
+        notes.append("no call was seen: what other threads and processes run is not looked at.")
+    if looking.updates.skipped:
+        notes.append(f"{looking.updates.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
+    return TrainingCheck(tuple(found), found, ran, looking.calls, notes)
+
+
+def _refuse_what_has_not_run(given: Any) -> None:
+    """A generator or a coroutine has not run a line of the step."""
+    if inspect.isgenerator(given) or inspect.iscoroutine(given) or inspect.isasyncgen(given):
+        kind = type(given).__name__
+        if not inspect.isasyncgen(given):
+            given.close()
+        raise RunError(
+            "check_training(step)", f"the step gave a {kind} and ran nothing",
+            advice="Give a function that makes the step: lambda: next(generator), or lambda: asyncio.run(step()).",
+        )  # fmt: skip
+
+
+def _one_per_line(found: dict[Advice, int]) -> dict[Advice, int]:
+    """Of findings of one kind at one line the first: a loss is several ops."""
+    first: dict[tuple[str, str, int], Advice] = {}
+    for finding in found:
+        first.setdefault((finding.kind, finding.file, finding.line), finding)
+    return {finding: found[finding] for finding in first.values()}

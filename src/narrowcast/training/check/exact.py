@@ -1,0 +1,271 @@
+"""What sums in a low format would have come to without rounding: weights and averages that stay where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.core.policy import NOWHERE, Site
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, part_of, tensors_in
+from narrowcast.runtime.torch_surface.dispatch import (
+    TO_COPY,
+    StorageWeakRef,
+    op_name,
+    storage_key,
+    storage_of,
+    tree_map,
+)
+from narrowcast.training.check.gradients import Found
+from narrowcast.training.check.kept import written
+
+LOW = (torch.float16, torch.bfloat16)
+_NAMES = (
+    "add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "sqrt", "rsqrt", "reciprocal", "square",
+    "pow", "clone", "copy",
+)  # fmt: skip
+_ARITHMETIC = frozenset(f"{start}{name}" for start in ("", "_foreach_") for name in _NAMES) | {
+    "_to_copy", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
+}  # fmt: skip
+"""What is computed a second time, in fp32. Whatever else is computed is taken as it is: integers that round at random,
+a choice between two neighbours.
+"""
+_LOST_OF_WEIGHTS, _LOST_OF_AVERAGES = 0.01, 0.25
+"""The share of the elements that should move and stay, from which on it is told. The first steps of an optimizer are
+its largest: what one in a hundred weights loses then, most lose later.
+"""
+_HELD = 0.8
+"""The share of what was lost that somebody else has to hold for it to be no loss."""
+
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    """What lies somewhere as it would be without rounding. reads: the memory, as it was before the step, that it was
+    computed from, and that is in a low format.
+    """
+
+    memory: Any
+    lies: tuple[Any, ...]
+    dtype: torch.dtype
+    exact: torch.Tensor
+    site: Site
+    reads: dict[int, torch.Tensor] = field(default_factory=dict)
+    of_gradients: bool = False
+    is_random: bool = False
+
+    def now(self) -> torch.Tensor | None:
+        """What lies there, in fp32; None where it is freed."""
+        storage = storage_of(self.memory)
+        if storage is None or not storage.nbytes():
+            return None
+        offset, shape, strides = self.lies
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, shape, strides).float()
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """An op that is about to run, with its arguments in fp32."""
+
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: list[torch.Tensor]
+    value: _Value
+
+
+@dataclass(slots=True, eq=False)
+class Lost:
+    """Elements that should have moved, and those of them that did not."""
+
+    key: int
+    dtype: torch.dtype
+    site: Site
+    is_weight: bool
+    wanted: int
+    lost: int
+
+
+class Exact:
+    """Computes what is added up outside of forwards and backwards a second time, and says what rounding kept in place.
+
+    Judged by what moved, whoever moves it: what rounds at random is not followed, and what an optimizer holds of what
+    was rounded away (Kahan's compensation, a copy in fp32) is no loss.
+    """
+
+    def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Callable[[], set[int]]) -> None:
+        self._was_there, self._gradients = was_there, gradients
+        self._values: ByStorage[_Value] = ByStorage()
+
+    def begin(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
+    ) -> Begun | None:
+        """An op is about to run: its arguments in fp32, if it is to be computed again. steps: an optimizer runs it."""
+        name = op_name(facts.op).removesuffix("_")
+        args, kwargs = tree_map(_part, (args, kwargs))
+        tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
+        targets = written(facts, args, kwargs)
+        known = [value for t in tensors if (value := self._values.get(t)) is not None]
+        follows = name in _ARITHMETIC and all(has_storage(t) and t.dtype is not torch.float64 for t in tensors)
+        if not follows or not all(t.is_floating_point() for t in targets):
+            self.forget(targets)
+            return None
+        if not known and not any(t.dtype in LOW for t in tensors):
+            return None
+        with quietly():
+            value = _Value(None, (), torch.float32, torch.empty(0), site(), of_gradients=steps)
+            sources = [args[1]] if name == "copy" else tensors
+            for tensor in sources:
+                self._read(tensor, value)
+            if name == "copy" and sources[0].dtype in LOW and self._was_there(sources[0]):
+                value.reads = {}  # what was lost was lost there
+            wide = lambda t: self._wide(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
+            wide_args, wide_kwargs = tree_map(wide, (args, kwargs))
+            if facts.op is TO_COPY:
+                wide_kwargs = {**wide_kwargs, "dtype": torch.float32}
+            return Begun(facts, wide_args, wide_kwargs, targets, value)
+
+    def end(self, begun: Begun, result: Any) -> None:
+        """It has run: what it would have given."""
+        given = begun.targets or tensors_in(tree_map(_part, result))
+        with quietly():
+            try:
+                wide = begun.facts.op(*begun.args, **begun.kwargs)
+            except (RuntimeError, NotImplementedError):  # no such kernel in fp32: of other devices, of several formats
+                wide = None
+            exact = written(begun.facts, begun.args, begun.kwargs) if begun.targets else tensors_in(wide)
+            if (wide is None and not begun.targets) or len(exact) != len(given):
+                exact = []
+            for tensor in given:
+                self._values.drop(tensor)
+            for tensor, value in zip(given, exact, strict=False):
+                if has_storage(tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+                    self._put(tensor, value, begun.value)
+
+    def forget(self, targets: list[torch.Tensor]) -> None:
+        """These are written to by what is not computed again."""
+        for tensor in targets:
+            self._values.drop(tensor)
+
+    def drawn(self, result: Any) -> None:
+        """An op has drawn random numbers: what they are added to is rounded as they want it."""
+        for tensor in tensors_in(result):
+            if has_storage(tensor) and tensor.is_floating_point():
+                drawn = _Value(None, (), tensor.dtype, tensor.detach().float(), NOWHERE, is_random=True)
+                self._put(tensor, drawn.exact, drawn)
+
+    def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor]) -> list[Lost]:
+        """What the step has lost; the next one begins with what lies there now."""
+        found = []
+        with quietly():
+            held = [t for t in kept_by_optimizers if has_storage(t) and t.is_floating_point()]
+            states = {storage_key(t) for t in held} | self._gradients()
+            values = [(v, now) for v in self._values.living() if (now := v.now()) is not None]
+            others = [t.float() for t in held] + [now for _, now in values]
+            for value, now in values:
+                key = value.memory.cdata
+                if value.dtype in LOW and value.reads and not value.is_random and key not in states:
+                    same = [other for other in others if other.numel() == now.numel()]
+                    lost = _lost(value, now, same)
+                    if lost is not None:
+                        found.append(lost)
+        self._values = ByStorage()
+        return found
+
+    def _read(self, tensor: torch.Tensor, into: _Value) -> None:
+        """Note what a value is computed from."""
+        value, key = self._values.get(tensor), storage_key(tensor)
+        is_gradient = key in self._gradients()
+        into.of_gradients |= is_gradient
+        if value is not None:
+            into.reads |= value.reads
+            into.of_gradients |= value.of_gradients
+            into.is_random |= value.is_random
+        elif tensor.dtype in LOW and tensor.numel() > 1 and not is_gradient and self._was_there(tensor):
+            into.reads[key] = tensor.detach().float()
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = self._values.get(tensor)
+        if value is not None and value.lies == _lies(tensor):
+            return value.exact.clone()
+        return tensor.detach().to(torch.float32, copy=True)
+
+    def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _Value) -> None:
+        value = _Value(
+            StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
+            dict(like.reads), like.of_gradients, like.is_random,
+        )  # fmt: skip
+        self._values.put(tensor, value)
+
+
+def _part(value: Any) -> Any:
+    """This rank's part of a DTensor: what is added up element by element is added up in each part."""
+    return part_of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _lost(value: _Value, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
+    """How much of what lies there is what lay there before, and should not be."""
+    if not bool(torch.isfinite(value.exact).all()):
+        return None
+    found = None
+    for key, before in value.reads.items():
+        if before.shape != now.shape:
+            continue
+        wanted = value.exact != before
+        stays = wanted & (now == before)
+        number, lost = int(wanted.sum()), int(stays.sum())
+        if lost and any(_holds(other.reshape(now.shape), value.exact, now, stays) for other in others):
+            lost = 0
+        if key == value.memory.cdata or lost > (found.lost if found is not None else 0):
+            found = Lost(value.memory.cdata, value.dtype, value.site, value.of_gradients, number, lost)
+    return found
+
+
+def _holds(other: torch.Tensor, exact: torch.Tensor, now: torch.Tensor, stays: torch.Tensor) -> bool:
+    """Whether somebody else holds what was rounded away, with either sign, or the sum as it would have been."""
+    wide, rest = exact[stays], (exact - now)[stays]
+    room = 0.1 * rest.abs() + torch.finfo(torch.float32).eps * wide.abs()
+    shares = (((other[stays] - held).abs() <= room).float().mean() for held in (rest, -rest, wide))
+    return any(float(share) >= _HELD for share in shares)
+
+
+def told(lost: list[Lost], names: dict[int, str], trained: set[int]) -> list[Found]:
+    """What a step has lost, of weights together and of averages at each line, if it is much. trained: where weights lie
+    that backwards have given gradients, whatever was made of these.
+    """
+    rows: dict[Any, list[Lost]] = {}
+    for one in lost:
+        one.is_weight |= one.key in trained
+        rows.setdefault("weights" if one.is_weight else one.site.at, []).append(one)
+    found = []
+    for group in rows.values():
+        wanted, stay = sum(one.wanted for one in group), sum(one.lost for one in group)
+        most = max(group, key=lambda one: one.lost)
+        if stay <= wanted * (_LOST_OF_WEIGHTS if most.is_weight else _LOST_OF_AVERAGES):
+            continue
+        where = f" (most of them in {names[most.key]})" if most.key in names else ""
+        what = (
+            f"{stay / wanted:.0%} of {wanted} elements in {FORMATS[most.dtype]} that a step should move stay where "
+            f"they were{where}: what is added is less than half a unit of "
+        )
+        if most.is_weight:
+            found.append((
+                "updates lost in rounding", f"{what}the weight",
+                "Keep the weights in fp32, model.float(), and run the forward in a region, nc.autocast(device, dtype); "
+                "or use an optimizer that rounds at random or holds what was rounded away (Kahan).",
+                most.site,
+            ))  # fmt: skip
+        else:
+            found.append((
+                "an average in a low format", f"{what}the average",
+                "Keep the average in fp32: average = copy.deepcopy(model).float(), and add weight.float() to it.",
+                most.site,
+            ))  # fmt: skip
+    return found

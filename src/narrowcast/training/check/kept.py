@@ -1,0 +1,150 @@
+"""What a step of training changes, put back: all memory that was there before and is written to, and objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.runtime.torch_bridge import OpFacts, tensors_in, values_of
+from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_key
+from narrowcast.runtime.torch_surface.grad_scaling import scale_of
+from narrowcast.training.check.living import Living
+from narrowcast.training.scaler.gradients import parameters_of
+
+
+class Kept:
+    """Copies of memory, taken before it is written to for the first time, and objects as they were at the start.
+
+    Memory is copied if a tensor that lay in it was alive at the start. What nobody knew then is left as the steps leave
+    it: giving it older values back would harm a tensor that was made in them.
+    """
+
+    def __init__(self) -> None:
+        with quietly():
+            self._living = Living()
+            there = _in_memory(self._living.tensors())
+            self._there = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in there}
+        self._models: dict[int, torch.nn.Module] = {}
+        self._optimizers: dict[int, Any] = {}
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._scales: dict[int, torch.Tensor] = {}  # of scalers that were made, or first seen, in the steps
+
+    # -- as it runs ----------------------------------------------------------------------------------------------------
+
+    def model(self, model: torch.nn.Module) -> None:
+        """A model is called: what it holds is to be put back."""
+        if id(model) not in self._models:
+            self._models[id(model)] = model
+            with quietly():
+                self._living.model(model)
+
+    def optimizer(self, optimizer: Any, is_seen: bool = True) -> None:
+        """An optimizer is about to step. is_seen: this thread's ops are: else all that it may write to is copied."""
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            with quietly():
+                self._living.optimizer(optimizer)
+                if not is_seen:
+                    for tensor in _in_memory(*parameters_of(optimizer), *optimizer.state.values()):
+                        self._copy(tensor)
+
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Copy what an op is about to write to, if it was there before the steps, and the state of a generator; all
+        that it writes to.
+        """
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._generators:
+            self._generators[id(generator)] = generator, generator.get_state()
+        targets = written(facts, args, kwargs) if facts.overwrites else []
+        with quietly():
+            for tensor in targets:
+                self._copy(tensor)
+        return targets
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self._there and key not in self._copies:
+            whole = _whole(tensor)
+            self._copies[key] = whole, whole.clone()
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def was_there(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory that a tensor lies in was there before the steps."""
+        return storage_key(tensor) in self._there
+
+    def gradients(self) -> set[int]:
+        """Where the gradients lie that the parameters of models and optimizers have now."""
+        return {storage_key(t) for t in _in_memory([parameter.grad for _, parameter in self._parameters()])}
+
+    def names(self) -> dict[int, str]:
+        """The models' parameters: names by where they lie."""
+        rows = self._parameters()
+        return {storage_key(part): name for name, parameter in rows if name for part in _in_memory(parameter)}
+
+    def scales(self) -> set[int]:
+        """Where the scales of all scalers lie."""
+        scales = [scale_of(scaler) for scaler in self._living.scalers]
+        scales += [loss.scale for s in self._living.scalers for loss in vars(s).get("_losses", {}).values()]
+        return {storage_key(scale) for scale in scales if scale is not None} | self._scales.keys()
+
+    def meets_scale(self, scale: torch.Tensor) -> None:
+        """A scaler updates its scale."""
+        self._scales[storage_key(scale)] = scale
+
+    def states(self) -> list[torch.Tensor]:
+        """What optimizers that have stepped hold besides weights."""
+        return [t for optimizer in self._optimizers.values() for t in _in_memory(list(optimizer.state.values()))]
+
+    def trained(self) -> set[int]:
+        """The parameters, by identity, of the optimizers that have stepped."""
+        return {id(parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)}
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        named = [row for model in self._models.values() for row in model.named_parameters()]
+        others = [("", parameter) for optimizer in self._optimizers.values() for parameter in parameters_of(optimizer)]
+        return [*others, *named]
+
+    # -- at the end ----------------------------------------------------------------------------------------------------
+
+    def put_back(self) -> None:
+        """Give all of it its values back."""
+        with quietly():
+            for whole, before in self._copies.values():
+                if whole.untyped_storage().nbytes() == before.untyped_storage().nbytes():  # nobody has resized it
+                    with torch.inference_mode(whole.is_inference()):
+                        whole.copy_(before)
+            self._living.put_back()
+            for _, parameter in self._parameters():
+                parts = _in_memory(parameter)
+                if any(storage_key(part) in self._copies for part in parts) and not parameter.is_inference():
+                    increment_version(parameter)  # what is written through .data does not: casts that are kept
+            for generator, state in self._generators.values():
+                generator.set_state(state)
+
+
+def written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes to."""
+    given = (
+        args[slot.position] if slot.position < len(args) else kwargs.get(slot.name)
+        for slot in facts.slots
+        if slot.written
+    )
+    return _in_memory(list(given))
+
+
+def _in_memory(*trees: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments as they lie in memory: of a DTensor this rank's part, of sparse ones values."""
+    found = tensors_in(*trees)
+    return [t for t in (values_of(t) if t.layout is not torch.jagged else t for t in found) if has_storage(t)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor lies in, in one row; it counts writes together with the tensor."""
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((elements,), (1,), 0)

@@ -1,0 +1,219 @@
+"""What lives in the process and a step changes without an op: gradients, flags, groups, counters of schedules."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.runtime.torch_surface.dispatch import storage_key
+from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
+from narrowcast.training.scaler.findings import Findings
+from narrowcast.training.scaler.gradients import parameters_of
+from narrowcast.training.scaler.history import History
+from narrowcast.training.scaler.losses import LossScale
+from narrowcast.training.scaler.steps import Steps
+
+T = TypeVar("T")
+_DICTS = (dict, OrderedDict, defaultdict)
+_OURS = (Findings, History, LossScale, Steps)
+"""What our scaler keeps its counters in."""
+
+
+@dataclass(slots=True, eq=False)
+class _Parameter:
+    """A parameter, and what it held."""
+
+    parameter: Parameter
+    data: torch.Tensor
+    gradient: torch.Tensor | None
+    requires_grad: bool
+
+    def put_back(self) -> None:
+        now, then = self.parameter.data, self.data
+        if _lies(now) != _lies(then):
+            self.parameter.grad = None  # which must fit
+            self.parameter.data = then
+        if self.parameter.grad is not self.gradient:
+            self.parameter.grad = self.gradient
+        if self.parameter.requires_grad is not self.requires_grad:
+            self.parameter.requires_grad_(self.requires_grad)
+
+
+@dataclass(slots=True, eq=False)
+class _Module:
+    """A module, its flag, and which tensors it held under which names."""
+
+    module: Module
+    training: bool
+    tensors: dict[str, torch.Tensor]
+
+    def put_back(self) -> None:
+        self.module.training = self.training
+        for name, tensor in self.tensors.items():
+            if getattr(self.module, name, tensor) is not tensor:
+                setattr(self.module, name, tensor)
+
+
+def _lies(data: torch.Tensor) -> tuple[Any, ...]:
+    """Where values lie and how they are read."""
+    place = (storage_key(data), data.storage_offset(), data.stride()) if has_storage(data) else ()
+    return (*place, data.shape, data.dtype, data.device)
+
+
+class Living:
+    """Modules, parameters, optimizers, schedules and scalers as they are now.
+
+    Found by asking Python's collector: a step function does not say what it uses. What is made later, and what
+    `gc.freeze` hides, is added when it is met.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, _Parameter] = {}
+        self._modules: dict[int, _Module] = {}
+        self._optimizers: dict[int, tuple[Optimizer, _Attributes]] = {}
+        self._schedules: list[tuple[LRScheduler, _Attributes]] = []
+        self._touched: set[int] = set()
+        found = list(_instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler)))
+        self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
+        for one in found:
+            if isinstance(one, torch.jit.ScriptModule):
+                self._tensors += [*one.parameters(), *one.buffers()]
+        self.scalers = [one for one in found if isinstance(one, torch.amp.GradScaler)]
+        self._scalers = [_Attributes(scaler) for scaler in self.scalers]
+        for one in found:
+            if isinstance(one, Parameter):
+                self._add_parameter(one)
+            elif isinstance(one, Module):
+                self._add_module(one)
+            elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that stands for another
+                self._optimizers[id(one)] = one, _Attributes(one)
+                for parameter in parameters_of(one):  # it may be a plain tensor
+                    self._add_parameter(parameter)
+            elif isinstance(one, LRScheduler):
+                self._schedules.append((one, _Attributes(one)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
+        of a gradient, only once it was asked for.
+        """
+        found, self._tensors = self._tensors, []
+        owned = [t for t in found if (has_storage(t) or isinstance(t, Parameter)) and t.is_leaf and t.requires_grad]
+        return found + [t.grad for t in owned if t.grad is not None]
+
+    def model(self, model: Module) -> None:
+        """A model is called: it and what is in it are to be put back."""
+        for module in model.modules():
+            self._add_module(module)
+            self._touched.add(id(module))
+        for parameter in model.parameters():
+            self._add_parameter(parameter)
+            self._touched.add(id(parameter))
+
+    def optimizer(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer, _Attributes(optimizer)
+        self._touched.add(id(optimizer))
+        for parameter in parameters_of(optimizer):
+            self._add_parameter(parameter)
+            self._touched.add(id(parameter))
+
+    def put_back(self) -> None:
+        """Give what the steps have touched back what it held."""
+        for key, (optimizer, _) in self._optimizers.items():
+            if any(id(parameter) in self._touched for parameter in parameters_of(optimizer)):
+                self._touched.add(key)
+        for module in self._modules.values():
+            if id(module.module) in self._touched:
+                module.put_back()
+        for kept in self._parameters.values():
+            if id(kept.parameter) in self._touched:
+                kept.put_back()
+        for key, (_, attributes) in self._optimizers.items():
+            if key in self._touched:
+                attributes.put_back()
+        for schedule, attributes in self._schedules:
+            if id(getattr(schedule, "optimizer", None)) in self._touched:
+                attributes.put_back()
+        for attributes in self._scalers:
+            attributes.put_back()
+
+    def _add_parameter(self, parameter: Any) -> None:
+        if id(parameter) in self._parameters or torch.nn.parameter.is_lazy(parameter) or not parameter.is_leaf:
+            return
+        if is_functorch_wrapped_tensor(parameter):  # put in the place of parameters for one call
+            return
+        self._parameters[id(parameter)] = _Parameter(parameter, parameter.data, parameter.grad, parameter.requires_grad)
+
+    def _add_module(self, module: Module) -> None:
+        if id(module) in self._modules or isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module):
+            return
+        tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        self._modules[id(module)] = _Module(module, module.training, tensors)
+
+
+class _Attributes:
+    """The attributes of an object, and of dicts and lists in them what they hold: tensors are held, not copied."""
+
+    def __init__(self, owner: Any) -> None:
+        self._held: dict[int, tuple[Any, list[Any]]] = {}
+        self._keep(owner if is_dataclass(owner) else vars(owner))
+
+    def put_back(self) -> None:
+        """Fill each of them with what it held."""
+        for owner, before in self._held.values():
+            now = _contents(owner)
+            if len(now) == len(before) and all(map(_is_same, now, before)):
+                continue
+            if is_dataclass(owner):
+                for name, value in before:
+                    setattr(owner, name, value)
+                continue
+            owner.clear()
+            (owner.update if isinstance(owner, (dict, set)) else owner.extend)(before)
+
+    def _keep(self, owner: Any) -> None:
+        if id(owner) in self._held:
+            return
+        before = _contents(owner)
+        self._held[id(owner)] = owner, before
+        pairs = isinstance(owner, dict) or is_dataclass(owner)
+        for value in (row[1] for row in before) if pairs else before:
+            if type(value) in (*_DICTS, list, deque, set):
+                self._keep(value)
+            elif isinstance(value, _OURS):
+                self._keep(value if is_dataclass(value) else vars(value))
+
+
+def _contents(owner: Any) -> list[Any]:
+    if is_dataclass(owner):
+        return [(field.name, getattr(owner, field.name)) for field in fields(owner)]
+    return list(owner.items()) if isinstance(owner, dict) else list(owner)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """By identity: equality of tensors is a tensor."""
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(map(_is_same, now, before))
+    return now is before
+
+
+def _instances_of(classes: tuple[type[T], ...]) -> Iterator[T]:
+    """All objects of these classes. By their type: asking an object for its class may run code of others."""
+    known: dict[type, bool] = {}
+    living: Iterable[Any] = gc.get_objects()
+    for one in living:
+        kind = type(one)
+        if kind not in known:
+            known[kind] = issubclass(kind, classes)
+        if known[kind]:
+            yield one

@@ -1,0 +1,96 @@
+"""What became of each step under a scale, as data: rows, JSON lines, scalars for a writer of others."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from narrowcast.output.files import save_result
+from narrowcast.reports.render.shown import Shown
+
+SCHEMA = "narrowcast.scaler/1"
+KEPT = 10_000
+"""So many rows are kept, the latest: a few megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledStep:
+    """One update of one scale.
+
+    step: from 1. scale: that the gradients of this step were scaled by. skipped: no optimizer may use them (of one loss
+    among several: its own gradients were not finite). why: in words; empty where nothing was skipped. loss: its name,
+    empty for the scale that all losses share. parameters: whose gradients were not finite, as far as is known.
+    """
+
+    step: int
+    scale: float
+    skipped: bool
+    why: str = ""
+    loss: str = ""
+    parameters: tuple[str, ...] = ()
+
+
+class ScalarWriter(Protocol):
+    """What TensorBoard's SummaryWriter has, and others have, too."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
+        """Note a number under a name, for a step."""
+
+
+@dataclass(slots=True)
+class History(Shown):
+    """The latest steps, oldest first; how many there were in all, and how many of them were skipped."""
+
+    rows: deque[ScaledStep] = field(default_factory=lambda: deque(maxlen=KEPT))
+    steps: int = 0
+    skipped: int = 0
+
+    def add(self, row: ScaledStep) -> None:
+        """Note one more."""
+        self.rows.append(row)
+        self.steps = max(self.steps, row.step)
+        self.skipped += row.skipped
+
+    def __iter__(self) -> Iterator[ScaledStep]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"<History: {self.steps} steps, {self.skipped} skipped; print shows the last of these>"
+
+    def __str__(self) -> str:
+        lines = [f"{self.steps} steps, {self.skipped} skipped"]
+        lost = [row for row in self.rows if row.skipped][-_SHOWN:]
+        lines += [f"  step {r.step}{f' {r.loss}' if r.loss else ''}, scale {r.scale:g}: {r.why}" for r in lost]
+        return "\n".join(lines)
+
+    def data(self) -> dict[str, Any]:
+        """Everything as plain data, under the schema `narrowcast.scaler/1`."""
+        rows = [{**asdict(row), "parameters": list(row.parameters)} for row in self.rows]
+        return {"schema": SCHEMA, "steps": self.steps, "skipped": self.skipped, "rows": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`data()` as JSON text."""
+        return json.dumps(self.data(), indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON line for each row, replacing the file at once. RunError if it cannot be written."""
+        lines = "".join(json.dumps(row) + "\n" for row in self.data()["rows"])
+        save_result(Path(path), "the scaler's history", lines)
+
+    def to_tensorboard(self, writer: ScalarWriter, prefix: str = "scaler", since: int = 0) -> None:
+        """Hand `scale` and `skipped` (0 or 1) of each step after `since` to a writer that has `add_scalar`."""
+        for row in self.rows:
+            if row.step > since:
+                name = "/".join(filter(None, (prefix, row.loss)))
+                writer.add_scalar(f"{name}/scale", row.scale, row.step)
+                writer.add_scalar(f"{name}/skipped", float(row.skipped), row.step)
+
+
+_SHOWN = 5

@@ -1,0 +1,104 @@
+"""What `step` gives: whether the optimizer stepped and why not, read from the device when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+
+from narrowcast.training.scaler.gradients import Culprits
+from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.stuck import why_skipped
+
+Names = Callable[[int, Any], str]
+"""(number in the optimizer, parameter) -> the name to show."""
+
+TOO_LATE = "a fused optimizer decides on the device, and the gradients were gone when it told"
+ELSEWHERE = "on another rank"
+
+
+class StepResult:
+    """What one `scaler.step(optimizer)` came to.
+
+    value: what the optimizer's step returned (torch's scaler returns this alone); None where it was skipped by the
+    host. Everything else is read when it is asked for, and waits for the device only where the host does not know yet:
+    with fused optimizers, which decide there. `float(result)` is the value's, and `if result:` asks whether it stepped.
+    """
+
+    __slots__ = ("_culprits", "_look", "_names", "_reading", "_rows", "_skipped", "op", "value")
+
+    def __init__(self, value: Any, skipped: bool | Reading, names: Names, look: Callable[[], Culprits | None]) -> None:
+        self.value = value
+        self._skipped = skipped if isinstance(skipped, bool) else None
+        self._reading = None if isinstance(skipped, bool) else skipped
+        self._names = names
+        self._look: Callable[[], Culprits | None] | None = look
+        self._culprits: Culprits | None = None
+        self._rows: tuple[tuple[str, str], ...] | None = None
+        self.op = ""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer did not step."""
+        if self._skipped is None:
+            self._skipped = self._reading is not None and any(self._reading.values())
+            self._reading = None
+            self.look_if_skipped()
+        return self._skipped
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it is known without waiting for the device."""
+        if self._reading is not None and not self._reading.is_here:
+            return False
+        return self._culprits is None or self._culprits.is_here
+
+    def look_if_skipped(self, always: bool = False) -> None:
+        """Start looking at the gradients, which may be gone soon, if the host knows that the step was skipped."""
+        known = self._skipped if self._reading is None else self._reading.is_here and any(self._reading.values())
+        if (known or always) and self._culprits is None and self._look is not None:
+            self._culprits, self._look = self._look(), None
+
+    @property
+    def found(self) -> tuple[tuple[str, str], ...]:
+        """Parameters whose gradients were not finite, each with `NaN` or `infinite`, as far as they could be seen."""
+        if self._rows is None:
+            if not self.skipped:
+                self._rows = ()
+            else:
+                self.look_if_skipped()
+                rows = [] if self._culprits is None else self._culprits.read()
+                self._rows = tuple((self._names(number, parameter), what) for number, parameter, what in rows)
+        return self._rows
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters whose gradients were not finite."""
+        return tuple(name for name, _ in self.found)
+
+    @property
+    def why(self) -> str:
+        """Why the step was skipped, in words; empty where it was not."""
+        if not self.skipped:
+            return ""
+        elsewhere = torch.distributed.is_available() and torch.distributed.is_initialized()
+        was_seen = self._culprits is not None and self._culprits.has_gradients
+        return why_skipped(self.found, self.op, ELSEWHERE if elsewhere and was_seen else TOO_LATE)
+
+    def let_go(self) -> None:
+        """The gradients of this step are about to be replaced: nobody may look at them any more."""
+        self._look = None
+
+    def __bool__(self) -> bool:
+        return not self.skipped
+
+    def __float__(self) -> float:
+        value = self.value
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+    def __repr__(self) -> str:
+        if self._reading is not None and not self._reading.is_here:
+            return "<StepResult: the device has not told yet>"
+        return f"<StepResult: {'skipped: ' + self.why if self.skipped else 'stepped'}>"

@@ -1,0 +1,326 @@
+"""`nc.Scaler`: torch's GradScaler that says what it skips and why, and whose scale does not fall for ever."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowcast.analysis.watch.watch import open_watch
+from narrowcast.core.policy import Site
+from narrowcast.errors import Origin, ScalerError
+from narrowcast.observation.observer.observer import quietly
+from narrowcast.reports.results.findings import TREND, Watching
+from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.torch_surface.dispatch import version_of
+from narrowcast.runtime.torch_surface.grad_scaling import READY, STEPPED, UNSCALED, innermost, takes_scale
+from narrowcast.training.scaler.closures import closure_in, step_with_closure
+from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of, parameters_of
+from narrowcast.training.scaler.losses import LossScale, backward_of
+from narrowcast.training.scaler.naming import name_of
+from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.results import StepResult
+from narrowcast.training.scaler.state import ScalerState
+from narrowcast.training.scaler.steps import EndedStep
+
+
+class Scaler(ScalerState):
+    """A `torch.amp.GradScaler`, with the same arguments and methods, that cannot fail in silence.
+
+    min_scale: the scale is not backed off below it; None is 1, or the first scale if that is less. patience: after so
+    many skipped steps in a row, or a few at the lowest scale, `on_stuck` says what to do: `warn`, again each time that
+    the streak doubles, or `raise` ScalerError. model: whose parameters' names are shown. process_group: of the ranks
+    that hold shards of plain tensors and must decide alike; those of DTensors (FSDP2, tensor parallel) are known.
+    """
+
+    # -- what a loop calls ---------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or each of an iterable of them, by the scale."""
+        if self._named:
+            raise self._error(
+                "scale()", "losses with scales of their own were run since the last update()",
+                "Run all losses of an iteration with scaler.backward(loss, optimizer, loss_id=...).",
+            )  # fmt: skip
+        if not self._findings.losses:
+            self._steps.let_go()
+        self._findings.scaled(outputs)
+        scaled = super().scale(outputs)
+        if isinstance(scaled, torch.Tensor) and self.is_enabled() and not torch.compiler.is_compiling():
+            self._scaled = weakref.ref(scaled)
+        return scaled
+
+    def backward(self, loss: torch.Tensor, optimizer: Any, *, loss_id: str, **kwargs: Any) -> None:
+        """Run the backward of one loss among several, scaled by a scale of its own, and add its gradients unscaled.
+
+        optimizer: the one whose parameters it reaches, or several. The optimizer's gradients are then unscaled, and
+        `step` takes them as they are; `update()` sees to each loss's scale by its own overflows. kwargs: of `backward`
+        (`retain_graph`). Gradients that were there before are held during the backward.
+        """
+        optimizers = tuple(map(innermost, (optimizer,) if hasattr(optimizer, "param_groups") else optimizer))
+        if not self.is_enabled():
+            loss.backward(**kwargs)
+            return
+        if self._findings.losses and not self._named:
+            raise self._error(
+                f"backward(loss_id={loss_id!r})", "scale() was called since the last update()",
+                "Run all losses of an iteration with scaler.backward(loss, optimizer, loss_id=...).",
+            )  # fmt: skip
+        for one in optimizers:
+            self._refuse_stepped(one, "backward()")
+        if not self._named:
+            self._steps.let_go()
+        self._findings.scaled(loss)
+        self.make_scale(loss.device)
+        if loss_id not in self._losses:
+            self._losses[loss_id] = LossScale(self.first_scale, min(self._min_scale, self.first_scale))
+        self._named.add(loss_id)
+        found = backward_of(loss, self._losses[loss_id], optimizers, self._group, kwargs)
+        for one, flags in zip(optimizers, found, strict=True):
+            state = self.state_of(one)
+            before = state["found_inf_per_device"]
+            state["found_inf_per_device"] = {
+                device: torch.maximum(before[device], flag) if device in before else flag
+                for device, flag in {**before, **flags}.items()
+            }
+            state["stage"] = UNSCALED
+            state["line"] = loop_line()
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, in place: before they are clipped or looked at."""
+        if not self.is_enabled():
+            return
+        self._refuse_unscaled_loss("unscale_()")
+        optimizer = innermost(optimizer)
+        state = self.state_of(optimizer)
+        if state["stage"] is UNSCALED or self._are_unscaled(optimizer):
+            raise self._error(
+                "unscale_()", "it was called for this optimizer, or one with these gradients, since the last update()",
+                "Call it once, when all gradients of the iteration are there; step() does, where nobody did. "
+                "Lightning's and Accelerate's optimizers unscale in their step: clip in a hook of theirs before it.",
+                state.get("line"),
+            )  # fmt: skip
+        self._refuse_stepped(optimizer, "unscale_()")
+        self._unscale(optimizer, state)
+        state["line"] = loop_line()
+
+    def _unscale(self, optimizer: Any, state: dict[str, Any]) -> None:
+        self._findings.to_be_unscaled(optimizer)
+        super().unscale_(optimizer)
+        gradient = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
+        state["unscaled"] = None if gradient is None else (gradient, version_of(gradient))
+        flags = state["found_inf_per_device"].values()
+        # What the user does next may spread NaN over all gradients, as a clip does: they are looked at before, where
+        # the host knows that some are not finite, or steps are being skipped one after the other.
+        if any(flag.device.type == "cpu" and flag.numpy() for flag in flags) or self._steps.was_skipped:
+            state["early"] = _look(optimizer)
+
+    def _are_unscaled(self, optimizer: Any) -> bool:
+        """Whether gradients of this optimizer were unscaled by way of another, and not written to since: of a wrapper
+        that does not say what it wraps.
+        """
+        own = self.state_of(optimizer)
+        others = [s["unscaled"] for s in self.states() if s is not own and s.get("unscaled") is not None]
+        done = [gradient for gradient, version in others if version_of(gradient) == version]
+        return bool(done) and any(p.grad is one for one in done for p in parameters_of(optimizer))
+
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Unscale the optimizer's gradients, if nobody has, and clip their norm; the norm, unscaled, on its device."""
+        optimizer = innermost(optimizer)
+        if self.is_enabled():
+            self._refuse_stepped(optimizer, "clip_grad_norm_()")
+            if self.state_of(optimizer)["stage"] is READY:
+                self.unscale_(optimizer)
+        parameters = list(parameters_of(optimizer))
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Let the optimizer step if all gradients are finite; what came of it, a `StepResult`.
+
+        A closure (LBFGS) scales the loss, runs the backward and returns the loss; its gradients are unscaled after each
+        call, unless it has called `unscale_`, to clip them. If some are not finite, parameters and the optimizer's
+        state are put back; a copy of both is held.
+        """
+        if not self.is_enabled():
+            return StepResult(optimizer.step(*args, **kwargs), False, lambda number, _: str(number), lambda: None)
+        inner = innermost(optimizer)
+        self._refuse_stepped(inner, "step()")
+        state = self.state_of(inner)
+        value: Any
+        skipped: bool | None
+        if closure_in(args, kwargs) is not None:
+            if state["stage"] is UNSCALED:
+                raise self._error(
+                    "step() with a closure", "the gradients are unscaled already",
+                    "Call unscale_() in the closure, or leave it to step(): a closure computes gradients anew.",
+                    state.get("line"),
+                )  # fmt: skip
+            value, stepped = step_with_closure(optimizer, args, kwargs, partial(self._closure_is_finite, inner))
+            state["stage"], skipped = STEPPED, not stepped
+        else:
+            self._refuse_unscaled_loss("step()")
+            if state["stage"] is READY and self._are_unscaled(inner):
+                self.unscale_(inner)  # raises
+            if inner is optimizer and takes_scale(inner):
+                if state["stage"] is READY:
+                    self._findings.to_be_unscaled(inner)  # its kernel unscales: unscale_ is not called
+                value, skipped = super().step(inner, *args, **kwargs), None
+            else:  # a wrapper's kernel is not its own, and sees no scale
+                if state["stage"] is READY:
+                    self._unscale(inner, state)
+                flags = state["found_inf_per_device"]
+                self._refuse_without_gradients(flags)
+                # one look at the device for each, as torch's scaler has it
+                skipped = bool(sum(flag.item() for flag in flags.values()))
+                value = None if skipped else optimizer.step(*args, **kwargs)
+                state["stage"] = STEPPED
+        result = self._result(inner, value, state, skipped)
+        watch = open_watch()
+        if watch is not None:
+            if skipped and closure_in(args, kwargs) is None:  # its step was not run: who watches was not told
+                watch.step_skipped()
+            result.op = _op_seen(watch.found)
+        state["line"] = loop_line()
+        self._results.append(result)
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Grow the scales or back them off by what was found since the last update, or set the shared one."""
+        if not self.is_enabled():
+            return
+        self._refuse_unscaled_loss("update()")
+        if new_scale is None and not any(state["found_inf_per_device"] for state in self.states()):
+            raise self._error(
+                "update()", "no gradients were checked since the last one",
+                "Call scaler.step(optimizer) first: without it the scale knows nothing to go by.",
+            )  # fmt: skip
+        self._steps.number += 1
+        self._end(new_scale)
+        self.begin_iteration()
+        self._findings.updated()
+        self._steps.collect()
+        self._steps.speak()
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def gradients_checked(self, optimizer: Any, inverse: torch.Tensor, found: torch.Tensor) -> Flags:
+        """Check the optimizer's gradients and multiply them by `inverse`; a flag for each device."""
+        return check(optimizer, inverse, found, self._group)
+
+    def _closure_is_finite(self, optimizer: Any, loss: Any) -> bool:
+        self._refuse_unscaled_loss("step() with a closure")
+        scaled = None if self._scaled is None else self._scaled()
+        if scaled is not None and scaled is loss:
+            raise self._error(
+                "step() with a closure", "it returned the scaled loss",
+                "Return the loss itself: optimizers compare what closures return, and its gradients are unscaled.",
+            )  # fmt: skip
+        scale, state = self.make_scale(torch.device(self._device)), self.state_of(optimizer)
+        if state["stage"] is UNSCALED:  # the closure has done it, to clip; the next call of it may do so again
+            flags, state["stage"] = state["found_inf_per_device"], READY
+            self._findings.computed_anew()
+        else:
+            self._findings.to_be_unscaled(optimizer)
+            zero = torch.zeros((), device=scale.device)
+            flags = state["found_inf_per_device"] = check(optimizer, inverse_of(scale), zero, self._group)
+        self._refuse_without_gradients(flags)
+        return not in_one(flags.values(), scale.device).item()
+
+    def _result(self, optimizer: Any, value: Any, state: dict[str, Any], skipped: bool | None) -> StepResult:
+        """What step gives. Where the optimizer's kernel decided, the host does not ask what it did."""
+        watch, flags = open_watch(), state["found_inf_per_device"]
+        scale = self.scale_tensor
+        decided: bool | Reading = bool(skipped)
+        if skipped is None and flags and scale is not None:
+            decided = Reading(in_one(flags.values(), scale.device))
+        early = state.get("early")
+        given = None if self._model is None else self._model()
+        models = [model for model in (given, *(watch.models if watch else ())) if model is not None]
+        result = StepResult(
+            value,
+            decided,
+            lambda number, parameter: name_of(parameter, number, optimizer, models),
+            lambda: early or _look(optimizer),
+        )
+        # While steps are being skipped one after the other, the gradients are looked at before they are gone.
+        result.look_if_skipped(always=skipped is None and self._steps.was_skipped)
+        return result
+
+    def _end(self, new_scale: float | torch.Tensor | None) -> None:
+        """The scales for the next iteration; what became of this one waits for its numbers."""
+        scale = self.make_scale(torch.device(self._device))
+        results, watched = tuple(self._results), open_watch() is not None
+        number, floor = self._steps.number, self.floor_now()
+        for name in sorted(self._named):
+            loss = self._losses[name]
+            if loss.scale is not None and loss.found is not None:
+                numbers = Reading(loss.scale), Reading(loss.found)
+                self._steps.add(EndedStep(number, numbers[0], loss.floor, results, numbers[1], name, watched))
+            loss.update(self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
+        if not self._named:
+            unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
+            left = [flag for flags in unscaled for flag in flags.values()]
+            found = Reading(in_one(left, scale.device)) if left else None
+            tell = partial(self._findings.not_stepped, loop_line()) if left else None
+            self._steps.add(EndedStep(number, Reading(scale), floor, results, found, "", watched, tell))
+        if self._named and new_scale is None:
+            self.forget_states()
+            return
+        self.set_floor(new_scale)
+        super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+        scale.clamp_(min=self._floor)
+
+    # -- what is refused -----------------------------------------------------------------------------------------------
+
+    def _error(self, asked: str, found: str, advice: str, site: Site | None = None) -> ScalerError:
+        here = loop_line()
+        where = [Origin(here.file, here.line)] if here.file else []
+        if site is not None and site.file:
+            where.append(Origin(site.file, site.line, "it was called here"))
+        return ScalerError(asked, found, tuple(where), advice)
+
+    def _refuse_stepped(self, optimizer: Any, asked: str) -> None:
+        if self.state_of(optimizer)["stage"] is STEPPED:
+            raise self._error(
+                asked, "step() was called for this optimizer since the last update()",
+                "Call update() once at the end of each iteration, after all optimizers.",
+                self.state_of(optimizer).get("line"),
+            )  # fmt: skip
+
+    def _refuse_unscaled_loss(self, asked: str) -> None:
+        if self.scale_tensor is None:
+            raise self._error(
+                asked, "no loss was scaled yet",
+                "Write scaler.scale(loss).backward() before it; without that the gradients are divided for nothing.",
+            )  # fmt: skip
+
+    def _refuse_without_gradients(self, flags: Flags) -> None:
+        if not flags:
+            raise self._error(
+                "step()", "none of the optimizer's parameters has a gradient",
+                "Run the backward before it; are these the parameters of the model that ran?",
+            )  # fmt: skip
+
+
+def _look(optimizer: Any) -> Culprits:
+    with quietly():
+        return Culprits(optimizer)
+
+
+def _op_seen(found: Watching) -> str:
+    """What an open watch has found about the step that has just ended, or the last time."""
+    made = [finding for finding in found.findings if finding.made_by != TREND]
+    if not made:
+        return ""
+    first = next(finding for finding in made if finding.step == made[-1].step)
+    when = "" if first.step == found.steps else f", first at step {first.step}"
+    return f"{first.what} made by {first.id} ({first.file}:{first.line}){when}"

@@ -1,0 +1,120 @@
+"""Steps that have ended: each becomes a row of the history once its numbers have come, and is judged there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from narrowcast.core.policy import Site
+from narrowcast.errors import Origin, ScalerError, ScalerWarning
+from narrowcast.runtime.sites.python_stack import loop_line
+from narrowcast.runtime.sites.warned import warn_at
+from narrowcast.training.scaler.history import History, ScaledStep
+from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.results import StepResult
+from narrowcast.training.scaler.stuck import Streak, advice_text, found_text
+
+Floor = float | Reading
+_MOST_WAITING = 64
+
+
+@dataclass(slots=True, eq=False)
+class EndedStep:
+    """One update of one scale, whose numbers may still be on their way. found: a flag of its own, for what no result
+    tells: gradients that were unscaled and not stepped with, or those of one loss among several. not_stepped: called if
+    such gradients were finite.
+    """
+
+    number: int
+    scale: Reading
+    floor: Floor
+    results: tuple[StepResult, ...]
+    found: Reading | None = None
+    loss: str = ""
+    is_watched: bool = False
+    not_stepped: Callable[[], None] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all numbers have come."""
+        readings = (self.scale, self.found, self.floor if isinstance(self.floor, Reading) else None)
+        return all(r is None or r.is_here for r in (*readings, *self.results))
+
+    def row(self) -> ScaledStep:
+        """The row of the history; waits for what has not come."""
+        lost = [result for result in self.results if result.skipped]
+        found = self.found is not None and any(self.found.values())
+        skipped = found if self.loss else bool(lost) or found
+        why = "; ".join(dict.fromkeys(result.why for result in lost)) if skipped else ""
+        return ScaledStep(
+            self.number,
+            self.scale.values()[0],
+            skipped,
+            why or ("a gradient was not finite" if skipped else ""),
+            self.loss,
+            tuple(dict.fromkeys(name for result in lost for name in result.parameters)) if skipped else (),
+        )
+
+
+class Steps:
+    """History and pending steps of one scaler; says when it is stuck."""
+
+    def __init__(self, patience: int, on_stuck: str) -> None:
+        self.patience, self.on_stuck = patience, on_stuck
+        self.history = History()
+        self.number = 0
+        self.streaks: dict[str, Streak] = {}
+        self._waiting: deque[EndedStep] = deque()
+        self._stuck: Callable[[Site], ScalerError] | None = None
+
+    def add(self, step: EndedStep) -> None:
+        """A step has ended."""
+        self._waiting.append(step)
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step that the host knows of was skipped."""
+        return any(streak.skipped for streak in self.streaks.values())
+
+    def let_go(self) -> None:
+        """New gradients are about to be computed."""
+        for step in self._waiting:
+            for result in step.results:
+                result.let_go()
+
+    def collect(self, wait: bool = False) -> None:
+        """Note every step whose numbers have come, or all of them; all of them, too, where many are waiting, as on a
+        device that cannot say what has come.
+        """
+        wait = wait or len(self._waiting) > _MOST_WAITING
+        for step in self._waiting:
+            for result in step.results:
+                result.look_if_skipped()
+        while self._waiting and (wait or self._waiting[0].is_here):
+            step = self._waiting.popleft()
+            row = step.row()
+            self.history.add(row)
+            if step.not_stepped is not None and not row.skipped:
+                step.not_stepped()
+            floor = step.floor.values()[0] if isinstance(step.floor, Reading) else step.floor
+            streak = self.streaks.get(row.loss, Streak()).after(row, floor)
+            if streak.is_stuck(self.patience):
+                streak = streak.told()
+                self._stuck = partial(_error, streak, row, step.is_watched)
+            self.streaks[row.loss] = streak
+
+    def speak(self) -> None:
+        """Say, once and at the user's line, that the run is stuck: raise ScalerError if so told."""
+        if self._stuck is not None:
+            site = loop_line()
+            error, self._stuck = self._stuck(site), None
+            if self.on_stuck == "raise":
+                raise error
+            warn_at(str(error), site, ScalerWarning)
+
+
+def _error(streak: Streak, row: ScaledStep, is_watched: bool, site: Site) -> ScalerError:
+    where = (Origin(site.file, site.line),) if site.file else ()
+    return ScalerError("training with a scaler", found_text(streak, row), where, advice_text(streak, is_watched))
