@@ -10,7 +10,6 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Action, Kind, Policy, Rule, Site
 from narrowcast.formats import bf16, fp32
 from narrowcast.programs.placement.place import PlacedCall, Placement
-from narrowcast.reports.render.shown import Shown
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.explain_text import Explanation
 from narrowcast.reports.results.explanation import Attempt, Comparison, Failure
@@ -19,6 +18,7 @@ from narrowcast.reports.results.fit import fit
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.repair import OUT_OF_IDEAS, RAISED, REPAIRED, Products, Repair, RepairRule, RepairStep
+from narrowcast.reports.results.result import Paged
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 
@@ -220,7 +220,7 @@ def not_repaired():
     return replace(a_repair(), verdict=OUT_OF_IDEAS, rules=[], before=step, after=step)
 
 
-class Given(Shown):
+class Given(Paged):
     """A result that is only known as its JSON."""
 
     def __init__(self, data):

@@ -8,7 +8,7 @@ from narrowcast.core.ledger import CallKind, Cast
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy
 from narrowcast.errors import SnapshotError
-from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.explain_text import Explanation
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.testing.agreement import RanCall, compare_calls, disagreement_lines
 from narrowcast.testing.snapshot import CallFormats, Found, Snapshot, Snapshots, check_versions, holds_for, snapshot_of
@@ -210,7 +210,7 @@ def test_a_ledger_gives_a_line_for_each_call_with_its_casts_its_rule_and_its_lin
     ledger.add(cast("aten.mm.default", "self", "a", 7, "fp32", "bf16"))
     ledger.add(cast("aten.mm.default", "mat2", "a", 9, "fp32", "bf16"))
     ledger.add(cast("aten.mm.default", "mat2", "b", 9, "fp32", "bf16"))
-    explained = Explained("a\nnet", "cpu", "bf16", "native", policy.digest, "fake tensors", "a note", ledger)
+    explained = Explanation("a\nnet", "cpu", "bf16", "native", policy.digest, "fake tensors", "a note", ledger)
     found = snapshot_of(explained, policy.rules, "2.13", True)
     assert [call_text(c) for c in found.calls] == [
         "a aten.mm.default #1 | fp32 -> bf16 -> bf16 | lower: self",

@@ -69,10 +69,10 @@ def explain_command(
     write_trace(explanation, trace)
     write_page(explanation, html)
     if json_file is not None and str(json_file) == "-":
-        typer.echo(explanation.to_json())
+        typer.echo(explanation.to_json(indent=1))
         return
     if json_file is not None:
-        replace_text(json_file, explanation.to_json() + "\n")
+        replace_text(json_file, explanation.to_json(indent=1) + "\n")
     if every:
         print_all(terminal(), explanation_parts(explanation))
     else:

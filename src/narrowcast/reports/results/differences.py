@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.reports.documents.rules import rule_of_call, rule_text
-from narrowcast.reports.render.shown import Shown
 from narrowcast.reports.results.lines import cut, number_text, without_specials
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
 SCHEMA = "narrowcast.compare/1"
@@ -144,7 +141,7 @@ class GradientError:
 
 
 @dataclass(slots=True)
-class Differences(Shown):
+class Differences(Result):
     """What `nc.compare` found.
 
     subject, device_type, policy, low, reference: what was compared; policy and low are empty where no region was asked
@@ -155,6 +152,8 @@ class Differences(Shown):
     reference_not_finite: the first NaN of the reference itself, if its output has any. compiled: how far what a
     compiled program gives is from what its calls give one by one, where that is beyond round-off; else 0.
     """
+
+    WHAT: ClassVar[str] = "a comparison"
 
     subject: str
     device_type: str
@@ -213,9 +212,6 @@ class Differences(Shown):
     def __repr__(self) -> str:
         return f"<Differences of {self.subject}: {self.verdict}, {len(self.faults)} faults; print shows them>"
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each call."""
         return differences_text(self, every, width, lines)
@@ -228,14 +224,6 @@ class Differences(Shown):
         data["not_finite"] = None if self.not_finite is None else asdict(self.not_finite)
         data["modules"] = [{**asdict(m), "worst": str(m.worst)} for m in self.modules()]
         return {"schema": SCHEMA, **without_specials(data), "rows": [row.data() for row in self.rows]}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.compare/1` (docs/reference/run.md)."""
-        return json.dumps(self.data(), indent=indent)
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
-        save_result(Path(path), "a comparison", self.to_json(indent=1) + "\n")
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

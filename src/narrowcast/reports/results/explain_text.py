@@ -34,9 +34,6 @@ class Explanation(Explained):
 
     __slots__ = ()
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
         """The first screen, `lines` of `width` columns (80) at most; or, with every, all tables (120 columns)."""
 

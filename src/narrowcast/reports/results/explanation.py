@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger import Cast, Tally
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
 from narrowcast.errors import RunError
-from narrowcast.output.files import save_result
 from narrowcast.reports.documents.words import spent_text
-from narrowcast.reports.render.shown import Shown
 from narrowcast.reports.render.trace import TimedCall, trace_text
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
 from narrowcast.reports.results.flow import graph_flow
@@ -29,6 +25,7 @@ from narrowcast.reports.results.graphs import (
 )
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.lines import without_specials
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 
 SCHEMA = "narrowcast.explanation/1"
@@ -187,7 +184,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained(Shown):
+class Explained(Result):
     """A run of a model under a policy, explained.
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
@@ -197,6 +194,8 @@ class Explained(Shown):
     the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for. gradients:
     whether they were on.
     """
+
+    WHAT: ClassVar[str] = "an explanation"
 
     subject: str
     device_type: str
@@ -275,10 +274,6 @@ class Explained(Shown):
             rows.append(RepeatRow(module_path, site, op, argument, src, dst, len(casts) + 1, wasted))
         return sorted(rows, key=lambda row: -row.wasted_bytes)
 
-    def to_json(self, indent: int | None = 1) -> str:
-        """JSON text under the schema `narrowcast.explanation/1`; the ledger inside has its own."""
-        return json.dumps(self.data(), indent=indent)
-
     def to_trace(self) -> str:
         """A trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
 
@@ -293,10 +288,6 @@ class Explained(Shown):
                 advice="Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE.",
             )  # fmt: skip
         return trace_text(self.subject, rows)
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
-        save_result(Path(path), "an explanation", self.to_json() + "\n")
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON: all that its text and its page say."""

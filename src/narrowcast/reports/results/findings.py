@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import Origin, RunError
-from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
-from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import TensorFacts, tensor_text
 
 SCHEMA = "narrowcast.watch/1"
@@ -86,7 +84,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Watching(Shown):
+class Watching(Result):
     """What `nc.watch` found.
 
     findings: in the order in which they were made. meant: how many infinities were meant, by why. calls: how many
@@ -94,6 +92,8 @@ class Watching(Shown):
     repeated: how often a call that is a finding made one again, in a later step or a recomputation. not_inspected: how
     often looking failed, as notes say.
     """
+
+    WHAT: ClassVar[str] = "what was watched"
 
     findings: list[Finding] = field(default_factory=list)
     meant: dict[str, int] = field(default_factory=dict)
@@ -113,9 +113,6 @@ class Watching(Shown):
     def __repr__(self) -> str:
         return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each finding."""
         return watching_text(self, every, width, lines)
@@ -128,14 +125,6 @@ class Watching(Shown):
             "notes": self.notes, "history": self.history,
             "findings": [finding.data() for finding in self.findings],
         }  # fmt: skip
-
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.watch/1`."""
-        return json.dumps(self.data(), indent=indent)
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
-        save_result(Path(path), "what was watched", self.to_json(indent=1) + "\n")
 
 
 def watching_text(found: Watching, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.core.ops import NORM, op_kind
@@ -14,9 +12,8 @@ from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
-from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
-from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts, short_file
 
@@ -52,11 +49,13 @@ class TensorFit:
 
 
 @dataclass(slots=True)
-class Fit(Shown):
+class Fit(Result):
     """What `nc.fit` found. rows: by call, argument, format and scale. places: file and line of each call.
 
     tolerance: the share of a tensor that may underflow.
     """
+
+    WHAT: ClassVar[str] = "a fit"
 
     rows: list[TensorFit] = field(default_factory=list)
     places: dict[CallId, str] = field(default_factory=dict)
@@ -99,9 +98,6 @@ class Fit(Shown):
     def __repr__(self) -> str:
         return f"<Fit of {len(self.places)} calls; print shows them>"
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each call that must stay in fp32."""
         return fit_text(self, every, width, lines)
@@ -111,14 +107,6 @@ class Fit(Shown):
         rows = [{**asdict(row), "id": str(row.id), "headroom_bits": _finite(row.headroom_bits)} for row in self.rows]
         places = {str(k): v for k, v in self.places.items()}
         return {"schema": SCHEMA, "tolerance": self.tolerance, "rows": rows, "places": places, "notes": self.notes}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.fit/1`."""
-        return json.dumps(self.data(), indent=indent)
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
-        save_result(Path(path), "a fit", self.to_json(indent=1) + "\n")
 
 
 def fit_text(found: Fit, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 from narrowcast.errors import LedgerError, Origin
-from narrowcast.output.files import replace_text
 from narrowcast.output.screen import COLUMNS, LINES, PIPED
-from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.ledger/1"
 LISTED = 100_000
@@ -40,7 +39,7 @@ class CastChange:
 
 
 @dataclass(slots=True, repr=False)
-class Ledger(Shown):
+class Ledger(Result):
     """Casts and refusals in the order in which they happened, tallies of all calls, and the edits made to graphs.
 
     casts: the first LISTED ones. counted: those after them, alike ones together, each without its sizes. advice: how
@@ -48,6 +47,8 @@ class Ledger(Shown):
     did, and how many calls. notes: what is to be said of the run as a whole, such as that the low format has no fast
     units here.
     """
+
+    WHAT: ClassVar[str] = "a ledger"
 
     casts: list[Cast] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -176,10 +177,6 @@ class Ledger(Shown):
             "notes": self.notes,
         }
 
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.ledger/1` (docs/reference/ledger.md)."""
-        return json.dumps(self.data(), indent=indent)
-
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Ledger:
         """The ledger in JSON text. LedgerError for other text, or another version of the schema."""
@@ -208,17 +205,10 @@ class Ledger(Shown):
             raise LedgerError("a ledger", f"a record lacks {error}", (Origin(file),), "Record it anew.") from None
         return ledger
 
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
-
     @staticmethod
     def load(path: str | Path) -> Ledger:
         """The ledger that `save` wrote into a file."""
         return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
         """The first screen, `lines` of `width` columns (80) at most; or, with every, each cast and refusal in 120."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.policy import Action, Policy, Rule, parse_action
-from narrowcast.output.files import replace_text
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
-from narrowcast.reports.render.shown import Shown
 from narrowcast.reports.results.lines import number_text, without_specials
+from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.repair/1"
 
@@ -67,13 +64,15 @@ class RepairStep:
 
 
 @dataclass(slots=True)
-class Repair(Shown):
+class Repair(Result):
     """What `nc.repair` found. `policy` is the repaired one, or what came of it.
 
     asked: what had to hold, for a reader. before, after: the first run, and the last that counts. reference: the metric
     in fp32. runs: how often the model ran, its metric included. untried: rules that were not tried without, since the
     model may run only so often. dropped: rules that were found, and turned out not to be needed.
     """
+
+    WHAT: ClassVar[str] = "a repair"
 
     subject: str
     device_type: str
@@ -103,9 +102,6 @@ class Repair(Shown):
     def __repr__(self) -> str:
         return f"<Repair of {self.subject}: {self.verdict}, {len(self.rules)} rules, {self.runs} runs; print shows it>"
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each rule, step and note."""
         return repair_text(self, every, width, lines)
@@ -125,14 +121,6 @@ class Repair(Shown):
             "products_before": asdict(self.products_before), "products_after": asdict(self.products_after),
         }  # fmt: skip
         return {"schema": SCHEMA, **without_specials(data)}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.repair/1` (docs/reference/run.md)."""
-        return json.dumps(self.data(), indent=indent)
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once. `result.policy.save(path)` writes the policy."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
 
 
 def _row(found: RepairRule) -> dict[str, Any]:

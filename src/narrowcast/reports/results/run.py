@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import Origin, RunError
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.reports.documents.words import place
-from narrowcast.reports.render.shown import Shown
 from narrowcast.reports.render.trace import TimedCall, trace_text
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import (
     CALL_COLUMNS,
     TENSOR_COLUMNS,
@@ -36,7 +36,7 @@ ENDING = ".json.gz"
 
 
 @dataclass(slots=True)
-class Run(Shown):
+class Run(Result):
     """What a run computed: `nc.capture` makes it, `save` and `load` keep it.
 
     calls: in the order in which they ran. tensors: the table that they name tensors of. parameters: for each, its name
@@ -45,6 +45,8 @@ class Run(Shown):
     model, in order; one number each (`keep_tokens`). elapsed_ns: if times were asked for, of each call, the casts of
     its arguments included; cast_elapsed_ns: of each such cast the number of its call, both formats, and its time.
     """
+
+    WHAT: ClassVar[str] = "a run"
 
     environment: dict[str, Any] = field(default_factory=dict)
     calls: list[CallRecord] = field(default_factory=list)
@@ -91,9 +93,6 @@ class Run(Shown):
     def __repr__(self) -> str:
         bad = len(self.not_finite())
         return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each call."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.output.files import replace_text
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
-from narrowcast.reports.render.shown import Shown
 from narrowcast.reports.results.lines import cut, cut_end, number_text, without_specials
 from narrowcast.reports.results.mapping import RunMapping
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 
 SCHEMA = "narrowcast.run-differences/1"
@@ -121,7 +118,7 @@ class GradientRow:
 
 
 @dataclass(slots=True)
-class RunDifferences(Shown):
+class RunDifferences(Result):
     """What `nc.compare_runs` found.
 
     a, b: the names of the runs. environment: what differs between them: name, in a, in b. rows: in the order of a.
@@ -129,6 +126,8 @@ class RunDifferences(Shown):
     mapping: the pairs as a file to mend; by_hand: the one that was given. notes: what could not be compared, and why.
     compared_runs: the two themselves, of several ranks the first; only the page shows them, and no file has them.
     """
+
+    WHAT: ClassVar[str] = "a comparison of runs"
 
     a: str
     b: str
@@ -188,16 +187,9 @@ class RunDifferences(Shown):
     def __repr__(self) -> str:
         return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each pair of calls."""
         return run_differences_text(self, every, width, lines)
-
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.run-differences/1` (docs/reference/run.md)."""
-        return json.dumps(self.data(), indent=indent)
 
     def page_data(self) -> dict[str, Any]:
         """The same with what only its page shows: both runs, and what the first screen says of them."""
@@ -214,10 +206,6 @@ class RunDifferences(Shown):
         data["tokens"] = asdict(self.tokens) if self.tokens else None
         data["mapping"], data["by_hand"] = str(self.mapping), str(self.by_hand)
         return {"schema": SCHEMA, **without_specials(data)}
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once."""
-        replace_text(Path(path), self.to_json(indent=1) + "\n")
 
 
 def _with_names(data: dict[str, Any], row: RunRow) -> dict[str, Any]:

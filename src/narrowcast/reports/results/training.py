@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ledger import Advice
-from narrowcast.output.files import save_result
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
-from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.training-check/1"
 _COST_TIME = ("weights cast again",)
@@ -19,12 +16,14 @@ _COST_TIME = ("weights cast again",)
 
 
 @dataclass(slots=True)
-class TrainingCheck(Shown):
+class TrainingCheck(Result):
     """What is wrong with the precision of a training loop.
 
     findings: in the order in which they were met, each with how often. steps: how often the step ran. calls: how many
     calls of the forward a region decided about, and how many that it would have lowered ran outside of any.
     """
+
+    WHAT: ClassVar[str] = "the check of a training loop"
 
     findings: tuple[Advice, ...] = ()
     times: dict[Advice, int] = field(default_factory=dict)
@@ -43,9 +42,6 @@ class TrainingCheck(Shown):
 
     def __repr__(self) -> str:
         return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns; or, with every, each finding."""
@@ -71,10 +67,6 @@ class TrainingCheck(Shown):
         rows = [{**asdict(finding), "times": self.times.get(finding, 1)} for finding in self.findings]
         return {"schema": SCHEMA, "steps": self.steps, "calls": self.calls, "findings": rows, "notes": self.notes}
 
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text under the schema `narrowcast.training-check/1`."""
-        return json.dumps(self.data(), indent=indent)
-
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> TrainingCheck:
         """The check that JSON of that schema holds."""
@@ -83,10 +75,6 @@ class TrainingCheck(Shown):
             names = ("kind", "what", "todo", "module_path", "file", "line")
             times[Advice(**{name: row[name] for name in names})] = int(row["times"])
         return TrainingCheck(tuple(times), times, int(data["steps"]), dict(data["calls"]), list(data["notes"]))
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON text, replacing the file at once. RunError if it cannot be written."""
-        save_result(Path(path), "the check of a training loop", self.to_json(indent=1) + "\n")
 
 
 def _lines_of(finding: Advice, times: int, width: int) -> list[str]:

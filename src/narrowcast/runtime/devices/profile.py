@@ -20,7 +20,7 @@ from narrowcast.core.policy.capabilities import EMULATED_RATIO, Ability
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.output.files import is_there, replace_text
-from narrowcast.reports.render.shown import Shown
+from narrowcast.reports.results.result import Paged
 
 SCHEMA = "narrowcast.profile/1"
 
@@ -69,7 +69,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Profile(Shown):
+class Profile(Paged):
     """The samples of one device by signature text, and what it can do by op, format and direction.
 
     path: where it was read from or will be written; None in memory.

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from narrowcast.output.files import save_result
-from narrowcast.reports.render.shown import Shown
+from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.scaler/1"
 KEPT = 10_000
@@ -42,8 +43,10 @@ class ScalarWriter(Protocol):
 
 
 @dataclass(slots=True)
-class History(Shown):
+class History(Result):
     """The latest steps, oldest first; how many there were in all, and how many of them were skipped."""
+
+    WHAT: ClassVar[str] = "the scaler's history"
 
     rows: deque[ScaledStep] = field(default_factory=lambda: deque(maxlen=KEPT))
     steps: int = 0
@@ -64,25 +67,23 @@ class History(Shown):
     def __repr__(self) -> str:
         return f"<History: {self.steps} steps, {self.skipped} skipped; print shows the last of these>"
 
-    def __str__(self) -> str:
-        lines = [f"{self.steps} steps, {self.skipped} skipped"]
-        lost = [row for row in self.rows if row.skipped][-_SHOWN:]
-        lines += [f"  step {r.step}{f' {r.loss}' if r.loss else ''}, scale {r.scale:g}: {r.why}" for r in lost]
-        return "\n".join(lines)
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """How many steps there were, and the latest that were skipped; or, with every, all of these."""
+        said = [f"{self.steps} steps, {self.skipped} skipped"]
+        lost = [row for row in self.rows if row.skipped][0 if every else -_SHOWN :]
+        said += [f"  step {r.step}{f' {r.loss}' if r.loss else ''}, scale {r.scale:g}: {r.why}" for r in lost]
+        return "\n".join(said)
 
     def data(self) -> dict[str, Any]:
         """Everything as plain data, under the schema `narrowcast.scaler/1`."""
         rows = [{**asdict(row), "parameters": list(row.parameters)} for row in self.rows]
         return {"schema": SCHEMA, "steps": self.steps, "skipped": self.skipped, "rows": rows}
 
-    def to_json(self, indent: int | None = None) -> str:
-        """`data()` as JSON text."""
-        return json.dumps(self.data(), indent=indent)
-
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path) -> Path:
         """Write a JSON line for each row, replacing the file at once. RunError if it cannot be written."""
         lines = "".join(json.dumps(row) + "\n" for row in self.data()["rows"])
-        save_result(Path(path), "the scaler's history", lines)
+        save_result(Path(path), self.WHAT, lines)
+        return Path(path)
 
     def to_tensorboard(self, writer: ScalarWriter, prefix: str = "scaler", since: int = 0) -> None:
         """Hand `scale` and `skipped` (0 or 1) of each step after `since` to a writer that has `add_scalar`."""

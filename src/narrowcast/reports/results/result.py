@@ -1,0 +1,66 @@
+"""What every result has: its JSON text and file, its first screen, its page, and its compact form in notebooks."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from narrowcast.output.files import save_result
+from narrowcast.output.screen import COLUMNS, LINES
+
+
+class Paged(ABC):
+    """What has a page. How pages are made is imported when one is: most programs make none."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def data(self) -> Mapping[str, Any]:
+        """What its JSON text says, as Python has it; parts of it may be its own: copy before you change."""
+
+    def page_data(self) -> Mapping[str, Any]:
+        """What its page is made of."""
+        return self.data()
+
+    def to_html(self) -> str:
+        """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
+        from narrowcast.output.collector import collector_paused
+        from narrowcast.reports.documents.read import page_of
+        from narrowcast.reports.render.html import page_html
+
+        with collector_paused():
+            return page_html(page_of(self.page_data()))
+
+    def _repr_html_(self) -> str:
+        from narrowcast.output.collector import collector_paused
+        from narrowcast.reports.documents.read import page_of
+        from narrowcast.reports.render.notebook import notebook_html
+
+        with collector_paused():
+            return notebook_html(page_of(self.page_data()))
+
+
+class Result(Paged):
+    """What a look at a model has found. WHAT: what it is, for errors."""
+
+    __slots__ = ()
+    WHAT: ClassVar[str]
+
+    @abstractmethod
+    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns; or, with every, all that was found."""
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text under a schema of its own (docs/reference/run.md)."""
+        return json.dumps(self.data(), indent=indent)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON text, replacing the file at once; the file that was written. RunError if it cannot be."""
+        save_result(Path(path), self.WHAT, self.to_json(indent=1) + "\n")
+        return Path(path)
