@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from narrowcast.frontends.target import target_of
     from narrowcast.observation.statistics.rounding import round_to
     from narrowcast.observation.trial.subject import Subject
-    from narrowcast.reports.results.explain_text import Explanation
+    from narrowcast.reports.results.explanation import Explanation
     from narrowcast.reports.results.fit import fit
     from narrowcast.reports.results.ledger import Ledger
     from narrowcast.reports.results.mapping import RunMapping
@@ -42,7 +42,7 @@ __version__ = "0.1.0.dev0"
 # Imported when they are first asked for: the reports, which take a while, and the torch half, since policies and
 # ledgers need no torch.
 _PURE_HALF = {
-    "reports.results.explain_text": ("Explanation",),
+    "reports.results.explanation": ("Explanation",),
     "reports.results.fit": ("fit",),
     "reports.results.ledger": ("Ledger",),
     "reports.results.mapping": ("RunMapping",),

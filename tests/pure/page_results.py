@@ -11,8 +11,7 @@ from narrowcast.core.policy import Action, Kind, Policy, Rule, Site
 from narrowcast.formats import bf16, fp32
 from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
-from narrowcast.reports.results.explain_text import Explanation
-from narrowcast.reports.results.explanation import Attempt, Comparison, Failure
+from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure
 from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.fit import fit
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph

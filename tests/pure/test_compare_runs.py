@@ -26,7 +26,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.results.mapping import Entry, RunMapping, generalised
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunDifferences, run_differences_text
+from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunDifferences
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.reports.results.saved import load_saved
 from narrowcast.reports.results.sketch import SUMS, sketch_rows, sketch_text, sketched_rows
@@ -316,7 +316,7 @@ class TestCompareRuns:
         again = load_saved(tmp_path / "d.json")
         assert isinstance(again, RunDifferences) and again.rows[:2] == found.rows[:2]
         assert (again.alone, again.tokens) == (found.alone, found.tokens)
-        assert str(again) == str(found) and run_differences_text(again, True) == run_differences_text(found, True)
+        assert str(again) == str(found) and again.to_text(every=True) == found.to_text(every=True)
         data = json.loads(found.to_json())
         del data["rows"][0]["a"]
         (tmp_path / "d.json").write_text(json.dumps(data))

@@ -9,9 +9,9 @@ from narrowcast.core.ledger import Advice, CallKind, Cast, EditRecord, HidingBlo
 from narrowcast.core.policy import Rule, Site
 from narrowcast.errors import LedgerError
 from narrowcast.output.console import as_text
-from narrowcast.reports.results.explain_text import Explanation
+from narrowcast.reports.render.ledger_text import advice_parts, cast_table
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.ledger_text import advice_parts, cast_table
 
 CAST = Cast(
     op="aten.linear.default", argument="weight", module_path="encoder.0", file="/x/model.py", line=7, src="fp32",
@@ -190,7 +190,7 @@ def test_the_text_of_a_ledger_says_each_thing_once_in_its_place():
 
 def test_a_thousand_casts_are_printed_one_by_one_and_one_more_by_kind(monkeypatch):
     """The kinds that move most come first, and the title says how many are left out."""
-    monkeypatch.setattr("narrowcast.reports.results.ledger_text.LINES", 4)
+    monkeypatch.setattr("narrowcast.reports.render.ledger_text.LINES", 4)
     four = Ledger([replace(CAST, line=n, moved_bytes=10 * n + 10) for n in range(4)])
     assert "alike" not in four.to_text(every=True) and "4 casts" in str(four)
     five = Ledger([*four.casts, replace(CAST, line=3, moved_bytes=100)])

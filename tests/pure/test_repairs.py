@@ -20,7 +20,6 @@ from narrowcast.reports.results.repair import (
     RepairRule,
     RepairStep,
     repair_of,
-    repair_text,
 )
 
 LINEAR = "aten.linear.default"
@@ -148,7 +147,7 @@ class TestResult:
             notes=["a note of some length " * 5] * 5)  # fmt: skip
         text = str(found)
         assert len(text.splitlines()) <= 25 and max(map(len, text.splitlines())) <= 80
-        assert verdict.upper() in text and len(repair_text(found, every_row=True)) >= len(text)
+        assert verdict.upper() in text and len(found.to_text(every=True)) >= len(text)
 
     def test_the_figures_are_those_of_the_runs(self):
         found = repaired(

@@ -8,7 +8,7 @@ from narrowcast.core.ledger import CallKind, Cast
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy
 from narrowcast.errors import SnapshotError
-from narrowcast.reports.results.explain_text import Explanation
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.testing.agreement import RanCall, compare_calls, disagreement_lines
 from narrowcast.testing.snapshot import CallFormats, Found, Snapshot, Snapshots, check_versions, holds_for, snapshot_of

@@ -13,7 +13,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.core.ledger import CallKind
 from narrowcast.programs.program import print_program
-from narrowcast.reports.results.graph_text import program_parts
+from narrowcast.reports.render.graph_text import program_parts
 from narrowcast.reports.results.graphs import decision_differences
 from narrowcast.reports.results.ledger import Ledger
 

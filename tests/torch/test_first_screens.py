@@ -19,7 +19,7 @@ from rich.console import Console
 import narrowcast as nc
 from narrowcast.output import progress
 from narrowcast.output.console import print_all
-from narrowcast.reports.results.explain_text import explanation_parts
+from narrowcast.reports.render.explain_text import explanation_parts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 

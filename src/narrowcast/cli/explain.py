@@ -17,8 +17,9 @@ from narrowcast.observation.trial.subject import Subject
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.files import replace_text
 from narrowcast.output.screen import columns
-from narrowcast.reports.results.explain_text import Explanation, explanation_parts
-from narrowcast.reports.results.graph_text import program_parts
+from narrowcast.reports.render.explain_text import explanation_parts
+from narrowcast.reports.render.graph_text import program_parts
+from narrowcast.reports.results.explanation import Explanation
 
 
 def explain_command(

@@ -15,7 +15,7 @@ import typer
 from narrowcast.errors import Origin, TargetError
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.output.files import replace_text
-from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.result import Paged
 from narrowcast.reports.results.run import Run
 
@@ -70,7 +70,7 @@ def write_trace(found: object, trace: Path | None) -> None:
     """The trace of what was found, if one is asked for. TargetError for what has none."""
     if trace is None:
         return
-    if not isinstance(found, Run | Explained):
+    if not isinstance(found, Run | Explanation):
         what = type(found).__name__
         raise TargetError(f"--trace {trace}", f"a {what} has no calls with times", advice="Give a captured run.")
     replace_text(trace, found.to_trace() + "\n")

@@ -11,7 +11,7 @@ from narrowcast.core.ledger import CallKind, Cast
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule, in_range
 from narrowcast.errors import Origin, SnapshotError
-from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import Ledger
 
 OR = " or "
@@ -111,7 +111,7 @@ def minor_of(torch: str) -> str:
 # -- from a run --------------------------------------------------------------------------------------------------------
 
 
-def snapshot_of(explanation: Explained, rules: Iterable[Rule], torch: str, gradients: bool) -> Snapshot:
+def snapshot_of(explanation: Explanation, rules: Iterable[Rule], torch: str, gradients: bool) -> Snapshot:
     """The calls of an explained run that have floating tensors. rules: all of the policy, built-in ones included."""
     ledger = explanation.ledger
     casts = _casts_by_site(ledger)

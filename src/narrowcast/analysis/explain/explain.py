@@ -34,8 +34,7 @@ from narrowcast.observation.trial.isolation import isolated, restored
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import detached
-from narrowcast.reports.results.explain_text import Explanation
-from narrowcast.reports.results.explanation import Comparison, Failure
+from narrowcast.reports.results.explanation import Comparison, Explanation, Failure
 from narrowcast.reports.results.graphs import (
     CompiledGraph,
     DecisionDifference,

@@ -45,7 +45,7 @@ VERDICTS = {
 
 
 def explanation_page(data: Data) -> Page:
-    """The page of an explanation, as `Explained.data` gives it."""
+    """The page of an explanation, as `Explanation.data` gives it."""
     ledger = data["ledger"]
     flows = [flow for flow in data.get("flows", ()) if flow["steps"]]
     graph = flow_graph(flows, ledger) if flows else ledger_graph(ledger)

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowcast.core.ledger.identity import FORWARD, CallId
+from narrowcast.errors import RunError
+from narrowcast.reports.results.explanation import Explanation
+from narrowcast.reports.results.graphs import CompiledGraph, floating_formats
+from narrowcast.reports.results.run import Run
 
 _COLOURS = {"fp64": "rail_idle", "fp32": "thread_state_running", "bf16": "thread_state_iowait", "fp16": "bad"}
 """Names of colours that chrome://tracing knows; Perfetto takes one by the name of the slice, which has the format."""
@@ -60,6 +64,61 @@ def trace_text(name: str, calls: Sequence[TimedCall]) -> str:
         {"ph": "X", "ts": ts / 1000, "dur": ns / 1000, "pid": 1, "tid": 1, **event} for ts, ns, _, event in slices
     ]
     return json.dumps({"traceEvents": [*head, *events], "displayTimeUnit": "ms", "otherData": said})
+
+
+def run_trace(run: Run) -> str:
+    """A trace in Chrome's format, which Perfetto opens: modules, calls and casts with measured times.
+
+    RunError for a run whose calls were not timed: `nc.capture(..., times=True)` does.
+    """
+    if not run.elapsed_ns:
+        raise RunError(
+            f"a trace of a run of {len(run.calls)} calls", "they were not timed",
+            advice="Capture it with times: nc.capture(..., times=True), or narrowcast capture --trace FILE.",
+        )  # fmt: skip
+    casts: dict[int, list[tuple[str, str, int]]] = {}
+    for number, src, dst, ns in run.cast_elapsed_ns:
+        casts.setdefault(number, []).append((src, dst, ns))
+    rows = []
+    for number, (c, ns) in enumerate(zip(run.calls, run.elapsed_ns, strict=True)):
+        gave = run.tensors[c.outputs[0][1]].format if c.is_cast and c.outputs else c.computes
+        row = TimedCall(c.id, c.came, gave, c.file, c.line, c.rule, c.reason, ns, "measured")
+        rows.append(replace(row, casts=tuple(casts.get(number, ())), is_cast=c.is_cast))
+    return trace_text("a captured run", rows)
+
+
+def explanation_trace(found: Explanation) -> str:
+    """A trace in Chrome's format, which Perfetto opens: of eager code measured, of graphs predicted times.
+
+    RunError without times: `explain(..., times=True)` has them.
+    """
+    if found.timed is not None:
+        return run_trace(found.timed)
+    rows = [call for graph in found.graphs for call in _timed_calls(graph)]
+    if not rows:
+        raise RunError(
+            f"a trace of {found.subject}", "no times were asked for, or nothing was captured",
+            advice="Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE.",
+        )  # fmt: skip
+    return trace_text(found.subject, rows)
+
+
+def _timed_calls(graph: CompiledGraph) -> list[TimedCall]:
+    """The calls and casts of a graph with their predicted times, in the order of the program."""
+    if graph.after is None:
+        return []
+    rows = []
+    for number, (ns, source) in graph.costs.items():
+        step = graph.after.steps[number]
+        operands = [graph.after.values[operand.value] for operand in step.operands]
+        known = graph.before.steps.get(number, step) if graph.before is not None else step
+        values = graph.before.values if graph.before is not None else graph.after.values
+        came = floating_formats([values[o.value] for o in known.operands if o.value in values])
+        id = CallId(step.site.module_path, step.op, max(step.number, 1), direction=step.direction)
+        gave, at = floating_formats([step.value] if step.is_cast else operands), step.site
+        how = f"predicted ({source})"
+        rows.append(TimedCall(id, came, gave, at.file, at.line, "", "", round(ns), how, is_cast=step.is_cast))
+    return rows
 
 
 class _Track:

@@ -8,24 +8,19 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger import Cast, Tally
-from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Rule
-from narrowcast.errors import RunError
-from narrowcast.reports.documents.words import spent_text
-from narrowcast.reports.render.trace import TimedCall, trace_text
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
 from narrowcast.reports.results.flow import graph_flow
 from narrowcast.reports.results.graphs import (
     CompiledGraph,
     DecisionDifference,
     GraphRow,
-    floating_formats,
     graph_row,
     placement_data,
 )
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.lines import without_specials
-from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.result import Result, renderer
 from narrowcast.reports.results.run import Run
 
 SCHEMA = "narrowcast.explanation/1"
@@ -149,11 +144,6 @@ class Comparison:
     reference_kernels_ms: float = math.nan
 
     @property
-    def spent(self) -> str:
-        """On what the region's time is spent: `casts 0.9 ms, kernels 0.4 ms (fp32: 0.3), the rest 0.1 ms`."""
-        return spent_text(self.casts_ms, self.kernels_ms, self.reference_kernels_ms, self.region_ms)
-
-    @property
     def outputs(self) -> tuple[OutputError, ...]:
         """The error of each output."""
         return self.differences.outputs
@@ -184,7 +174,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained(Result):
+class Explanation(Result):
     """A run of a model under a policy, explained.
 
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
@@ -279,15 +269,14 @@ class Explained(Result):
 
         RunError without times: `explain(..., times=True)` has them.
         """
-        if self.timed is not None:
-            return self.timed.to_trace()
-        rows = [call for graph in self.graphs for call in _timed_calls(graph)]
-        if not rows:
-            raise RunError(
-                f"a trace of {self.subject}", "no times were asked for, or nothing was captured",
-                advice="Explain with times: nc.explain(..., times=True), or narrowcast explain --trace FILE.",
-            )  # fmt: skip
-        return trace_text(self.subject, rows)
+        return str(renderer("trace").explanation_trace(self))
+
+    def to_model_explorer(self) -> dict[str, str]:
+        """Node data of an exported program for Model Explorer, JSON texts by name: `formats`, `errors`, `costs`.
+
+        Errors are there with `run=True`, costs with `times=True`. RunError for other front ends, and with a goal.
+        """
+        return dict(renderer("model_explorer").model_explorer_files(self))
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON: all that its text and its page say."""
@@ -315,21 +304,3 @@ def _kinds(casts: Iterable[Cast]) -> str:
         arrow = f"{cast.src} -> {cast.dst}"
         counts[arrow] = counts.get(arrow, 0) + 1
     return ", ".join(f"{n} {arrow}" for arrow, n in counts.items())
-
-
-def _timed_calls(graph: CompiledGraph) -> list[TimedCall]:
-    """The calls and casts of a graph with their predicted times, in the order of the program."""
-    if graph.after is None:
-        return []
-    rows = []
-    for number, (ns, source) in graph.costs.items():
-        step = graph.after.steps[number]
-        operands = [graph.after.values[operand.value] for operand in step.operands]
-        known = graph.before.steps.get(number, step) if graph.before is not None else step
-        values = graph.before.values if graph.before is not None else graph.after.values
-        came = floating_formats([values[o.value] for o in known.operands if o.value in values])
-        id = CallId(step.site.module_path, step.op, max(step.number, 1), direction=step.direction)
-        gave, at = floating_formats([step.value] if step.is_cast else operands), step.site
-        how = f"predicted ({source})"
-        rows.append(TimedCall(id, came, gave, at.file, at.line, "", "", round(ns), how, is_cast=step.is_cast))
-    return rows

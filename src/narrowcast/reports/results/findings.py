@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import Origin, RunError
-from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run_records import TensorFacts, tensor_text
 
@@ -113,10 +112,6 @@ class Watching(Result):
     def __repr__(self) -> str:
         return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"
 
-    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
-        """The first screen, at most so many lines and columns; or, with every, each finding."""
-        return watching_text(self, every, width, lines)
-
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""
         return {
@@ -125,39 +120,3 @@ class Watching(Result):
             "notes": self.notes, "history": self.history,
             "findings": [finding.data() for finding in self.findings],
         }  # fmt: skip
-
-
-def watching_text(found: Watching, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
-    """What was looked at, the verdict, and the findings: the first that is no trend in full."""
-    steps = f" in {found.steps} steps" if found.steps else ""
-    head = f"{found.calls} calls{steps} were looked at: {_verdict(found)}"
-    ordered = sorted(found.findings, key=lambda finding: finding.made_by == TREND)
-    meant = [f"meant: {times} infinities, {why}" for why, times in found.meant.items()]
-    notes = [*meant, *(f"note: {note}" for note in found.notes)]
-    if every:
-        return "\n".join([head, *(f"\n{finding}" for finding in ordered), *notes])
-    parts = [Part(wrapped(head, width=width))]
-    for number, finding in enumerate(ordered[: LINES // 3]):
-        said = str(finding) if not number else finding.in_short()
-        lines = ["", *(line for one in said.split("\n") for line in _wrapped_finding(one, width))]
-        parts.append(Part(lines, 3, step=len(lines)) if number else Part(lines, 1, least=len(lines)))
-    parts.append(Part([line for note in notes for line in wrapped(note, width=width)], 2, least=2))
-    return first_screen(parts, lambda: watching_text(found, True), width, room)
-
-
-def _wrapped_finding(line: str, width: int) -> list[str]:
-    """A line of a finding; one without spaces to break at, a place, is left to be shortened."""
-    indent = " " * (len(line) - len(line.lstrip()))
-    return wrapped(line, indent + "  ", width) if " " in line.strip() else [line]
-
-
-def _verdict(watching: Watching) -> str:
-    first = watching.first
-    if first is None and watching.not_inspected:
-        return f"no NaN or infinity was seen, but {watching.not_inspected} times looking failed: see the notes"
-    if first is None:
-        return "no NaN or infinity was made" + (", but see the trends" if watching.findings else "")
-    made = sum(finding.made_by != TREND for finding in watching.findings)
-    passed = f"; {watching.spread} later calls passed it on" if watching.spread else ""
-    again = f", {watching.repeated} times more" if watching.repeated else ""
-    return f"{made} made a NaN or an infinity{again}{passed}"

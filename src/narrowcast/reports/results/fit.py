@@ -12,10 +12,9 @@ from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
 from narrowcast.errors import RunError
 from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
-from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts, short_file
+from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 
 SCHEMA = "narrowcast.fit/1"
 FORMATS = (fp16, bf16, e4m3fn, e5m2)
@@ -90,7 +89,7 @@ class Fit(Result):
             if row.id.direction == FORWARD:
                 worst.setdefault((row.id.op, row.id.module_path), row)
         rules = tuple(
-            Rule(op, Action(Kind.FULL), module=naming(path), reason=_evidence(row), source="narrowcast fit")
+            Rule(op, Action(Kind.FULL), module=naming(path), reason=evidence(row), source="narrowcast fit")
             for (op, path), row in worst.items()
         )
         return Policy(name or f"fits-{low.name}", (rules,) if rules else (), low=low.name)
@@ -98,43 +97,11 @@ class Fit(Result):
     def __repr__(self) -> str:
         return f"<Fit of {len(self.places)} calls; print shows them>"
 
-    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
-        """The first screen, at most so many lines and columns; or, with every, each call that must stay in fp32."""
-        return fit_text(self, every, width, lines)
-
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""
         rows = [{**asdict(row), "id": str(row.id), "headroom_bits": _finite(row.headroom_bits)} for row in self.rows]
         places = {str(k): v for k, v in self.places.items()}
         return {"schema": SCHEMA, "tolerance": self.tolerance, "rows": rows, "places": places, "notes": self.notes}
-
-
-def fit_text(found: Fit, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:
-    """How many calls would lose something by format and scale, and those that must stay in fp32, worst first."""
-    head = [f"{len(found.places)} calls; how many would lose something, by format and scale:"]
-    head.append(f"  {'format':8}" + "".join(f"{scale:>12}" for scale in SCALES) + f"{'least headroom':>18}")
-    for format in FORMATS:
-        counts = "".join(f"{len(found.calls(format, scale)):12}" for scale in SCALES)
-        rooms = [r.headroom_bits for r in found.rows if r.format == format.name and r.scale == UNSCALED]
-        head.append(f"  {format.name:8}{counts}{f'{min(rooms, default=math.inf):+.1f} bits':>18}")
-    parts = [Part(head)]
-    for format in (fp16, bf16):
-        worst: dict[CallId, TensorFit] = {}
-        for row in found.unfit(format):
-            worst.setdefault(row.id, row)
-        lines = ["", f"must stay in fp32 beside {format.name}, {len(worst)} calls, those that lose most first:"]
-        for row in worst.values():
-            place = found.places[row.id]
-            place = short_file(place) if every else place.rpartition("/")[2]
-            lines += [f"  {row.id}", f"    {_evidence(row)}  {place}"]
-        parts.append(Part(lines if worst else [], 2 if format is fp16 else 3, heading=2, step=2, least=4))
-    if found.unfit(fp16) or found.unfit(bf16):
-        parts.append(Part(["", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, keeps them there."]))
-    notes = [f"note: {note}" for note in found.notes]
-    if every:
-        return "\n".join([line for part in parts for line in part.lines] + notes)
-    parts.append(Part([line for note in notes for line in wrapped(note, width=width)], 1))
-    return first_screen(parts, lambda: fit_text(found, True), width, room)
 
 
 def fit(run: Run, tolerance: float = 0.01) -> Fit:
@@ -208,7 +175,8 @@ def _lost(exponents: Histogram, smallest: int, smallest_normal: int) -> tuple[fl
     return under, exponents.share(lambda e: smallest - 1 <= e < smallest_normal)
 
 
-def _evidence(row: TensorFit) -> str:
+def evidence(row: TensorFit) -> str:
+    """What the format would lose of the tensor."""
     if row.overflow:
         return f"{row.overflow:.2g} of {row.argument} overflow {row.format}, by {-row.headroom_bits:.1f} bits"
     return f"{row.underflow:.2g} of {row.argument} underflow in {row.format}"

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
 from narrowcast.errors import LedgerError, Origin
-from narrowcast.output.screen import COLUMNS, LINES, PIPED
 from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.ledger/1"
@@ -209,12 +208,6 @@ class Ledger(Result):
     def load(path: str | Path) -> Ledger:
         """The ledger that `save` wrote into a file."""
         return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
-
-    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
-        """The first screen, `lines` of `width` columns (80) at most; or, with every, each cast and refusal in 120."""
-        from narrowcast.reports.results.ledger_text import ledger_screen, ledger_text
-
-        return ledger_text(self, width or PIPED) if every else ledger_screen(self, width or COLUMNS, lines)
 
     def __repr__(self) -> str:
         t = self.totals()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,11 +10,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.output.files import save_result
-from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.output.screen import LINES
+
+
+def renderer(name: str) -> Any:
+    """A module of `reports.render`, which stands above the results that it shows. Loaded by its name, when something is
+    shown: most programs show nothing.
+    """
+    return importlib.import_module(f"narrowcast.reports.render.{name}")
 
 
 class Paged(ABC):
-    """What has a page. How pages are made is imported when one is: most programs make none."""
+    """What has a page."""
 
     __slots__ = ()
 
@@ -27,20 +35,10 @@ class Paged(ABC):
 
     def to_html(self) -> str:
         """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
-        from narrowcast.output.collector import collector_paused
-        from narrowcast.reports.documents.read import page_of
-        from narrowcast.reports.render.html import page_html
-
-        with collector_paused():
-            return page_html(page_of(self.page_data()))
+        return str(renderer("pages").html_of(self))
 
     def _repr_html_(self) -> str:
-        from narrowcast.output.collector import collector_paused
-        from narrowcast.reports.documents.read import page_of
-        from narrowcast.reports.render.notebook import notebook_html
-
-        with collector_paused():
-            return notebook_html(page_of(self.page_data()))
+        return str(renderer("pages").notebook_of(self))
 
 
 class Result(Paged):
@@ -49,9 +47,9 @@ class Result(Paged):
     __slots__ = ()
     WHAT: ClassVar[str]
 
-    @abstractmethod
-    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
-        """The first screen, at most so many lines and columns; or, with every, all that was found."""
+    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
+        """The first screen, at most so many lines and columns (80); or, with every, all that was found."""
+        return str(renderer("texts").text_of(self, every, width, lines))
 
     def __str__(self) -> str:
         return self.to_text()

@@ -12,7 +12,7 @@ from typing import Any
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import Origin, RunError
 from narrowcast.reports.results import differences, explanation, findings, fit, repair, run, run_differences, training
-from narrowcast.reports.results.explain_text import Explanation
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import SCHEMA as LEDGER
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.mapping import RunMapping

@@ -12,8 +12,7 @@ from narrowcast.formats import FORMATS
 from narrowcast.programs.placement.peak import Peak
 from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import Differences
-from narrowcast.reports.results.explain_text import Explanation
-from narrowcast.reports.results.explanation import Attempt, Comparison, Failure, RuleRow
+from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, RuleRow
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph, DecisionDifference, GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.records import call_errors, first_not_finite, output_errors, record_of

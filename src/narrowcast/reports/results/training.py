@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger import Advice
-from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
 from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.training-check/1"
-_COST_TIME = ("weights cast again",)
+COST_TIME = ("weights cast again",)
 """Kinds of findings that leave the numbers as they are."""
 
 
@@ -38,29 +37,10 @@ class TrainingCheck(Result):
 
     def __bool__(self) -> bool:
         """Whether nothing is wrong: what costs time alone is shown, and is not."""
-        return all(finding.kind in _COST_TIME for finding in self.findings)
+        return all(finding.kind in COST_TIME for finding in self.findings)
 
     def __repr__(self) -> str:
         return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
-
-    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
-        """The first screen, at most so many lines and columns; or, with every, each finding."""
-        parts = [Part(wrapped(self._verdict(), width=width))]
-        parts += [Part(_lines_of(finding, self.times.get(finding, 1), width), rank=1) for finding in self.findings]
-        parts += [Part(wrapped(f"note: {note}", width=width)) for note in self.notes]
-        if every:
-            return "\n".join(line for part in parts for line in part.lines)
-        return first_screen(parts, lambda: self.to_text(every=True, width=width), width, lines)
-
-    def _verdict(self) -> str:
-        inside, outside = self.calls.get("inside", 0), self.calls.get("outside", 0)
-        ran = f"{self.steps} steps: {inside} calls in a region, {outside} outside that one would lower"
-        slow = sum(finding.kind in _COST_TIME for finding in self.findings)
-        number = len(self.findings) - slow
-        if not number:
-            costs = f", and {slow} thing{'s cost' if slow > 1 else ' costs'} time" if slow else ""
-            return f"Nothing is wrong with the precision of this loop{costs}. {ran}."
-        return f"{number} thing{'s' if number > 1 else ''} wrong with the precision of this loop. {ran}."
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""
@@ -75,11 +55,3 @@ class TrainingCheck(Result):
             names = ("kind", "what", "todo", "module_path", "file", "line")
             times[Advice(**{name: row[name] for name in names})] = int(row["times"])
         return TrainingCheck(tuple(times), times, int(data["steps"]), dict(data["calls"]), list(data["notes"]))
-
-
-def _lines_of(finding: Advice, times: int, width: int) -> list[str]:
-    where = f"{finding.file}:{finding.line}" if finding.file else "(no line)"
-    often = f", {times} times" if times > 1 else ""
-    room = max(width, COLUMNS) - len(finding.kind) - len(often) - 2
-    lines = [f"{finding.kind}  {shortened(where, room)}{often}"]
-    return lines + [f"  {line}" for text in (finding.what, finding.todo) for line in wrapped(text, "", width - 2)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from narrowcast.output.files import save_result
-from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.output.screen import LINES
 from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.scaler/1"
@@ -67,7 +67,7 @@ class History(Result):
     def __repr__(self) -> str:
         return f"<History: {self.steps} steps, {self.skipped} skipped; print shows the last of these>"
 
-    def to_text(self, every: bool = False, width: int = COLUMNS, lines: int = LINES) -> str:
+    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
         """How many steps there were, and the latest that were skipped; or, with every, all of these."""
         said = [f"{self.steps} steps, {self.skipped} skipped"]
         lost = [row for row in self.rows if row.skipped][0 if every else -_SHOWN :]

@@ -8,15 +8,15 @@ from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.output.console import short_file, short_place
 from narrowcast.output.screen import LINES, Part, first_screen, shortened, wrapped
 from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.render.ledger_text import LEAST_OF_PATH, cast_part, short_op
 from narrowcast.reports.render.overview import overview_parts
 from narrowcast.reports.results.differences import CallError
-from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.graphs import CompiledGraph
-from narrowcast.reports.results.ledger_text import LEAST_OF_PATH, cast_part, short_op
 from narrowcast.reports.results.lines import number_text
 
 
-def explanation_screen(explanation: Explained, whole: Callable[[], str], width: int, room: int = LINES) -> str:
+def explanation_screen(explanation: Explanation, whole: Callable[[], str], width: int, room: int = LINES) -> str:
     """At most `room` lines of `width` columns."""
     ran = explanation.ran_on
     if explanation.front_end != "eager":
@@ -45,7 +45,7 @@ def _errors(worst: Iterable[CallError], width: int) -> Part:
     return Part([*heading, *lines] if lines else [], 4, 2, least=4)
 
 
-def _graphs(explanation: Explained, width: int) -> list[Part]:
+def _graphs(explanation: Explanation, width: int) -> list[Part]:
     """What is a fault, what was chosen, what the passes left, what is not captured."""
     if not explanation.graphs:
         return []

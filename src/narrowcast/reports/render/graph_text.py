@@ -7,11 +7,11 @@ from rich.markup import escape
 
 from narrowcast.output.console import short_file, table
 from narrowcast.programs.program import Program, print_program
-from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.graphs import CompiledGraph, GraphRow
 
 
-def graph_parts(explanation: Explained) -> list[RenderableType]:
+def graph_parts(explanation: Explanation) -> list[RenderableType]:
     """Tables about the graphs; what is a fault comes first."""
     rows = explanation.graph_rows()
     captured = [row for row in rows if row.calls]
@@ -21,7 +21,7 @@ def graph_parts(explanation: Explained) -> list[RenderableType]:
     return [*parts, *_breaks(rows)]
 
 
-def program_parts(explanation: Explained) -> list[RenderableType]:
+def program_parts(explanation: Explanation) -> list[RenderableType]:
     """The programs of every graph before and after the passes, in their text form."""
     parts: list[RenderableType] = []
     for graph in explanation.graphs:
@@ -40,7 +40,7 @@ def _programs(graph: CompiledGraph) -> list[tuple[str, Program]]:
     return [(title, program) for title, program in named if program is not None]
 
 
-def _differences(explanation: Explained) -> list[RenderableType]:
+def _differences(explanation: Explanation) -> list[RenderableType]:
     if not explanation.differences:
         return []
     made = table("BUG: eager and the graph decide differently; please report this", "op", "module", "computes in",

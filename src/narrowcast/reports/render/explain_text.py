@@ -9,12 +9,12 @@ from rich.markup import escape
 
 from narrowcast.core.ledger import Cast
 from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
-from narrowcast.output.screen import COLUMNS, LINES
+from narrowcast.output.screen import COLUMNS
 from narrowcast.reports.documents.rules import alike_module
-from narrowcast.reports.results.explain_screen import explanation_screen
-from narrowcast.reports.results.explanation import Comparison, Explained, RepeatRow
-from narrowcast.reports.results.graph_text import graph_parts, short_site
-from narrowcast.reports.results.ledger_text import (
+from narrowcast.reports.documents.words import spent_text
+from narrowcast.reports.render.explain_screen import explanation_screen
+from narrowcast.reports.render.graph_text import graph_parts, short_site
+from narrowcast.reports.render.ledger_text import (
     advice_parts,
     argument_text,
     cast_table,
@@ -23,34 +23,22 @@ from narrowcast.reports.results.ledger_text import (
     refusals,
     totals_line,
 )
-from narrowcast.reports.results.model_explorer import model_explorer_files
-from narrowcast.reports.results.placement_text import placement_parts
+from narrowcast.reports.render.placement_text import placement_parts
+from narrowcast.reports.results.explanation import Comparison, Explanation, RepeatRow
 
 _STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
 
 
-class Explanation(Explained):
-    """What `explain` returns: the run as data, with its questions; printed, the first screen."""
+def explanation_text(found: Explanation, every: bool, width: int | None, lines: int) -> str:
+    """The first screen, `lines` of `width` columns (80) at most; or, with every, all tables (120 columns)."""
 
-    __slots__ = ()
+    def whole() -> str:
+        return as_text(explanation_parts(found), width or WIDTH).rstrip("\n")
 
-    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
-        """The first screen, `lines` of `width` columns (80) at most; or, with every, all tables (120 columns)."""
-
-        def whole() -> str:
-            return as_text(explanation_parts(self), width or WIDTH).rstrip("\n")
-
-        return whole() if every else explanation_screen(self, whole, width or COLUMNS, lines)
-
-    def to_model_explorer(self) -> dict[str, str]:
-        """Node data of an exported program for Model Explorer, JSON texts by name: `formats`, `errors`, `costs`.
-
-        Errors are there with `run=True`, costs with `times=True`. RunError for other front ends, and with a goal.
-        """
-        return model_explorer_files(self)
+    return whole() if every else explanation_screen(found, whole, width or COLUMNS, lines)
 
 
-def explanation_parts(explanation: Explained) -> list[RenderableType]:
+def explanation_parts(explanation: Explanation) -> list[RenderableType]:
     """The report, part by part: what was run, ops, modules, every cast, costs, refusals, comparison."""
     parts: list[RenderableType] = [_heading(explanation), *advice_parts(explanation.ledger), _ops(explanation)]
     if explanation.rule_rows():
@@ -69,7 +57,7 @@ def explanation_parts(explanation: Explained) -> list[RenderableType]:
     return parts
 
 
-def _heading(explanation: Explained) -> str:
+def _heading(explanation: Explanation) -> str:
     text = (
         f"[bold]{escape(explanation.subject)}[/bold] under policy [bold]{escape(explanation.policy)}[/bold] "
         f"({explanation.digest[:8]})\n  {explanation.device_type}, low format {explanation.low}; "
@@ -80,7 +68,7 @@ def _heading(explanation: Explained) -> str:
     return f"{text}\n  {escape(explanation.note)}\n" if explanation.note else f"{text}\n"
 
 
-def _ran(explanation: Explained) -> str:
+def _ran(explanation: Explanation) -> str:
     if explanation.front_end == "eager":
         return f"ran on {explanation.ran_on}"
     captured = sum(graph.is_captured for graph in explanation.graphs)
@@ -91,7 +79,7 @@ def _formats(names: str) -> str:
     return ",".join(f"[{_STYLES[n]}]{n}[/]" if n in _STYLES else n for n in names.split(",")) if names else "-"
 
 
-def _ops(explanation: Explained) -> RenderableType:
+def _ops(explanation: Explanation) -> RenderableType:
     made = table(
         "each op: in which format it computes, and why", "op", ">calls", "came", "computes", "gave", ">bytes", "why"
     )
@@ -116,7 +104,7 @@ def _ops(explanation: Explained) -> RenderableType:
     return made
 
 
-def _own_rules(explanation: Explained) -> RenderableType:
+def _own_rules(explanation: Explanation) -> RenderableType:
     """What each rule of the policy matched. One that matched nothing is probably a mistake."""
     made = table("the policy's rules: what each matched", "rule", "written at", ">calls", "in modules")
     for row in explanation.rule_rows():
@@ -127,7 +115,7 @@ def _own_rules(explanation: Explained) -> RenderableType:
     return made
 
 
-def _casts_by_module(explanation: Explained) -> RenderableType:
+def _casts_by_module(explanation: Explanation) -> RenderableType:
     """Every cast. Modules that differ by a number only (the layers of a stack), and cast alike, share a line."""
     totals = explanation.ledger.totals()
     made = table(
@@ -158,7 +146,7 @@ def _casts_by_module(explanation: Explained) -> RenderableType:
     return made
 
 
-def _rules(explanation: Explained) -> RenderableType:
+def _rules(explanation: Explanation) -> RenderableType:
     """Why: the rules that asked for casts, with their reasons and sources."""
     made = table("why: the rules that asked for these casts", "rule", ">casts", "reason", "source")
     counts: dict[tuple[str, str, str], int] = {}
@@ -170,13 +158,13 @@ def _rules(explanation: Explained) -> RenderableType:
     return made
 
 
-def _files(explanation: Explained) -> str:
+def _files(explanation: Explanation) -> str:
     """Where the files are that the tables name shortly."""
     files = dict.fromkeys(c.file for c in explanation.ledger.casts if c.file)
     return "\n".join(["[bold]files[/bold]", *(f"  {escape(file)}" for file in files), ""])
 
 
-def _repeats(explanation: Explained) -> RenderableType:
+def _repeats(explanation: Explanation) -> RenderableType:
     rows = explanation.repeats()
     if not rows:
         return "[bold]redundant casts[/bold]\n  none: no tensor is cast twice to the same format\n"
@@ -258,7 +246,12 @@ def _comparison(comparison: Comparison, low: str, gradients: bool) -> list[Rende
         f"beyond weights of {in_bytes(comparison.weight_bytes)}, which the ratio counts; {mode}",
     )  # fmt: skip
     parts.append(cost)
-    if comparison.spent:
+    if _spent(comparison):
         slower = f"[red]In {low} this model is slower here.[/red] " if comparison.time_ratio > 1.05 else ""
-        parts.append(f"{slower}Its time: {comparison.spent}.")
+        parts.append(f"{slower}Its time: {_spent(comparison)}.")
     return parts
+
+
+def _spent(comparison: Comparison) -> str:
+    """On what the region's time is spent."""
+    return spent_text(comparison.casts_ms, comparison.kernels_ms, comparison.reference_kernels_ms, comparison.region_ms)

@@ -14,7 +14,7 @@ from typing import Any
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
 from narrowcast.reports.render.notebook import COLOURS, OTHER
-from narrowcast.reports.results.explanation import Explained
+from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.graphs import CompiledGraph, floating_formats
 
 GRAPH = "graph"
@@ -22,7 +22,7 @@ CAST = "#f2d024"
 _GRADIENT = [{"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#d62728"}]
 
 
-def model_explorer_files(explanation: Explained) -> dict[str, str]:
+def model_explorer_files(explanation: Explanation) -> dict[str, str]:
     """JSON texts by name: `formats`, and where they are known `errors` (own, relative) and `costs` (microseconds).
 
     RunError for what is no exported program, or was placed by a goal: names of its nodes are not known.
@@ -67,7 +67,7 @@ def _formats(graph: CompiledGraph) -> dict[str, dict[str, Any]]:
     return results
 
 
-def _errors(explanation: Explained, graph: CompiledGraph) -> dict[str, float]:
+def _errors(explanation: Explanation, graph: CompiledGraph) -> dict[str, float]:
     """The own error of each node that is a call which was compared with fp32."""
     if explanation.comparison is None or graph.after is None:
         return {}
