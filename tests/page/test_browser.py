@@ -6,8 +6,8 @@ import time
 import pytest
 from page_results import SCRIPT, a_comparison, a_ledger, a_run, all_results, differences, explained
 
-from narrowcast.reports.documents.model import Edge, Graph, Node, Page
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.model import Document, Edge, Graph, Node
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.render.html import page_html
 
 RESULTS = all_results()
@@ -209,7 +209,7 @@ def many(layers):
             )
             if len(nodes) > 1:
                 edges.append(Edge(len(nodes) - 2, len(nodes) - 1, "input", "fp32", computes, 1000 * m))
-    return Page("run", "A large run", "It is large", graph=Graph(nodes, edges, flow=True))
+    return Document("run", "A large run", "It is large", graph=Graph(nodes, edges, flow=True))
 
 
 def test_a_model_of_eight_thousand_calls_is_opened_module_by_module(show):
@@ -228,7 +228,7 @@ def test_a_model_of_eight_thousand_calls_is_opened_module_by_module(show):
 
 def test_a_broken_page_is_noticed(show, browser):
     """What the tests above look at has the error of a page whose data lacks a part."""
-    data = page_of(a_ledger().data()).data()
+    data = document_of(a_ledger()).data()
     del data["graph"]["texts"]
     whole = a_ledger().to_html()
     start, end = whole.index('id="data">') + 10, whole.index("</script>")

@@ -8,7 +8,7 @@ import pytest
 from page_results import LINEAR, SCRIPT, a_ledger, a_pair, a_side, saved, two_runs
 
 from narrowcast.analysis.compare_runs.compare_runs import compare_runs
-from narrowcast.reports.documents.model import Edge, Graph, Node, Page
+from narrowcast.reports.documents.model import Document, Edge, Graph, Node
 from narrowcast.reports.render.html import page_html
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.run_differences import DIFFERS
@@ -267,7 +267,7 @@ def test_one_module_alone_of_one_run(show):
 def a_wide_graph(count):
     """Calls side by side that one gives all they read."""
     nodes = [Node("", "aten.linear.default", f"#{n}", computes="fp32", bytes=8) for n in range(count)]
-    return Page(
+    return Document(
         "run",
         "Wide",
         "It is",

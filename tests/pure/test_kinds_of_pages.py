@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from page_results import (
     ADD,
     LINEAR,
+    Given,
     a_comparison,
     a_failure,
     a_ledger,
@@ -24,20 +25,20 @@ from page_results import (
 )
 from program_text import parse_program
 
-from narrowcast.errors import RunError
 from narrowcast.reports.documents.ledgers import format_bars, shares
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.times import cast_series
 from narrowcast.reports.documents.words import in_count, in_time
-from narrowcast.reports.results.flow import STEP_COLUMNS, graph_flow
+from narrowcast.reports.results.flow import graph_flow
 from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.results.repair import repair_of
 from narrowcast.reports.results.run import Run, TensorFacts
 from narrowcast.reports.results.saved import load_saved
 
 
 def page(result):
-    return page_of(result.data())
+    return document_of(result)
 
 
 def table(made, name):
@@ -82,7 +83,7 @@ class TestRepair:
         data = a_repair().data()
         for step in data["steps"]:
             del step["products"]
-        assert [series.title for series in page_of(data).series] == ["Error by run"]
+        assert [series.title for series in page(repair_of(data)).series] == ["Error by run"]
 
 
 class TestProfile:
@@ -120,7 +121,7 @@ class TestProfile:
 
     def test_an_empty_one_has_a_page_too(self):
         data = {**a_profile().data(), "samples": {}, "abilities": [], "emulated": []}
-        made = page_of(data)
+        made = page(Given(data))
         assert made.verdict == "No call was measured in two formats" and made.series == [] and made.todos == []
 
 
@@ -302,12 +303,12 @@ def test_the_backward_of_a_graph_follows_its_forward():
     graph = CompiledGraph(0, before=forward, after=forward, joint_before=joint, joint_after=joint)
     graph.forward_steps = {6: 2, 8: 2, 9: 2, 3: 3}
     flow = graph_flow(graph)
-    rows = [dict(zip(STEP_COLUMNS, row, strict=True)) for row in flow["steps"]]
+    rows = [step._asdict() for step in flow.steps]
     assert [(r["module_path"], r["op"], r["direction"], r["multiplications"]) for r in rows] == [
         ("layer", "aten.linear.default", "forward", 64), ("layer", "aten.mm.default", "wgrad", 64),
         ("layer", "aten.mul.Tensor", "dgrad", 0), ("", "aten.neg.default", "dgrad", 0),
     ]  # fmt: skip
-    assert [edge[:5] for edge in flow["edges"]][2:] == [
+    assert [edge[:5] for edge in map(list, flow.edges)][2:] == [
         [OUTSIDE, 1, "self", "bf16", "bf16"], [OUTSIDE, 1, "mat2", "fp32", "bf16"], [1, 2, "self", "bf16", "bf16"],
         [0, 2, "other", "bf16", "bf16"], [2, 3, "self", "bf16", "fp32"],
     ]  # fmt: skip
@@ -327,9 +328,3 @@ def test_the_backward_of_a_graph_follows_its_forward():
 def test_numbers_are_said_in_units_that_fit(said, expected):
     """As the figures and the marks of a page have them."""
     assert said == expected
-
-
-def test_a_schema_that_no_page_is_known_of_is_named():
-    """With those that are."""
-    with pytest.raises(RunError, match=r"narrowcast\.repair/1, narrowcast\.profile/1"):
-        page_of({"schema": "other/1"})

@@ -34,12 +34,12 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
 from narrowcast.reports.documents.model import OUTSIDE, Node
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.rules import call_rule, rule_text, shared_modules
-from narrowcast.reports.documents.words import split_identity
 from narrowcast.reports.render.html import BUILT
 from narrowcast.reports.results.flow import graph_flow
 from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.results.saved import load_saved
 
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
@@ -49,7 +49,7 @@ each = pytest.mark.parametrize("name", RESULTS)
 
 
 def page(result):
-    return page_of(result.data())
+    return document_of(result)
 
 
 class Elements(HTMLParser):
@@ -94,7 +94,7 @@ def test_the_data_of_each_page_is_json_and_each_row_has_its_columns(name):
 @each
 def test_a_unit_is_a_field_and_stands_in_no_label(name):
     """Of figures, axes and columns: what shows them has not to read English, and no number of theirs is a text."""
-    made = page_of(RESULTS[name].data())
+    made = document_of(RESULTS[name])
     kinds = {"text", "number", "bytes", "ns", "decibels", "bits", "share", "error", "format", "op", "module", "line"}
     assert {f.unit for f in made.figures} <= {"", "bytes", "ns", "more ns", "relative", "times fp32"}
     units = {"", "bytes", "ns", "relative", "multiplications", "whole", "percent"}
@@ -336,16 +336,16 @@ def test_a_graph_flows_through_casts_and_views():
     """Which are no steps of their own."""
     graph = CompiledGraph(0, before=parse_program(BEFORE.lstrip()), after=parse_program(AFTER.lstrip()))
     flow = graph_flow(graph)
-    assert [(row[1], row[6], row[7], row[8]) for row in flow["steps"]] == [
+    assert [(row[1], row[6], row[7], row[8]) for row in flow.steps] == [
         ("aten.linear.default", "fp32", "bf16", "bf16"), ("aten.relu.default", "bf16", "bf16", "bf16"),
     ]  # fmt: skip
-    assert flow["edges"] == [
+    assert [list(edge) for edge in flow.edges] == [
         [OUTSIDE, 0, "input", "fp32", "bf16", 48, "input", "copied"],
         [OUTSIDE, 0, "weight", "fp32", "bf16", 192, "weight", "copied"],
         [0, 1, "self", "bf16", "bf16", 32, "activation", ""],
     ]
     nothing = graph_flow(CompiledGraph(1))
-    assert nothing["steps"] == nothing["edges"] == []
+    assert nothing.steps == nothing.edges == []
     made = page(explained(graphs=(graph,), front_end="compile")).graph
     assert made.flow and [(e.start, e.end) for e in made.edges] == [(OUTSIDE, 0), (OUTSIDE, 0), (0, 1)]
 
@@ -355,18 +355,6 @@ def test_nothing_of_the_page_is_imported_before_one_is_made():
     code = "import sys, narrowcast; print([n for n in sys.modules if n.startswith('narrowcast.reports.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    "text, parts",
-    [
-        ("aten.mm.default #2", ("", "aten.mm.default", "#2", "forward")),
-        ("a b.c aten.add.Tensor #1 turn 3 backward", ("a b.c", "aten.add.Tensor", "#1 turn 3", "backward")),
-    ],
-)
-def test_an_identity_is_taken_apart(text, parts):
-    """As the page lists it."""
-    assert split_identity(text) == parts
 
 
 def test_the_rules_of_a_page_are_those_of_a_policy_file(tmp_path):
@@ -382,13 +370,14 @@ def test_the_rules_of_a_page_are_those_of_a_policy_file(tmp_path):
         assert Policy.load(file).rules
 
 
-def test_other_files_and_broken_records_have_no_page():
+def test_other_files_and_broken_records_have_no_page(tmp_path):
     """With what is wrong."""
-    with pytest.raises(RunError, match=r"narrowcast\.profile/0"):
-        page_of({"schema": "narrowcast.profile/0"})
-    broken = {**RESULTS["run"].data(), "calls": [["one", "two"]]}
+    (tmp_path / "other.json").write_text('{"schema": "narrowcast.profile/0"}')
+    with pytest.raises(RunError, match=r"narrowcast\.profile/0.*narrowcast\.repair/1"):
+        load_saved(tmp_path / "other.json")
+    (tmp_path / "run.json").write_text(json.dumps({**RESULTS["run"].data(), "calls": [["one", "two"]]}))
     with pytest.raises(RunError, match="a record is broken"):
-        page_of(broken)
+        load_saved(tmp_path / "run.json")
 
 
 def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():

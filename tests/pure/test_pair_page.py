@@ -12,14 +12,14 @@ from page_results import LINEAR, SCRIPT, a_pair, a_side, saved, two_runs
 
 from narrowcast.analysis.compare_runs.compare_runs import compare_runs
 from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.run_sides import merged_turns
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.saved import load_saved
 
 
 def page(found):
-    return page_of(found.page_data())
+    return document_of(found)
 
 
 def tables(made):
@@ -107,7 +107,7 @@ def test_a_file_of_before_has_a_page(tmp_path):
         del one["format"]
     (tmp_path / "d.json").write_text(json.dumps(data))
     made = page(load_saved(tmp_path / "d.json"))
-    assert len(made.graph.nodes) == 8 and len(page_of(data).pair.rows) == 5
+    assert len(made.graph.nodes) == 8 and len(made.pair.rows) == 5
 
 
 def test_a_text_of_many_rows_is_in_the_file_once():

@@ -4,7 +4,7 @@ import torch
 
 import narrowcast as nc
 from narrowcast.reports.documents.model import OUTSIDE
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.results.saved import load_saved
 
 
@@ -33,7 +33,7 @@ X = torch.linspace(-2, 3, 48).reshape(2, 3, 8)
 
 
 def flow(result):
-    graph = page_of(result.data()).graph
+    graph = document_of(result).graph
     name = [f"{n.path} {n.op.split('.')[1]}" for n in graph.nodes]
     return {(name[e.start], name[e.end]) for e in graph.edges if e.start != OUTSIDE}, graph
 
@@ -123,14 +123,14 @@ def test_a_saved_explanation_of_placed_graphs_says_the_same(fresh_dynamo, tmp_pa
     found.save(tmp_path / "e.json")
     again = load_saved(tmp_path / "e.json")
     assert str(again) == str(found) and again.to_html() == found.to_html() and again.to_json() == found.to_json()
-    assert "Goal fast" in page_of(again.data()).verdict
+    assert "Goal fast" in document_of(again).verdict
 
 
 def test_errors_of_a_comparison_are_on_the_nodes_of_an_explanation():
     """Each call's own error, where the explanation was run."""
     with torch.no_grad():
         found = nc.explain(Net(), X, dtype="bf16", run=True)
-    page = page_of(found.data())
+    page = document_of(found)
     errors = [n.own for n in page.graph.nodes if n.op == "aten.linear.default"]
     assert len(errors) == 3 and all(errors) and page.series[0].title == "Error by depth"
 
@@ -139,7 +139,7 @@ def test_a_recording_has_a_page_and_a_compact_form():
     """Backward included."""
     with nc.record() as ledger, nc.autocast("cpu", torch.bfloat16):
         Net()(X).sum().backward()
-    page = page_of(ledger.data())
+    page = document_of(ledger)
     assert {n.direction for n in page.graph.nodes} == {"forward", "backward"}
     assert sum(e.times for e in page.graph.edges) == ledger.totals().casts
     assert "aten.linear.default" in ledger._repr_html_() and "aten.linear.default" in ledger.to_html()

@@ -13,7 +13,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.core.policy import Policy, Site
 from narrowcast.core.policy.lint import lint_policy
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.rules import alike_module, rule_text
 
 BLOCK = re.compile(r"^\[\[rule\]\]\n(?:\w+ = .*(?:\n|$))+", re.MULTILINE)
@@ -125,7 +125,7 @@ def printed(found):
     for text in [*texts, str(found)]:
         yield from BLOCK.findall(text)
         yield from ("\n".join(["[[rule]]", *PAIR.findall(r)]) for r in IN_LINE.findall(re.sub(r"\s*\n\s+", " ", text)))
-    page = page_of(found.data())
+    page = document_of(found)
     yield from (rule_text(todo.rule) for todo in page.todos if todo.rule)
     for table in page.tables:
         yield from map(rule_text, filter(None, table.rules[:40]))
@@ -192,6 +192,6 @@ def test_those_of_minilm_are_few():
     with torch.no_grad():
         found = nc.explain(module.subject(documents=2))
     texts, wrong = wrong_rules(found, found.ledger)
-    casts = next(table for table in page_of(found.data()).tables if table.name == "casts")
+    casts = next(table for table in document_of(found).tables if table.name == "casts")
     assert not wrong and texts and len(casts.rows) > 90
     assert copied(casts, range(len(casts.rows))).count("[[rule]]") < 25

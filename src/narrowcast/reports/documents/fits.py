@@ -3,59 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.reports.documents.ledgers import shares
-from narrowcast.reports.documents.model import Figure, Graph, Node, Page, Table, Todo
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Table, Todo, node_of
 from narrowcast.reports.documents.rules import Shown, call_rule
 from narrowcast.reports.documents.tables import finding_table, table
-from narrowcast.reports.documents.words import number, split_identity
+from narrowcast.reports.documents.words import number
+from narrowcast.reports.results.fit import FORMATS, UNSCALED, Fit, TensorFit
 
-Data = Mapping[str, Any]
-FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
-UNSCALED = "unscaled"
+NAMES = tuple(format.name for format in FORMATS)
 
 
-def fit_page(data: Data) -> Page:
+def fit_document(found: Fit) -> Document:
     """The page of what would fit: a box for each call, with the first format that it fits without a scale."""
-    rows = [row for row in data["rows"] if row["scale"] == UNSCALED]
-    losing = [row for row in rows if row["overflow"] > 0 or row["underflow"] > data["tolerance"]]
-    lost = {name: {row["id"] for row in losing if row["format"] == name} for name in FORMATS}
-    nodes = {key: _node(key, place) for key, place in data["places"].items()}
-    for key, node in nodes.items():
-        node.computes = next((name for name in FORMATS if key not in lost[name]), "fp32")
-    worst = sorted((row for row in losing if row["format"] == "fp16"), key=lambda r: (-r["overflow"], -r["underflow"]))
+    rows = [row for row in found.rows if row.scale == UNSCALED]
+    losing = [row for row in rows if row.overflow > 0 or row.underflow > found.tolerance]
+    lost = {name: {row.id for row in losing if row.format == name} for name in NAMES}
+    nodes = {call: _node(call, at) for call, at in found.places.items()}
+    for call, node in nodes.items():
+        node.computes = next((name for name in NAMES if call not in lost[name]), "fp32")
+    worst = sorted((row for row in losing if row.format == "fp16"), key=lambda r: (-r.overflow, -r.underflow))
     for row in reversed(worst):  # of several tensors of a call the worst is said
-        nodes[row["id"]].finding = f"{row['argument']} does not fit fp16: {_loss(row)}"
+        nodes[row.id].finding = f"{row.argument} does not fit fp16: {_loss(row)}"
     unfit = len(lost["fp16"])
     verdict = f"{unfit} of {len(nodes)} calls do not fit fp16" if unfit else "Everything fits fp16"
-    page = Page("fit", "Would it fit?", verdict, "bad" if unfit else "good")
-    page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(FORMATS)} that it fits.")
-    page.facts = [("calls", str(len(nodes))), ("may underflow", f"{data['tolerance']:.0%} of a tensor")]
+    page = Document("fit", "Would it fit?", verdict, "bad" if unfit else "good")
+    page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
+    page.facts = [("calls", str(len(nodes))), ("may underflow", f"{found.tolerance:.0%} of a tensor")]
     page.figures = [
-        Figure(name, len(found), "calls would lose something", "bad" if found else "good")
-        for name, found in lost.items()
+        Figure(name, len(calls), "calls would lose something", "bad" if calls else "good")
+        for name, calls in lost.items()
     ]
     page.bars = [
         bar for bar in [shares(nodes.values(), "calls", "Calls by the first format that they fit")] if bar.parts
     ]
-    page.todos = [_todo(nodes[key]) for key in dict.fromkeys(row["id"] for row in worst)][:3]
-    page.notes = list(data["notes"])
+    page.todos = [_todo(nodes[call]) for call in dict.fromkeys(row.id for row in worst)][:3]
+    page.notes = list(found.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page
 
 
-def _node(identity: str, place: str) -> Node:
-    path, op, label, direction = split_identity(identity)
-    file, _, line = place.rpartition(":")
-    return Node(path, op, label, 1, direction, file=file, line=int(line))
+def _node(call: CallId, at: str) -> Node:
+    file, _, line = at.rpartition(":")
+    return node_of(call, file=file, line=int(line))
 
 
-def _loss(row: Data) -> str:
-    if row["overflow"]:
-        return f"{row['overflow']:.2g} of it overflow, by {-float(row['headroom_bits']):.1f} bits"
-    return f"{row['underflow']:.2g} of it underflow"
+def _loss(row: TensorFit) -> str:
+    if row.overflow:
+        return f"{row.overflow:.2g} of it overflow, by {-row.headroom_bits:.1f} bits"
+    return f"{row.underflow:.2g} of it underflow"
 
 
 def _todo(node: Node) -> Todo:
@@ -69,19 +67,18 @@ def _rule(node: Node, reason: str = "") -> Shown:
     return call_rule(node.op, node.path, "full" * (is_same_op and node.direction == "forward"), reason)
 
 
-def _tensor_table(rows: list[Data], nodes: Mapping[str, Node]) -> list[Table]:
+def _tensor_table(rows: list[TensorFit], nodes: Mapping[CallId, Node]) -> list[Table]:
     """A row for each tensor of a call, with what each format would lose of it."""
-    found: dict[tuple[str, str], dict[str, Data]] = {}
+    found: dict[tuple[CallId, str], dict[str, TensorFit]] = {}
     for row in rows:
-        found.setdefault((row["id"], row["argument"]), {})[row["format"]] = row
+        found.setdefault((row.id, row.argument), {})[row.format] = row
     cells = []
-    for (key, argument), by_format in found.items():
-        node = nodes[key]
-        headroom = number(by_format["fp16"]["headroom_bits"])
-        lost = [by_format[name][kind] for name in FORMATS for kind in ("overflow", "underflow")]
-        cells.append([node.path, node.op, node.label, argument, headroom, *lost])
-    kinds = ", ".join(f"{name} {kind}:share" for name in FORMATS for kind in ("overflow", "underflow"))
+    for (call, argument), by_format in found.items():
+        node = nodes[call]
+        lost = [share for name in NAMES for share in (by_format[name].overflow, by_format[name].underflow)]
+        cells.append([node.path, node.op, node.label, argument, number(by_format["fp16"].headroom_bits), *lost])
+    kinds = ", ".join(f"{name} {kind}:share" for name in NAMES for kind in ("overflow", "underflow"))
     columns = f"module:module, op:op, call, tensor, headroom in fp16:bits, {kinds}"
-    rules = [_rule(nodes[key]) for key, _ in found]
+    rules = [_rule(nodes[call]) for call, _ in found]
     title = "Each tensor: what each format would lose of it, without a scale"
     return table("fit", title, columns, cells, rules, list(nodes.values()))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
+from narrowcast.core.ledger.records import CallKind, Cast, Tally, Totals
 from narrowcast.output.console import in_bytes
-from narrowcast.reports.documents.model import OUTSIDE, Bar, Edge, Figure, Graph, Node, Page, Table, Todo
+from narrowcast.reports.documents.model import OUTSIDE, Bar, Document, Edge, Figure, Graph, Node, Table, Todo
 from narrowcast.reports.documents.rules import call_rule, cast_changes
 from narrowcast.reports.documents.tables import (
     advice_table,
@@ -18,89 +19,84 @@ from narrowcast.reports.documents.tables import (
     op_table,
     refusal_table,
 )
+from narrowcast.reports.results.explanation import RuleRow
+from narrowcast.reports.results.ledger import Ledger
 
-Data = Mapping[str, Any]
 ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
 
 
-def ledger_page(data: Data) -> Page:
-    """The page of a saved ledger."""
-    graph = ledger_graph(data)
-    totals = data["totals"]
+def ledger_document(ledger: Ledger) -> Document:
+    """The page of a ledger."""
+    graph, totals = ledger_graph(ledger), ledger.totals()
     verdict = (
-        f"{totals['casts']} casts moved {in_bytes(totals['cast_bytes'])}, {totals['share_of_casts']:.0%} of all bytes"
-        if totals["casts"]
+        f"{totals.casts} casts moved {in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes"
+        if totals.casts
         else "No tensor was cast."
     )
-    policies = dict.fromkeys(row["policy"] for row in data["calls"] if row["policy"])
-    page = Page("ledger", "A recording", verdict, notes=list(data.get("notes", ())), graph=graph)
+    policies = dict.fromkeys(kind.policy for kind in ledger.calls if kind.policy)
+    page = Document("ledger", "A recording", verdict, notes=list(ledger.notes), graph=graph)
     page.facts = [("recorded", "with nc.record"), ("policies", ", ".join(policies) or "none")]
     page.figures = cast_figures(totals)
     page.bars = format_bars(graph.nodes)
-    page.todos = [*advice_todos(data), *cast_todos(data)][:3]
-    page.tables = ledger_tables(data, graph)
+    page.todos = [*advice_todos(ledger), *cast_todos(ledger)][:3]
+    page.tables = ledger_tables(ledger, graph)
     return page
 
 
-def ledger_graph(data: Data) -> Graph:
+def ledger_graph(ledger: Ledger) -> Graph:
     """Its calls as nodes in order, and its casts as edges from outside: who made what is cast is not known."""
     nodes: list[Node] = []
     at: dict[tuple[str, ...], list[tuple[int, set[int]]]] = {}
-    for row in data["calls"]:
-        node = call_node(row)
-        numbers = set(row.get("numbers", ()))
-        at.setdefault((node.path, node.op), []).append((len(nodes), numbers))
+    for kind, tally in ledger.calls.items():
+        node = call_node(kind, tally)
+        at.setdefault((node.path, node.op), []).append((len(nodes), tally.numbers))
         nodes.append(node)
     edges: dict[Edge, list[int]] = {}
-    for cast in [*data["casts"], *data.get("counted", ())]:
+    for cast, times in ledger.kinds():
         end = _asking(at, cast)
         if end is None:
             end = len(nodes)
-            nodes.append(Node(cast["module_path"], cast["op"], file=cast["file"], line=cast["line"]))
-            at[cast["module_path"], cast["op"]] = [(end, set())]
-        kind = Edge(OUTSIDE, end, cast["argument"], cast["src"], cast["dst"], 0, cast["kind"], cast["how"])
-        sums = edges.setdefault(kind, [0, 0])
-        sums[0] += cast.get("calls", 1)
-        sums[1] += cast["moved_bytes"]
-    made = [
-        Edge(e.start, e.end, e.argument, e.src, e.dst, moved, e.kind, e.how, times)
-        for e, (times, moved) in edges.items()
-    ]
+            nodes.append(Node(cast.module_path, cast.op, file=cast.file, line=cast.line))
+            at[cast.module_path, cast.op] = [(end, set())]
+        edge = Edge(OUTSIDE, end, cast.argument, cast.src, cast.dst, 0, cast.kind, cast.how)
+        sums = edges.setdefault(edge, [0, 0])
+        sums[0] += times.calls
+        sums[1] += times.moved_bytes
+    made = [replace(edge, bytes=moved, times=times) for edge, (times, moved) in edges.items()]
     return Graph(nodes, made, flow=False, note=ORDER)
 
 
-def call_node(row: Data) -> Node:
+def call_node(kind: CallKind, tally: Tally) -> Node:
     """The node of a tally of calls."""
-    numbers = row.get("numbers", ())
-    label = f"#{numbers[0]}" if len(numbers) == 1 else ""
+    label = f"#{next(iter(tally.numbers))}" if len(tally.numbers) == 1 else ""
     return Node(
-        row["module_path"], row["op"], label, row["calls"], row["direction"], row["came"], row["computes"],
-        row["result"], row["action"], "", row["reason"], row["file"], row["line"], row["moved_bytes"],
-        row.get("multiplications"),
+        kind.module_path, kind.op, label, tally.calls, kind.direction, kind.came, kind.computes, kind.result,
+        kind.action, "", kind.reason, kind.file, kind.line, tally.moved_bytes, tally.multiplications,
     )  # fmt: skip
 
 
-def _asking(at: Mapping[tuple[str, ...], list[tuple[int, set[int]]]], cast: Data) -> int | None:
+def _asking(at: Mapping[tuple[str, ...], list[tuple[int, set[int]]]], cast: Cast) -> int | None:
     """The node whose call asked for a cast: by its number where both know one."""
-    known = at.get((cast["module_path"], cast["op"]))
+    known = at.get((cast.module_path, cast.op))
     if not known:
         return None
-    return next((node for node, numbers in known if cast.get("number", 0) in numbers), known[0][0])
+    return next((node for node, numbers in known if cast.number in numbers), known[0][0])
 
 
-def cast_figures(totals: Data) -> list[Figure]:
+def cast_figures(totals: Totals) -> list[Figure]:
     """Casts, bytes in casts, calls."""
-    how = ", ".join(f"{totals[name]} {name}" for name in ("copied", "cached", "shared", "inside") if totals[name])
-    again = f"; {totals['repeated']} cast a tensor again" if totals["repeated"] else ""
-    share = f"{totals['share_of_casts']:.0%} of all bytes moved"
-    tone = "bad" if totals["share_of_casts"] > 0.2 else ""
+    ways = ("copied", "cached", "shared", "inside")
+    how = ", ".join(f"{getattr(totals, way)} {way}" for way in ways if getattr(totals, way))
+    again = f"; {totals.repeated} cast a tensor again" if totals.repeated else ""
+    share = f"{totals.share_of_casts:.0%} of all bytes moved"
+    tone = "bad" if totals.share_of_casts > 0.2 else ""
     found = [
-        Figure("casts", totals["casts"], how + again),
-        Figure("bytes in casts", totals["cast_bytes"], share, tone, "bytes"),
-        Figure("calls", totals["calls"], f"{in_bytes(totals['op_bytes'])} read and written"),
+        Figure("casts", totals.casts, how + again),
+        Figure("bytes in casts", totals.cast_bytes, share, tone, "bytes"),
+        Figure("calls", totals.calls, f"{in_bytes(totals.op_bytes)} read and written"),
     ]
-    refused = [Figure("refusals", totals["refusals"], "calls that were not run", "bad")]
-    return [*found, *(refused if totals["refusals"] else [])]
+    refused = [Figure("refusals", totals.refusals, "calls that were not run", "bad")]
+    return [*found, *(refused if totals.refusals else [])]
 
 
 def shares(nodes: Iterable[Node], unit: str, title: str) -> Bar:
@@ -127,34 +123,32 @@ def format_bars(nodes: list[Node]) -> list[Bar]:
     return [bar for bar in bars if bar.parts]
 
 
-def advice_todos(data: Data) -> list[Todo]:
+def advice_todos(ledger: Ledger) -> list[Todo]:
     """The ledger's own advice."""
-    return [
-        Todo(row["todo"], f"{row['kind']}: {row['what']}", {}, row["module_path"]) for row in data.get("advice", ())
-    ]
+    return [Todo(row.todo, f"{row.kind}: {row.what}", {}, row.module_path) for row in ledger.advice]
 
 
-def cast_todos(data: Data, in_graph: bool = False, gradients: bool = True) -> list[Todo]:
+def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -> list[Todo]:
     """Casts that are made again, those of weights, and the op that has most of its own arguments made wider."""
     found: list[Todo] = []
-    copied = [cast for cast in data["casts"] if cast["how"] == "copied"]
-    again = [cast for cast in copied if cast.get("repeated")]
+    copied = [cast for cast in ledger.casts if cast.how == "copied"]
+    again = [cast for cast in copied if cast.repeated]
     if again and not in_graph:
-        wasted = in_bytes(sum(cast["moved_bytes"] for cast in again))
+        wasted = in_bytes(sum(cast.moved_bytes for cast in again))
         why = f"{len(again)} casts of tensors that were cast to the same format before move {wasted} for nothing"
         found.append(
-            Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0]["module_path"])
+            Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0].module_path)
         )
     return [*_weights(copied, in_graph, gradients), *found, *_dearest(copied)]
 
 
-def _weights(copied: list[Data], in_graph: bool, gradients: bool) -> list[Todo]:
+def _weights(copied: list[Cast], in_graph: bool, gradients: bool) -> list[Todo]:
     """What spares the casts of weights, where they are most of what casts move; in training nothing does."""
-    whole = sum(cast["moved_bytes"] for cast in copied)
-    weights = sum(cast["moved_bytes"] for cast in copied if cast["kind"] == "weight")
+    whole = sum(cast.moved_bytes for cast in copied)
+    weights = sum(cast.moved_bytes for cast in copied if cast.kind == "weight")
     if gradients or in_graph or not weights or weights < whole / 2:
         return []
-    low = next(cast["dst"] for cast in copied if cast["kind"] == "weight")
+    low = next(cast.dst for cast in copied if cast.kind == "weight")
     what = f"Keep the weights in {low}: one region around the loop of calls, or nc.compile"
     why = (
         f"{weights / whole:.0%} of the bytes in casts are of weights, cast once in each region; nc.compile casts them "
@@ -163,30 +157,30 @@ def _weights(copied: list[Data], in_graph: bool, gradients: bool) -> list[Todo]:
     return [Todo(what, why)]
 
 
-def _dearest(copied: list[Data]) -> list[Todo]:
+def _dearest(copied: list[Cast]) -> list[Todo]:
     """The op whose casts to a wider format move most, if that is much, and how it does without."""
     moved: dict[tuple[str, str, str], int] = {}
     for cast in copied:
-        if cast["direction"] == "forward" and cast_changes(cast["src"], cast["dst"]) == "follow":
-            key = cast["op"], cast["src"], cast["dst"]
-            moved[key] = moved.get(key, 0) + cast["moved_bytes"]
+        if cast.direction == "forward" and cast_changes(cast.src, cast.dst) == "follow":
+            key = cast.op, cast.src, cast.dst
+            moved[key] = moved.get(key, 0) + cast.moved_bytes
     if not moved:
         return []
     (op, src, dst), most = max(moved.items(), key=lambda item: item[1])
-    share = most / (sum(cast["moved_bytes"] for cast in copied) or 1)
+    share = most / (sum(cast.moved_bytes for cast in copied) or 1)
     why = f"its casts from {src} to {dst} move {in_bytes(most)}, {share:.0%} of the bytes in casts"
     rule = call_rule(op, "", "follow", f"no casts to {dst}")
     return [Todo(f"See what {op} costs and gives in {src}: with this rule it is not cast", why, rule)] if rule else []
 
 
-def ledger_tables(data: Data, graph: Graph, own_rules: Any = ()) -> list[Table]:
+def ledger_tables(ledger: Ledger, graph: Graph, own_rules: Iterable[RuleRow] = ()) -> list[Table]:
     """Ops, casts, modules, rules, refusals, advice, findings: those that have rows."""
     return [
         *finding_table(graph.nodes),
         *op_table(graph.nodes),
-        *cast_table(data["casts"], graph.nodes, data.get("counted", ())),
+        *cast_table(ledger, graph.nodes),
         *module_table(graph.nodes),
-        *matched_table(data.get("matches", {}), own_rules),
-        *refusal_table(data["refusals"]),
-        *advice_table(data.get("advice", ())),
+        *matched_table(ledger.matches, own_rules),
+        *refusal_table(ledger.refusals),
+        *advice_table(ledger.advice),
     ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from narrowcast.core.ledger.identity import CallId
 from narrowcast.formats import FORMATS
 from narrowcast.reports.documents.words import in_unit
 
@@ -35,6 +36,8 @@ class Figure:
     value: str = field(init=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.amount, float) and not math.isfinite(self.amount):
+            object.__setattr__(self, "amount", str(self.amount))
         object.__setattr__(self, "value", in_unit(self.amount, self.unit))
 
 
@@ -116,6 +119,16 @@ class Node:
     verdict: str = ""
     finding: str = ""
     facts: tuple[tuple[str, str], ...] = ()
+
+
+def label_of(call: CallId) -> str:
+    """Which call of its op it is: `#2`, `#1 turn 3`."""
+    return f"#{call.number} turn {call.turn}" if call.turn > 1 else f"#{call.number}"
+
+
+def node_of(call: CallId, computes: str = "", file: str = "", line: int = 0) -> Node:
+    """The box of one call."""
+    return Node(call.module_path, call.op, label_of(call), 1, call.direction, computes=computes, file=file, line=line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +229,7 @@ class Pair:
 
 
 @dataclass(slots=True)
-class Page:
+class Document:
     """Everything that one page shows.
 
     kind: of what (`explanation`, `run`, `comparison`, `comparison of runs`, `watch`, `fit`, `ledger`, `repair`,

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
-from narrowcast.reports.documents.model import Figure, Page, Series, Table, Todo
+from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import counted, in_count, without_format
 
@@ -45,12 +45,12 @@ class Crossing:
     above: str
 
 
-def profile_page(data: Data) -> Page:
+def profile_document(data: Data) -> Document:
     """The page of a saved profile."""
     device = data["device"]
     groups = _groups(data["samples"])
     ratios = _ratios(groups)
-    page = Page("profile", device["name"], _verdict(ratios))
+    page = Document("profile", device["name"], _verdict(ratios))
     page.facts = [
         ("device", f"{device['name']} ({device['type']})"),
         ("units", ", ".join(device["units"]) or "unknown"),

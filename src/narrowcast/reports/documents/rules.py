@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.formats import FORMATS
 from narrowcast.reports.documents.model import Node
-from narrowcast.reports.documents.words import split_identity
 
 Shown = dict[str, str]
 """A rule by the keys of a policy file; empty where there is none."""
@@ -38,10 +38,9 @@ def is_low(formats: str) -> bool:
     return any(name in FORMATS and FORMATS[name].bits < 32 for name in formats.split(","))
 
 
-def rule_of_call(identity: str, computes: str, reason: str = "") -> Shown:
-    """The rule that keeps the call of that identity in fp32; none for one that is not lower, or that autograd makes."""
-    path, op, _, direction = split_identity(identity)
-    return call_rule(op, path, "full" * (is_low(computes) and direction != "backward"), reason)
+def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
+    """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
+    return call_rule(call.op, call.module_path, "full" * (is_low(computes) and call.direction != BACKWARD), reason)
 
 
 def high_rule(node: Node, reason: str = "") -> Shown:

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from narrowcast.core.ops import multiplications
 from narrowcast.formats import FORMATS
-from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
-from narrowcast.reports.documents.words import number, split_identity
+from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node, node_of
+from narrowcast.reports.documents.words import number
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 
-Data = Mapping[str, Any]
 FLOW = (
     "A view or a slice comes from the call that gave the memory it lies in; a copy that has the format, the number of "
     "elements and the range of an earlier result is taken for that. Calls without a floating tensor are left out."
 )
 
 
-def flow_of(data: Data) -> RunFlow:
-    """The flow of a run, as its file has it."""
-    flow = RunFlow([dict(zip(data["tensor_columns"], row, strict=True)) for row in data["tensors"]])
-    for row in data["calls"]:
-        flow.add(dict(zip(data["call_columns"], row, strict=True)))
+def flow_of(run: Run) -> RunFlow:
+    """The flow of a run."""
+    flow = RunFlow(run.tensors)
+    for call in run.calls:
+        flow.add(call)
     return flow
 
 
 class RunFlow:
     """Calls one after the other become nodes; casts, and calls without floating tensors, do not."""
 
-    def __init__(self, tensors: Sequence[Data]) -> None:
+    def __init__(self, tensors: Sequence[TensorFacts]) -> None:
         self.tensors = tensors
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
-        self.results: list[tuple[int, str, Data]] = []
+        self.results: list[tuple[int, str, TensorFacts]] = []
         self._made: dict[int, int] = {}
         self._like: dict[tuple[Any, ...], int] = {}
 
@@ -40,83 +42,80 @@ class RunFlow:
         """The nodes and edges so far."""
         return Graph(self.nodes, self.edges, flow=True, note=FLOW)
 
-    def add(self, call: Data) -> None:
+    def add(self, call: CallRecord) -> None:
         """The next call in order."""
-        if call["is_cast"]:
+        if call.is_cast:
             self._pass_on(call)
             return
-        gave = [(name, n) for name, n in call["outputs"] if self.tensors[n]["format"] in FORMATS]
-        read = [(name, n) for name, n in call["inputs"] if self.tensors[n]["format"] in FORMATS]
+        gave = [(name, n) for name, n in call.outputs if self.tensors[n].fits()]
+        read = [(name, n) for name, n in call.inputs if self.tensors[n].fits()]
         if not gave and not read:
             return
         number_of = len(self.nodes)
         for argument, n in read:
-            self._edge(argument, n, number_of, call["computes"])
-        self.nodes.append(self._node(call, [n for _, n in read], gave))
+            self._edge(argument, n, number_of, call.computes)
+        self.nodes.append(self._node(call, [self.tensors[n] for _, n in read], gave))
         for name, n in gave:
             self._made[n] = number_of
             self._like[_figures(self.tensors[n])] = number_of
             self.results.append((number_of, name, self.tensors[n]))
 
-    def _pass_on(self, call: Data) -> None:
+    def _pass_on(self, call: CallRecord) -> None:
         """What a cast gives was made by whoever made what it reads."""
-        made = next((self._maker(n) for _, n in call["inputs"]), OUTSIDE)
+        made = next((self._maker(n) for _, n in call.inputs), OUTSIDE)
         if made != OUTSIDE:
-            self._made.update((n, made) for _, n in call["outputs"])
+            self._made.update((n, made) for _, n in call.outputs)
 
     def _maker(self, tensor: int) -> int:
         """The call that made a tensor, or the one in whose memory it lies; or else one that gave what looks alike."""
         at = tensor
-        while at not in self._made and 0 <= self.tensors[at].get("lies_in", -1) < at:
-            at = self.tensors[at]["lies_in"]
+        while at not in self._made and 0 <= self.tensors[at].lies_in < at:
+            at = self.tensors[at].lies_in
         known = self._made.get(at)
         return self._like.get(_figures(self.tensors[tensor]), OUTSIDE) if known is None else known
 
     def _edge(self, argument: str, tensor: int, end: int, computes: str) -> None:
         facts = self.tensors[tensor]
-        src = facts["format"]
+        src = facts.format
         dst = computes if computes in FORMATS else src  # of several formats nobody knows which it is
-        elements = facts["elements"]
-        moved = elements * (FORMATS[src].bits + (FORMATS[dst].bits if src != dst else 0)) // 8
+        moved = facts.elements * (FORMATS[src].bits + (FORMATS[dst].bits if src != dst else 0)) // 8
         start = self._maker(tensor)
         named_weight = argument.rpartition(".")[2] in ("weight", "bias", "running_mean", "running_var")
         kind = "activation" if start != OUTSIDE else "weight" if named_weight else "input"
         self.edges.append(Edge(start, end, argument, src, dst, moved, kind, "copied" if src != dst else ""))
 
-    def _node(self, call: Data, read: list[int], gave: list[tuple[str, int]]) -> Node:
-        path, op, label, direction = split_identity(call["id"])
-        results = [self.tensors[n] for _, n in gave]
-        gives = ",".join(dict.fromkeys(t["format"] for t in results))
-        node = Node(
-            path, op, label, 1, direction, call["came"], call["computes"], gives, "", call["rule"], call["reason"],
-            call["file"], call["line"],
+    def _node(self, call: CallRecord, read: list[TensorFacts], gave: list[tuple[str, int]]) -> Node:
+        results = [(name, self.tensors[n]) for name, n in gave]
+        gives = ",".join(dict.fromkeys(facts.format for _, facts in results))
+        node = replace(
+            node_of(call.id, call.computes, call.file, call.line), came=call.came, result=gives, rule=call.rule,
+            reason=call.reason,
         )  # fmt: skip
         node.bytes = sum(
-            self.tensors[n]["elements"] * FORMATS[self.tensors[n]["format"]].bits // 8
-            for n in (*read, *(n for _, n in gave))
+            facts.elements * FORMATS[facts.format].bits // 8 for facts in (*read, *(facts for _, facts in results))
         )
-        transposed = ("transposed", "True") in map(tuple, call["given"])
         node.multiplications = multiplications(
-            op, [self.tensors[n]["shape"] for _, n in call["inputs"]],
-            [self.tensors[n]["shape"] for _, n in call["outputs"]], transposed,
+            call.id.op, [self.tensors[n].shape for _, n in call.inputs],
+            [self.tensors[n].shape for _, n in call.outputs], ("transposed", "True") in call.given,
         )  # fmt: skip
-        node.facts = tuple((name, tensor_words(self.tensors[n])) for name, n in gave)
-        bad = [name for name, n in gave if self.tensors[n]["nan"] or self.tensors[n]["infinite"]]
+        node.facts = tuple((name, tensor_words(facts)) for name, facts in results)
+        bad = [name for name, facts in results if not facts.is_finite]
         if bad:
-            clean = not any(self.tensors[n]["nan"] or self.tensors[n]["infinite"] for n in read)
             node.verdict = "not finite"
+            clean = all(facts.is_finite for facts in read)
             node.finding = f"{bad[0]} is not finite" + (", and its inputs are" if clean else "; nor are its inputs")
         return node
 
 
-def _figures(tensor: Data) -> tuple[Any, ...]:
+def _figures(tensor: TensorFacts) -> tuple[Any, ...]:
     """What a view has in common with its tensor; a constant one has nothing to be known by."""
-    low, high = tensor["low"], tensor["high"]
-    return ("constant", id(tensor)) if low == high else (tensor["format"], tensor["elements"], low, high)
+    low, high = tensor.low, tensor.high
+    return ("constant", id(tensor)) if low == high else (tensor.format, tensor.elements, low, high)
 
 
-def tensor_words(tensor: Data) -> str:
+def tensor_words(tensor: TensorFacts) -> str:
     """`bf16 [2, 8] from -3.1 to 4.2, rms 0.9`."""
-    low, high, rms = (number(tensor[name]) for name in ("low", "high", "rms"))
+    low, high, rms = number(tensor.low), number(tensor.high), number(tensor.rms)
     known = low is not None and high is not None and rms is not None
-    return f"{tensor['format']} {tensor['shape']}" + (f" from {low:.3g} to {high:.3g}, rms {rms:.3g}" if known else "")
+    said = f" from {low:.3g} to {high:.3g}, rms {rms:.3g}" if known else ""
+    return f"{tensor.format} {list(tensor.shape)}{said}"

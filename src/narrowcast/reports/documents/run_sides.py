@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
+from narrowcast.core.ledger.identity import CallId
+from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node, node_of
 from narrowcast.reports.documents.run_flow import flow_of
-from narrowcast.reports.documents.words import split_identity
+from narrowcast.reports.results.run_differences import RunDifferences, Unaligned
 
-Data = Mapping[str, Any]
 _Key = tuple[str, str, str, str]
 LISTED = (
     "Calls stand in the order of the pairs; what flows between them is not in a saved comparison: compare the runs "
@@ -21,25 +21,19 @@ LISTED = (
 class SideGraph:
     """What is drawn of one run, and which calls its boxes are. side: `a` or `b`."""
 
-    def __init__(self, data: Data, side: str) -> None:
-        runs = data.get("runs") or ()
-        self.graph = merged_turns(flow_of(runs["ab".index(side)]).graph()) if runs else _listed(data, side)
-        self._at = {key_of(_identity(node)): n for n, node in enumerate(self.graph.nodes)}
+    def __init__(self, found: RunDifferences, side: str) -> None:
+        runs = found.compared_runs
+        self.graph = merged_turns(flow_of(runs["ab".index(side)]).graph()) if runs else _listed(found, side)
+        self._at = {(n.path, n.op, n.label.partition(" ")[0], n.direction): i for i, n in enumerate(self.graph.nodes)}
 
-    def numbers(self, identities: Iterable[str]) -> tuple[int, ...]:
+    def numbers(self, calls: Iterable[CallId]) -> tuple[int, ...]:
         """The boxes of these calls; a call without a floating tensor has none."""
-        return tuple(self._at[key] for key in map(key_of, identities) if key in self._at)
+        return tuple(self._at[key] for key in map(key_of, calls) if key in self._at)
 
 
-def key_of(identity: str) -> _Key:
+def key_of(call: CallId) -> _Key:
     """The call whatever the turn of its module."""
-    path, op, label, direction = split_identity(identity)
-    return path, op, label.partition(" ")[0], direction
-
-
-def _identity(node: Node) -> str:
-    direction = "" if node.direction == "forward" else f" {node.direction}"
-    return f"{node.path} {node.op} {node.label}{direction}".strip()
+    return call.module_path, call.op, f"#{call.number}", call.direction
 
 
 def merged_turns(graph: Graph) -> Graph:
@@ -48,7 +42,7 @@ def merged_turns(graph: Graph) -> Graph:
     nodes: list[Node] = []
     at: list[int] = []
     for node in graph.nodes:
-        key = key_of(_identity(node))
+        key = node.path, node.op, node.label.partition(" ")[0], node.direction
         if key not in first:
             first[key] = len(nodes)
             nodes.append(replace(node, times=0, bytes=0))
@@ -69,28 +63,28 @@ def merged_turns(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes, edges=list(edges.values()))
 
 
-def _listed(data: Data, side: str) -> Graph:
+def _listed(found: RunDifferences, side: str) -> Graph:
     """The calls that a comparison names: those with a partner in their order, each of the others after the call that
     it came after.
     """
-    after: dict[str, list[Data]] = {}
-    for one in data["unaligned"]:
-        if one["run"] == side:
-            after.setdefault(one["after"], []).append(one)
+    after: dict[str, list[Unaligned]] = {}
+    for one in found.unaligned:
+        if one.run == side:
+            after.setdefault(one.after, []).append(one)
     nodes = [_alone(one) for one in after.pop("", [])]
-    for row in data["rows"]:
-        for identity in row[side]:
-            nodes.append(_named(identity, row[f"place_{side}"], row[f"format_{side}"]))
-            nodes += [_alone(one) for one in after.pop(identity, [])]
+    for row in found.rows:
+        calls, at, computes = (row.a, row.place_a, row.format_a) if side == "a" else (row.b, row.place_b, row.format_b)
+        for call in calls:
+            nodes.append(_named(call, at, computes))
+            nodes += [_alone(one) for one in after.pop(str(call), [])]
     nodes += [_alone(one) for left in after.values() for one in left]
     return Graph(nodes, [], note=LISTED)
 
 
-def _alone(one: Data) -> Node:
-    return _named(one["id"], one["place"], one.get("format", ""))
+def _alone(one: Unaligned) -> Node:
+    return _named(one.id, one.place, one.format)
 
 
-def _named(identity: str, place: str, computes: str) -> Node:
-    path, op, label, direction = split_identity(identity)
+def _named(call: CallId, place: str, computes: str) -> Node:
     file, _, line = place.rpartition(":")
-    return Node(path, op, label, 1, direction, computes=computes, file=file, line=int(line or 0))
+    return node_of(call, computes, file, int(line or 0))

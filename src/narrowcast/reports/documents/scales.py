@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from narrowcast.reports.documents.model import Figure, Page, Series
+from narrowcast.reports.documents.model import Document, Figure, Series
 from narrowcast.reports.documents.tables import table
 
 
-def scaler_page(data: Mapping[str, Any]) -> Page:
+def scaler_document(data: Mapping[str, Any]) -> Document:
     """The page of `scaler.history`; it has no graph."""
     rows, skipped = data["rows"], data["skipped"]
     verdict = (
         f"{skipped} of {data['steps']} steps were skipped" if skipped else f"None of {data['steps']} steps skipped"
     )
-    page = Page("scaler", "A loss scale", verdict, "" if skipped else "good")
+    page = Document("scaler", "A loss scale", verdict, "" if skipped else "good")
     page.facts = [("steps", str(data["steps"]))]
     last = rows[-1]["scale"] if rows else 0.0
     page.figures = [Figure("skipped", skipped, "steps"), Figure("scale", last, "of the last step")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from narrowcast.core.ledger.records import Advice, Cast, Refusal
 from narrowcast.reports.documents.model import Column, Edge, Graph, Node, Table
 from narrowcast.reports.documents.rules import (
     Shown,
@@ -16,8 +17,8 @@ from narrowcast.reports.documents.rules import (
     shared_modules,
 )
 from narrowcast.reports.documents.words import place
-
-Row = Mapping[str, Any]
+from narrowcast.reports.results.explanation import RuleRow
+from narrowcast.reports.results.ledger import Ledger
 
 
 def table(
@@ -69,18 +70,14 @@ def module_table(nodes: Iterable[Node]) -> list[Table]:
     return table("modules", "Each module: its own calls", columns, rows)
 
 
-def cast_table(casts: Iterable[Row], nodes: Sequence[Node], counted: Iterable[Row] = ()) -> list[Table]:
+def cast_table(ledger: Ledger, nodes: Sequence[Node]) -> list[Table]:
     """Casts; alike ones of one place together."""
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for cast in casts:
-        how = "again" if cast.get("repeated") and cast["how"] == "copied" else cast["how"]
-        sums = groups.setdefault(_cast_key(cast, how), [0, 0])
-        sums[0] += 1
-        sums[1] += cast["moved_bytes"]
-    for cast in counted:
-        sums = groups.setdefault(_cast_key(cast, cast["how"]), [0, 0])
-        sums[0] += cast["calls"]
-        sums[1] += cast["moved_bytes"]
+    for cast, times in ledger.kinds():
+        is_again = cast.repeated and cast.how == "copied" and cast not in ledger.counted
+        sums = groups.setdefault(_cast_key(cast, "again" if is_again else cast.how), [0, 0])
+        sums[0] += times.calls
+        sums[1] += times.moved_bytes
     ordered = sorted(groups.items(), key=lambda group: -group[1][1])
     rows = [[*key[:8], times, moved, *key[8:]] for key, (times, moved) in ordered]
     columns = (
@@ -101,17 +98,17 @@ def edge_cast_table(name: str, title: str, graph: Graph, edges: Iterable[Edge]) 
     return table(name, title, columns, rows)
 
 
-def _cast_key(cast: Row, how: str) -> tuple[Any, ...]:
+def _cast_key(cast: Cast, how: str) -> tuple[Any, ...]:
     return (
-        cast["module_path"], cast["op"], cast["argument"], cast["kind"], cast["src"], cast["dst"], how,
-        cast["direction"], cast["rule"], cast["reason"], place(cast["file"], cast["line"]),
+        cast.module_path, cast.op, cast.argument, cast.kind, cast.src, cast.dst, how, cast.direction, cast.rule,
+        cast.reason, place(cast.file, cast.line),
     )  # fmt: skip
 
 
-def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[Row] = ()) -> list[Table]:
+def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[RuleRow] = ()) -> list[Table]:
     """Rules and what they matched; a policy's own rules that matched nothing, too."""
-    rows = [
-        [r["rule"], r["origin"], r["calls"], len(r["modules"]), ", ".join(r["modules"][:4]), r["reason"]] for r in own
+    rows: list[list[Any]] = [
+        [r.rule, r.origin, r.calls, len(r.modules), ", ".join(r.modules[:4]), r.reason] for r in own
     ]
     known = {str(row[0]) for row in rows}
     for rule, modules in matches.items():
@@ -123,17 +120,15 @@ def matched_table(matches: Mapping[str, Mapping[str, int]], own: Iterable[Row] =
     return table("rules", "Rules, and what they matched", columns, rows)
 
 
-def refusal_table(refusals: Iterable[Row]) -> list[Table]:
+def refusal_table(refusals: Iterable[Refusal]) -> list[Table]:
     """Calls that were not run."""
-    rows = [[r["module_path"], r["op"], r["reason"], r["policy"], place(r["file"], r["line"])] for r in refusals]
+    rows = [[r.module_path, r.op, r.reason, r.policy, place(r.file, r.line)] for r in refusals]
     return table("refusals", "Refused calls", "module:module, op:op, reason, policy, line:line", rows)
 
 
-def advice_table(advice: Iterable[Row]) -> list[Table]:
+def advice_table(advice: Mapping[Advice, int]) -> list[Table]:
     """What is legal, and probably a mistake."""
-    rows = [
-        [a["kind"], a["what"], a["todo"], a["times"], a["module_path"], place(a["file"], a["line"])] for a in advice
-    ]
+    rows = [[a.kind, a.what, a.todo, times, a.module_path, place(a.file, a.line)] for a, times in advice.items()]
     return table("advice", "Advice", "kind, what, what to do, times:number, module:module, line:line", rows)
 
 

@@ -22,15 +22,6 @@ def error_text(value: Any) -> str:
     return str(value) if known is None else "0" if known == 0 else f"{known:.1e}"
 
 
-def split_identity(text: str) -> tuple[str, str, str, str]:
-    """Module path, op, label (`#2`, `#1 turn 3`) and direction of an identity in a file."""
-    before, _, after = text.rpartition(" #")
-    path, _, op = before.rpartition(" ")
-    words = after.split()
-    direction = words.pop() if words and words[-1] in ("backward", "recomputation") else "forward"
-    return path, op, "#" + " ".join(words), direction
-
-
 def counted(count: int, one: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {one}" if count == 1 else f"{count} {one}s"

@@ -123,7 +123,7 @@ def _advice(found: Differences) -> tuple[list[str], list[str]]:
         return [], []
     row, before = low[0], _before_fault(found)
     row = before or row
-    rule = rule_of_call(str(row.forward or row.id), row.computes)
+    rule = rule_of_call(row.forward or row.id, row.computes)
     if not rule:
         return [], []
     why = "alone it moves the output most" if not math.isnan(row.alone) else "its own error is the largest"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.output.console import short_file, short_place
 from narrowcast.output.screen import LINES, Part, first_screen, shortened, wrapped
-from narrowcast.reports.documents.read import page_of
+from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.render.ledger_text import LEAST_OF_PATH, cast_part, short_op
 from narrowcast.reports.render.overview import overview_parts
 from narrowcast.reports.results.differences import CallError
@@ -29,7 +29,7 @@ def explanation_screen(explanation: Explanation, whole: Callable[[], str], width
     rows = [*_graphs(explanation, width), cast_part(explanation.ledger.kinds(), width)]
     if explanation.comparison is not None:
         rows.insert(0, _errors(explanation.comparison.worst, width))
-    parts = overview_parts(page_of(explanation.data()), head, rows, width)
+    parts = overview_parts(document_of(explanation), head, rows, width)
     return first_screen(parts, whole, width, room)
 
 

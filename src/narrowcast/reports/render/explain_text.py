@@ -10,8 +10,8 @@ from rich.markup import escape
 from narrowcast.core.ledger import Cast
 from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
 from narrowcast.output.screen import COLUMNS
+from narrowcast.reports.documents.explanations import spent
 from narrowcast.reports.documents.rules import alike_module
-from narrowcast.reports.documents.words import spent_text
 from narrowcast.reports.render.explain_screen import explanation_screen
 from narrowcast.reports.render.graph_text import graph_parts, short_site
 from narrowcast.reports.render.ledger_text import (
@@ -246,12 +246,7 @@ def _comparison(comparison: Comparison, low: str, gradients: bool) -> list[Rende
         f"beyond weights of {in_bytes(comparison.weight_bytes)}, which the ratio counts; {mode}",
     )  # fmt: skip
     parts.append(cost)
-    if _spent(comparison):
+    if on := spent(comparison):
         slower = f"[red]In {low} this model is slower here.[/red] " if comparison.time_ratio > 1.05 else ""
-        parts.append(f"{slower}Its time: {_spent(comparison)}.")
+        parts.append(f"{slower}Its time: {on}.")
     return parts
-
-
-def _spent(comparison: Comparison) -> str:
-    """On what the region's time is spent."""
-    return spent_text(comparison.casts_ms, comparison.kernels_ms, comparison.reference_kernels_ms, comparison.region_ms)

@@ -9,12 +9,12 @@ import json
 from functools import cache
 from pathlib import Path
 
-from narrowcast.reports.documents.model import Page
+from narrowcast.reports.documents.model import Document
 
 BUILT = Path(__file__).parent / "built"
 
 
-def page_html(page: Page) -> str:
+def page_html(page: Document) -> str:
     """The whole file. What comes from the user is JSON in a block that browsers do not run, and text from there on."""
     script, style = built("page.js"), built("page.css")
     rules = "; ".join(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable
 
 from rich.console import RenderableType
 from rich.markup import escape
 
-from narrowcast.core.ledger.records import Advice, Cast, Refusal, Tally, Totals
+from narrowcast.core.ledger.records import Cast, Tally
 from narrowcast.output.console import WIDTH, as_text, in_bytes, short_place, table
 from narrowcast.output.screen import Part, first_screen, shortened
-from narrowcast.reports.documents.ledgers import ledger_page
+from narrowcast.reports.documents.ledgers import ledger_document
 from narrowcast.reports.documents.rules import alike_module
 from narrowcast.reports.render.overview import overview_parts
+from narrowcast.reports.results.ledger import Ledger
 
 LEAST_OF_PATH = 12
 """So many letters of a module's path are shown, however narrow it is."""
@@ -23,34 +22,12 @@ LINES = 1000
 """A ledger with more casts than these is printed by kind."""
 
 
-class Recorded(Protocol):
-    """What is shown of a ledger."""
-
-    casts: list[Cast]
-    refusals: list[Refusal]
-    advice: dict[Advice, int]
-    notes: list[str]
-
-    @property
-    def cast_count(self) -> int:
-        """How many casts there were, listed or only counted."""
-
-    def kinds(self) -> Iterator[tuple[Cast, Tally]]:
-        """Alike casts, with how many there were."""
-
-    def to_json(self) -> str:
-        """Its own schema."""
-
-    def totals(self) -> Totals:
-        """Sums over all."""
-
-
-def ledger_screen(ledger: Recorded, width: int, room: int) -> str:
+def ledger_screen(ledger: Ledger, width: int, room: int) -> str:
     """All of a short ledger; of a longer one sums, and the kinds of casts that move most."""
     whole = ledger_text(ledger, width).strip("\n")
     if whole.count("\n") < room:
         return first_screen([Part(whole.split("\n"))], None, width, room)
-    page = ledger_page(json.loads(ledger.to_json()))
+    page = ledger_document(ledger)
     head = ", ".join(f"{name}: {value}" for name, value in page.facts)
     parts = overview_parts(page, head, [cast_part(ledger.kinds(), width)], width)
     return first_screen(parts, lambda: ledger_text(ledger), width, room)
@@ -79,7 +56,7 @@ def short_op(op: str) -> str:
     return op.removeprefix("aten.").removesuffix(".default")
 
 
-def ledger_text(ledger: Recorded, width: int = WIDTH) -> str:
+def ledger_text(ledger: Ledger, width: int = WIDTH) -> str:
     """All casts and refusals as plain text; of many casts each kind, those that move most."""
     count = ledger.cast_count
     if count <= LINES:
@@ -98,7 +75,7 @@ def ledger_text(ledger: Recorded, width: int = WIDTH) -> str:
     )
 
 
-def totals_line(ledger: Recorded) -> str:
+def totals_line(ledger: Ledger) -> str:
     """One paragraph of sums."""
     t = ledger.totals()
     return (
@@ -112,7 +89,7 @@ def totals_line(ledger: Recorded) -> str:
 Kind = tuple[str, str, str, str, str, str]
 
 
-def cast_kinds(ledger: Recorded) -> list[tuple[Kind, Tally]]:
+def cast_kinds(ledger: Ledger) -> list[tuple[Kind, Tally]]:
     """Casts that make the same line, how many there are, and the bytes that they move: most bytes first."""
     found: dict[Kind, Tally] = {}
     for cast, times in ledger.kinds():
@@ -161,7 +138,7 @@ def how_text(cast: Cast) -> str:
     return how if cast.direction == "forward" else f"{how}, backward"
 
 
-def refusals(ledger: Recorded) -> list[RenderableType]:
+def refusals(ledger: Ledger) -> list[RenderableType]:
     """A table of refused calls, if there are any."""
     if not ledger.refusals:
         return []
@@ -171,7 +148,7 @@ def refusals(ledger: Recorded) -> list[RenderableType]:
     return [made]
 
 
-def advice_parts(ledger: Recorded) -> list[RenderableType]:
+def advice_parts(ledger: Ledger) -> list[RenderableType]:
     """Each piece of advice with its line, if there is any."""
     parts: list[RenderableType] = []
     for found, times in ledger.advice.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from narrowcast.output.console import in_bytes
-from narrowcast.reports.documents.model import Bar, Page, Table
+from narrowcast.reports.documents.model import Bar, Document, Table
 from narrowcast.reports.documents.rules import rule_text
 
 ROWS = 12
@@ -14,7 +14,7 @@ OTHER = "#7a828c"
 FIRST = ("casts", "errors", "findings", "fit", "differences", "pairs", "ops")
 
 
-def notebook_html(page: Page) -> str:
+def notebook_html(page: Document) -> str:
     """Verdict, figures, shares by format, what is worth doing, and one table."""
     figures = "".join(
         f"<td><b>{escape(f.value)}</b><br><small>{escape(f.name)}: {escape(f.detail)}</small></td>"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from narrowcast.output.console import in_bytes
 from narrowcast.output.screen import Part, wrapped
-from narrowcast.reports.documents.model import Bar, Page, Todo
+from narrowcast.reports.documents.model import Bar, Document, Todo
 from narrowcast.reports.documents.rules import rule_text
 from narrowcast.reports.documents.words import in_count
 
@@ -15,7 +15,7 @@ _NAME = 15
 _WORDS = {"multiplications": "multiplied"}
 
 
-def overview_parts(page: Page, head: str, rows: list[Part], width: int) -> list[Part]:
+def overview_parts(page: Document, head: str, rows: list[Part], width: int) -> list[Part]:
     """Head, verdict and notes, figures, what is worth doing; `rows`, what is most expensive, stand before that.
 
     head: what ran, in which region.

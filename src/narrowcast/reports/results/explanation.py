@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from narrowcast.core.ledger import Cast, Tally
 from narrowcast.core.policy import Rule
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
-from narrowcast.reports.results.flow import graph_flow
+from narrowcast.reports.results.flow import Flow, graph_flow
 from narrowcast.reports.results.graphs import (
     CompiledGraph,
     DecisionDifference,
@@ -219,6 +219,10 @@ class Explanation(Result):
         """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
         return [graph_row(graph) for graph in self.graphs]
 
+    def flows(self) -> list[Flow]:
+        """What flows between the calls of each captured graph."""
+        return [graph_flow(graph) for graph in self.graphs]
+
     def op_rows(self) -> list[OpRow]:
         """Every op with its formats and why, most bytes first."""
         rows: dict[tuple[str, ...], Tally] = {}
@@ -289,7 +293,7 @@ class Explanation(Result):
         data["repeated_casts"] = [asdict(row) for row in self.repeats()]
         data["graphs"] = [asdict(row) for row in self.graph_rows()]
         data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
-        data["flows"] = [graph_flow(graph) for graph in self.graphs]
+        data["flows"] = [flow.data() for flow in self.flows()]
         data["differences"] = [asdict(row) for row in self.differences]
         data["comparison"] = self.comparison.data() if self.comparison else None
         data["failure"] = asdict(self.failure) if self.failure else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from narrowcast.core.policy import Site
 from narrowcast.programs.program import Program, Step
@@ -11,39 +12,85 @@ from narrowcast.reports.results.graphs import CompiledGraph, floating_formats, p
 
 OUTSIDE = -1
 """Where a value begins that no step of the graph makes."""
-STEP_COLUMNS = (
-    "module_path", "op", "file", "line", "number", "direction", "came", "computes", "result", "moved_bytes",
-    "multiplications",
-)  # fmt: skip
-EDGE_COLUMNS = ("start", "end", "argument", "src", "dst", "moved_bytes", "kind", "how")
 _LEARNED = ("weight", "bias", "running_mean", "running_var")
 FORWARD = "forward"
 
 
-def graph_flow(graph: CompiledGraph) -> dict[str, Any]:
+class FlowStep(NamedTuple):
+    """A call of a graph: formats that came, were read and were given. direction: forward, backward; dgrad and wgrad,
+    where a gradient of an input or of a weight is made. multiplications: None where they are not known.
+    """
+
+    module_path: str
+    op: str
+    file: str
+    line: int
+    number: int
+    direction: str
+    came: str
+    computes: str
+    result: str
+    moved_bytes: int
+    multiplications: int | None
+
+
+class FlowEdge(NamedTuple):
+    """A value, from which step to which (OUTSIDE: from none), with its format before and after a cast between them.
+
+    moved_bytes: of the cast, or the value. kind: `activation`, `weight` or `input`. how: `copied`, or `shared` with an
+    earlier edge.
+    """
+
+    start: int
+    end: int
+    argument: str
+    src: str
+    dst: str
+    moved_bytes: int
+    kind: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What flows between the calls of one graph."""
+
+    steps: list[FlowStep] = field(default_factory=list)
+    edges: list[FlowEdge] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """As rows under their columns."""
+        return {
+            "step_columns": FlowStep._fields, "steps": self.steps, "edge_columns": FlowEdge._fields,
+            "edges": self.edges,
+        }  # fmt: skip
+
+    @staticmethod
+    def of_data(data: Mapping[str, Any]) -> Flow:
+        """The flow that such rows say."""
+        return Flow([FlowStep(*row) for row in data["steps"]], [FlowEdge(*row) for row in data["edges"]])
+
+
+def graph_flow(graph: CompiledGraph) -> Flow:
     """Steps and edges of a graph as it was written, its backward after its forward, if autograd made one.
 
-    steps: module path, op, file, line, number, direction (forward, backward; dgrad and wgrad, where a gradient of an
-    input or of a weight is made), formats that came, were read and were given, bytes, multiplications (None: not
-    known). A step of the backward has the place of the forward step whose gradients it makes. edges: from which step to
-    which (OUTSIDE: from none), argument, format before and after a cast between them, bytes that the cast (or the
-    value) has, `activation`, `weight` or `input`, and how: `copied`, or `shared` with an earlier edge. Casts, views and
-    what takes a tuple apart are on the edges; factories and edges of regions are left out.
+    A step of the backward has the place of the forward step whose gradients it makes. Casts, views and what takes a
+    tuple apart are on the edges; factories and edges of regions are left out.
     """
-    steps: list[list[Any]] = []
-    edges: list[list[Any]] = []
+    steps: list[FlowStep] = []
+    edges: list[FlowEdge] = []
     if graph.before is not None and graph.after is not None:
         forward = _Flow(graph.before, graph.after, steps, edges)
         forward.add_steps()
         if graph.joint_before is not None and graph.joint_after is not None:
             _Backward(graph.joint_before, graph.joint_after, steps, edges, forward, graph.forward_steps).add_steps()
-    return {"step_columns": STEP_COLUMNS, "steps": steps, "edge_columns": EDGE_COLUMNS, "edges": edges}
+    return Flow(steps, edges)
 
 
 class _Flow:
     """Walks one program, and appends to rows that may have others already."""
 
-    def __init__(self, before: Program, after: Program, steps: list[list[Any]], edges: list[list[Any]]) -> None:
+    def __init__(self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge]) -> None:
         self.before, self.after, self.steps, self.edges = before, after, steps, edges
         self.numbers: dict[int, int] = {}
         self.casts: set[int] = set()
@@ -72,7 +119,7 @@ class _Flow:
         """The row of the step that makes a value which no cast and no view makes."""
         return self.numbers.get(value, OUTSIDE)
 
-    def _step(self, step: Step) -> list[Any]:
+    def _step(self, step: Step) -> FlowStep:
         known = self.before.steps.get(step.id, step)
         came = floating_formats([self.before.values[o.value] for o in known.operands if o.value in self.before.values])
         read = [self.after.values[o.value] for o in step.operands]
@@ -80,14 +127,16 @@ class _Flow:
         gave = self.parts.get(step.id, [step.value])
         moved = sum(v.bytes for v in (*read, *gave))
         site, number = self.place(step)
-        place = [site.module_path, step.op, site.file, site.line, number, step.direction]
-        return [*place, came, computes, floating_formats(gave[:1]), moved, step_multiplications(step, read, gave)]
+        return FlowStep(
+            site.module_path, step.op, site.file, site.line, number, step.direction, came, computes,
+            floating_formats(gave[:1]), moved, step_multiplications(step, read, gave),
+        )  # fmt: skip
 
-    def _edge(self, end: int, argument: str, value: int) -> list[Any]:
-        """The way back from an operand to what made it; empty for what is no floating tensor."""
+    def _edge(self, end: int, argument: str, value: int) -> FlowEdge | None:
+        """The way back from an operand to what made it; None for what is no floating tensor."""
         read = self.after.values[value]
         if read.format is None:
-            return []
+            return None
         src, moved, how = read.type, read.bytes, ""
         step = self.after.steps.get(value)
         while step is not None and (step.is_cast or _passes(step)):
@@ -101,7 +150,8 @@ class _Flow:
             step = self.after.steps.get(value)
         is_learned = self.after.values[value].weight or argument in _LEARNED
         kind = "activation" if step is not None else "weight" if is_learned else "input"
-        return [self.maker(value), end, argument, src, read.type, 0 if how == "shared" else moved, kind, how]
+        moved = 0 if how == "shared" else moved
+        return FlowEdge(self.maker(value), end, argument, src, read.type, moved, kind, how)
 
 
 class _Backward(_Flow):
@@ -111,7 +161,7 @@ class _Backward(_Flow):
     """
 
     def __init__(
-        self, before: Program, after: Program, steps: list[list[Any]], edges: list[list[Any]], forward: _Flow,
+        self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge], forward: _Flow,
         origins: Mapping[int, int],
     ) -> None:  # fmt: skip
         super().__init__(before, after, steps, edges)

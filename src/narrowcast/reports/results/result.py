@@ -29,10 +29,6 @@ class Paged(ABC):
     def data(self) -> Mapping[str, Any]:
         """What its JSON text says, as Python has it; parts of it may be its own: copy before you change."""
 
-    def page_data(self) -> Mapping[str, Any]:
-        """What its page is made of."""
-        return self.data()
-
     def to_html(self) -> str:
         """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
         return str(renderer("pages").html_of(self))

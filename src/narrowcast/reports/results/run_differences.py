@@ -186,11 +186,6 @@ class RunDifferences(Result):
     def __repr__(self) -> str:
         return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
 
-    def page_data(self) -> dict[str, Any]:
-        """The same with what only its page shows: both runs, and what the first screen says of them."""
-        more = {"summary": summary(self), "advice": advice(self).removeprefix("What to do: ")}
-        return self.data() | more | {"runs": [run.data() for run in self.compared_runs]}
-
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""
         data = {f: getattr(self, f) for f in ("a", "b", "environment", "notes")}

@@ -13,6 +13,7 @@ from narrowcast.programs.placement.peak import Peak
 from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, RuleRow
+from narrowcast.reports.results.flow import Flow
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph, DecisionDifference, GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.records import call_errors, first_not_finite, output_errors, record_of
@@ -32,6 +33,10 @@ class SavedExplanation(Explanation):
     def rule_rows(self) -> list[RuleRow]:
         """What each of the policy's own rules matched."""
         return list(self.matched)
+
+    def flows(self) -> list[Flow]:
+        """What flows between the calls of each captured graph."""
+        return [Flow.of_data(flow) for flow in self.written.get("flows", ())]
 
     def data(self) -> dict[str, Any]:
         """What was written as JSON."""
@@ -66,8 +71,8 @@ def _comparison(data: Data, row: Data) -> Comparison:
     """Files from before all calls were in them have the worst alone."""
     differences = Differences(
         data["subject"], data["device_type"], data["policy"], data["low"], "fp32",
-        call_errors(row.get("calls", row["worst"])), output_errors(row), band=row["band"], verdict=row["verdict"],
-        notes=list(row["notes"]), runs=row["runs"], not_finite=first_not_finite(row),
+        call_errors(row.get("calls", row["worst"])), output_errors(row), band=float(row["band"]),
+        verdict=row["verdict"], notes=list(row["notes"]), runs=row["runs"], not_finite=first_not_finite(row),
         reference_not_finite=row["reference_not_finite"],
     )  # fmt: skip
     metrics = {

@@ -1,0 +1,44 @@
+"""Which document a result has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from narrowcast.reports.documents.comparisons import comparison_document
+from narrowcast.reports.documents.explanations import explanation_document
+from narrowcast.reports.documents.fits import fit_document
+from narrowcast.reports.documents.ledgers import ledger_document
+from narrowcast.reports.documents.model import Document
+from narrowcast.reports.documents.profiles import profile_document
+from narrowcast.reports.documents.repairs import repair_document
+from narrowcast.reports.documents.run_differences import run_differences_document
+from narrowcast.reports.documents.runs import run_document
+from narrowcast.reports.documents.scales import scaler_document
+from narrowcast.reports.documents.training import training_document
+from narrowcast.reports.documents.watches import watch_document
+from narrowcast.reports.results.differences import Differences
+from narrowcast.reports.results.explanation import Explanation
+from narrowcast.reports.results.findings import Watching
+from narrowcast.reports.results.fit import Fit
+from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.repair import Repair
+from narrowcast.reports.results.result import Paged
+from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.run_differences import RunDifferences
+from narrowcast.reports.results.training import TrainingCheck
+
+_DOCUMENTS: dict[type[Paged], Callable[[Any], Document]] = {
+    Differences: comparison_document, Explanation: explanation_document, Fit: fit_document, Ledger: ledger_document,
+    Repair: repair_document, Run: run_document, RunDifferences: run_differences_document,
+    TrainingCheck: training_document, Watching: watch_document,
+}  # fmt: skip
+
+
+def document_of(found: Paged) -> Document:
+    """What a result says: its verdict, figures, tables and graphs, and what to do."""
+    for kind in type(found).__mro__:
+        if kind in _DOCUMENTS:
+            return _DOCUMENTS[kind](found)
+    data = found.data()
+    return scaler_document(data) if data["schema"] == "narrowcast.scaler/1" else profile_document(data)

@@ -1,0 +1,69 @@
+"""The page of what a watch found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from narrowcast.reports.documents.ledgers import ORDER
+from narrowcast.reports.documents.model import Document, Figure, Graph, Series, Todo, node_of
+from narrowcast.reports.documents.rules import Shown, rule_of_call
+from narrowcast.reports.documents.tables import finding_table, table
+from narrowcast.reports.documents.words import counted, number
+from narrowcast.reports.results.findings import CAST, FORMAT, TREND, Finding, Watching
+
+
+def watch_document(found: Watching) -> Document:
+    """The page of what a watch found."""
+    nodes = []
+    for finding in found.findings:
+        node = node_of(finding.id, finding.formats, finding.file, finding.line)
+        node.verdict = finding.made_by
+        node.finding = f"{finding.what}, step {finding.step}: {finding.sentence}"
+        seen = {**dict(finding.inputs), **dict(finding.outputs)}
+        node.facts = tuple((name, f"{facts.format} {facts.low}..{facts.high}") for name, facts in seen.items())
+        nodes.append(node)
+    made = [n for n in nodes if n.verdict != TREND]
+    verdict = f"{counted(len(made), 'call')} made a NaN or an infinity" if made else "No NaN or infinity was made"
+    page = Document("watch", "A watched run", verdict, "bad" if made else "good", graph=Graph(nodes, [], note=ORDER))
+    page.facts = [("looked at", f"{found.calls} calls"), ("steps", str(found.steps))]
+    page.figures = [
+        Figure("findings", len(made), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
+        Figure("passed on", found.spread, "later calls"),
+        Figure("meant", sum(found.meant.values()), "infinities, as a mask has them"),
+    ]
+    page.notes = list(found.notes)
+    page.todos = [
+        Todo(_advice(finding), finding.sentence, _format_rule(finding), finding.id.module_path)
+        for finding in found.findings
+    ][:3]
+    page.tables = [
+        *finding_table(nodes, map(_format_rule, found.findings)),
+        *table(
+            "meant", "Infinities that were meant", "times:number, why", [[n, why] for why, n in found.meant.items()]
+        ),
+    ]
+    page.series = _history(found.history)
+    return page
+
+
+def _format_rule(row: Finding) -> Shown:
+    """The rule that keeps what a format or a cast ruins in fp32."""
+    return rule_of_call(row.forward or row.id, row.formats if row.made_by in (CAST, FORMAT) else "")
+
+
+def _advice(row: Finding) -> str:
+    """What to do: in the words of the finding, unless these are the rule that stands below."""
+    rule = _format_rule(row)
+    if rule:
+        return f"Keep {rule['op']} in {rule.get('module', 'the root')} in fp32"
+    return row.advice or row.sentence
+
+
+def _history(history: list[dict[str, Any]]) -> list[Series]:
+    """Figures over training steps: each number that the looks at gradients kept."""
+    names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
+    if len(history) < 2 or not names:
+        return []
+    xs = [float(row.get("step", i)) for i, row in enumerate(history, 1)]
+    lines = [(name, [number(row.get(name)) for row in history]) for name in names]
+    return [Series("Over training steps", "step", "figure", xs, lines, "whole", log=True)]
