@@ -5,8 +5,8 @@ import json
 import pytest
 
 from narrowcast.errors import RunError
-from narrowcast.reports.documents.scales import scaler_page
-from narrowcast.training.scaler.history import KEPT, History, ScaledStep
+from narrowcast.reports.documents.scales import scaler_document
+from narrowcast.reports.results.scaler_history import KEPT, History, ScaledStep
 from narrowcast.training.scaler.stuck import AT_FLOOR, Streak, advice_text, found_text, why_skipped
 
 
@@ -121,7 +121,7 @@ def test_the_page_draws_the_scale_and_names_what_was_skipped():
     history = History()
     history.add(ScaledStep(1, 65536.0, True, "the gradient of <b>w</b> is infinite", parameters=("<b>w</b>",)))
     history.add(ScaledStep(2, 32768.0, False))
-    page = scaler_page(history.data())
+    page = scaler_document(history)
     assert page.verdict == "1 of 2 steps were skipped"
     (series,) = page.series
     assert series.xs == [1, 2] and series.lines == [("scale", [65536.0, 32768.0])]
@@ -129,4 +129,4 @@ def test_the_page_draws_the_scale_and_names_what_was_skipped():
     assert skipped.rows == [[1, "", 65536.0, "<b>w</b>", "the gradient of <b>w</b> is infinite"]]
     html = history.to_html()
     assert "narrowcast.page/1" in html and "<b>w</b>" not in html
-    assert scaler_page(History().data()).tone == "good" and "None of 0" in History()._repr_html_()
+    assert scaler_document(History()).tone == "good" and "None of 0" in History()._repr_html_()

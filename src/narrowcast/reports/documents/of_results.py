@@ -26,12 +26,13 @@ from narrowcast.reports.results.repair import Repair
 from narrowcast.reports.results.result import Paged
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
+from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import TrainingCheck
 
 _DOCUMENTS: dict[type[Paged], Callable[[Any], Document]] = {
-    Differences: comparison_document, Explanation: explanation_document, Fit: fit_document, Ledger: ledger_document,
-    Repair: repair_document, Run: run_document, RunDifferences: run_differences_document,
-    TrainingCheck: training_document, Watching: watch_document,
+    Differences: comparison_document, Explanation: explanation_document, Fit: fit_document,
+    History: scaler_document, Ledger: ledger_document, Repair: repair_document, Run: run_document,
+    RunDifferences: run_differences_document, TrainingCheck: training_document, Watching: watch_document,
 }  # fmt: skip
 
 
@@ -40,5 +41,4 @@ def document_of(found: Paged) -> Document:
     for kind in type(found).__mro__:
         if kind in _DOCUMENTS:
             return _DOCUMENTS[kind](found)
-    data = found.data()
-    return scaler_document(data) if data["schema"] == "narrowcast.scaler/1" else profile_document(data)
+    return profile_document(found.data())  # a profile: it stands above, with the devices

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from narrowcast.reports.documents.model import Document, Figure, Series
 from narrowcast.reports.documents.tables import table
+from narrowcast.reports.results.scaler_history import History
 
 
-def scaler_document(data: Mapping[str, Any]) -> Document:
+def scaler_document(found: History) -> Document:
     """The page of `scaler.history`; it has no graph."""
-    rows, skipped = data["rows"], data["skipped"]
-    verdict = (
-        f"{skipped} of {data['steps']} steps were skipped" if skipped else f"None of {data['steps']} steps skipped"
-    )
+    rows, skipped = found.rows, found.skipped
+    verdict = f"{skipped} of {found.steps} steps were skipped" if skipped else f"None of {found.steps} steps skipped"
     page = Document("scaler", "A loss scale", verdict, "" if skipped else "good")
-    page.facts = [("steps", str(data["steps"]))]
-    last = rows[-1]["scale"] if rows else 0.0
+    page.facts = [("steps", str(found.steps))]
+    last = rows[-1].scale if rows else 0.0
     page.figures = [Figure("skipped", skipped, "steps"), Figure("scale", last, "of the last step")]
-    for loss in dict.fromkeys(row["loss"] for row in rows):
-        own = [row for row in rows if row["loss"] == loss]
+    for loss in dict.fromkeys(row.loss for row in rows):
+        own = [row for row in rows if row.loss == loss]
         title = f"Scale by step: {loss}" if loss else "Scale by step"
-        lines: list[tuple[str, list[float | None]]] = [("scale", [row["scale"] for row in own])]
-        page.series.append(Series(title, "step", "scale", [row["step"] for row in own], lines, "whole", log=True))
-    lost = [[r["step"], r["loss"], r["scale"], ", ".join(r["parameters"]), r["why"]] for r in rows if r["skipped"]]
+        lines: list[tuple[str, list[float | None]]] = [("scale", [row.scale for row in own])]
+        page.series.append(Series(title, "step", "scale", [row.step for row in own], lines, "whole", log=True))
+    lost = [[row.step, row.loss, row.scale, ", ".join(row.parameters), row.why] for row in rows if row.skipped]
     page.tables = table("skipped", "Skipped steps", "step:number, loss, scale:number, parameters, why", lost, [])
     return page

@@ -13,6 +13,7 @@ from narrowcast.reports.render.ledger_text import ledger_screen, ledger_text
 from narrowcast.reports.render.repair_text import repair_text
 from narrowcast.reports.render.run_differences_text import run_differences_text
 from narrowcast.reports.render.run_text import run_text
+from narrowcast.reports.render.scaler_text import history_text
 from narrowcast.reports.render.training_text import training_text
 from narrowcast.reports.render.watch_text import watching_text
 from narrowcast.reports.results.differences import Differences
@@ -24,6 +25,7 @@ from narrowcast.reports.results.repair import Repair
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
+from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import TrainingCheck
 
 
@@ -37,6 +39,6 @@ def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
 
 
 _TEXTS: dict[type[Result], Callable[[Any, bool, int, int], str]] = {
-    Differences: differences_text, Fit: fit_text, Repair: repair_text, Run: run_text,
+    Differences: differences_text, Fit: fit_text, History: history_text, Repair: repair_text, Run: run_text,
     RunDifferences: run_differences_text, TrainingCheck: training_text, Watching: watching_text,
 }  # fmt: skip

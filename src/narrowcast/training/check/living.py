@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
 from narrowcast.training.scaler.findings import Findings
 from narrowcast.training.scaler.gradients import parameters_of
-from narrowcast.training.scaler.history import History
 from narrowcast.training.scaler.losses import LossScale
 from narrowcast.training.scaler.steps import Steps
 

@@ -9,10 +9,10 @@ import torch
 
 from narrowcast.core.ledger.records import Advice
 from narrowcast.errors import ScalerError
+from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.grad_scaling import NativeScaler, is_definitely_without_cuda
 from narrowcast.training.scaler.findings import NO_CUDA, Findings
-from narrowcast.training.scaler.history import History
 from narrowcast.training.scaler.losses import LossScale
 from narrowcast.training.scaler.readings import Reading
 from narrowcast.training.scaler.results import StepResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowcast.training.scaler.history import ScaledStep
+from narrowcast.reports.results.scaler_history import ScaledStep
 
 AT_FLOOR = 4
 """So many skipped steps in a row at the lowest scale: one may be a bad batch."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from narrowcast.output.files import save_result
-from narrowcast.output.screen import LINES
 from narrowcast.reports.results.result import Result
 
 SCHEMA = "narrowcast.scaler/1"
@@ -67,13 +66,6 @@ class History(Result):
     def __repr__(self) -> str:
         return f"<History: {self.steps} steps, {self.skipped} skipped; print shows the last of these>"
 
-    def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
-        """How many steps there were, and the latest that were skipped; or, with every, all of these."""
-        said = [f"{self.steps} steps, {self.skipped} skipped"]
-        lost = [row for row in self.rows if row.skipped][0 if every else -_SHOWN :]
-        said += [f"  step {r.step}{f' {r.loss}' if r.loss else ''}, scale {r.scale:g}: {r.why}" for r in lost]
-        return "\n".join(said)
-
     def data(self) -> dict[str, Any]:
         """Everything as plain data, under the schema `narrowcast.scaler/1`."""
         rows = [{**asdict(row), "parameters": list(row.parameters)} for row in self.rows]
@@ -92,6 +84,3 @@ class History(Result):
                 name = "/".join(filter(None, (prefix, row.loss)))
                 writer.add_scalar(f"{name}/scale", row.scale, row.step)
                 writer.add_scalar(f"{name}/skipped", float(row.skipped), row.step)
-
-
-_SHOWN = 5
