@@ -36,7 +36,7 @@ from narrowcast.observation.observer.words import (
     format_names,
     multiplied,
     planned_names,
-)
+)  # fmt: skip
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.sites.numbering import coming_round, counting

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, label_of, node_of
-from narrowcast.reports.documents.rules import Shown, is_low, rule_of_call
+from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import error_text, number, place
 from narrowcast.reports.results.differences import CallError, Differences
@@ -117,8 +117,7 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         rule = _rule(row, why.partition(":")[0])
         if rule:
             call = row.forward or row.id
-            what = f"Keep {call.op} in {call.module_path or 'the root'} in fp32"
-            found.append(Todo(what, why, rule, call.module_path))
+            found.append(Todo(keeping(call.op, call.module_path), why, rule, call.module_path))
     return found
 
 

@@ -25,7 +25,7 @@ from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.times import cast_series
 from narrowcast.reports.documents.words import counted, number, place, spent_text
 from narrowcast.reports.results.explanation import Comparison, Explanation
-from narrowcast.reports.results.flow import Flow
+from narrowcast.reports.results.flow import GraphFlow
 from narrowcast.reports.results.graphs import GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.verdicts import AT_FAULT
@@ -211,7 +211,7 @@ _MAKES = {
 }
 
 
-def flow_graph(flows: list[Flow], ledger: Ledger) -> Graph:
+def flow_graph(flows: list[GraphFlow], ledger: Ledger) -> Graph:
     """The calls of captured graphs with the values between them; why each computes as it does is in the ledger."""
     kinds: dict[tuple[str, str, str, int], list[CallKind]] = {}
     for kind in ledger.calls:

@@ -8,7 +8,7 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
 from narrowcast.reports.documents.ledgers import shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Table, Todo, node_of
-from narrowcast.reports.documents.rules import Shown, call_rule
+from narrowcast.reports.documents.rules import Shown, call_rule, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.fit import FORMATS, UNSCALED, Fit, TensorFit
@@ -57,8 +57,7 @@ def _loss(row: TensorFit) -> str:
 
 
 def _todo(node: Node) -> Todo:
-    what = f"Keep {node.op} in {node.path or 'the root'} in fp32 beside fp16"
-    return Todo(what, node.finding, _rule(node, node.finding), node.path)
+    return Todo(f"{keeping(node.op, node.path)} beside fp16", node.finding, _rule(node, node.finding), node.path)
 
 
 def _rule(node: Node, reason: str = "") -> Shown:

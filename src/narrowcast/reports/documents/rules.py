@@ -43,6 +43,11 @@ def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
     return call_rule(call.op, call.module_path, "full" * (is_low(computes) and call.direction != BACKWARD), reason)
 
 
+def keeping(op: str, path: str) -> str:
+    """What the rule that keeps a call in fp32 does, in words."""
+    return f"Keep {op} in {path or 'the root'} in fp32"
+
+
 def high_rule(node: Node, reason: str = "") -> Shown:
     """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
     return call_rule(node.op, node.path, "full" * (is_low(node.computes) and node.direction != "backward"), reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from narrowcast.output.console import in_bytes
 from narrowcast.reports.documents.ledgers import format_bars
 from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo
-from narrowcast.reports.documents.rules import high_rule
+from narrowcast.reports.documents.rules import high_rule, keeping
 from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.reports.documents.times import cast_series
@@ -40,8 +40,7 @@ def run_document(run: Run) -> Document:
     ]
     page.bars = format_bars(nodes)
     page.todos = [
-        Todo(f"Keep {n.op} in {n.path or 'the root'} in fp32", n.finding, high_rule(n), n.path)
-        for n in [n for n in bad if high_rule(n)][:3]
+        Todo(keeping(n.op, n.path), n.finding, high_rule(n), n.path) for n in [n for n in bad if high_rule(n)][:3]
     ]
     page.tables = [
         *finding_table(nodes), *op_table(nodes), *edge_cast_table("casts", CASTS, page.graph, page.graph.edges),

@@ -6,7 +6,7 @@ from typing import Any
 
 from narrowcast.reports.documents.ledgers import ORDER
 from narrowcast.reports.documents.model import Document, Figure, Graph, Series, Todo, node_of
-from narrowcast.reports.documents.rules import Shown, rule_of_call
+from narrowcast.reports.documents.rules import Shown, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import counted, number
 from narrowcast.reports.results.findings import CAST, FORMAT, TREND, Finding, Watching
@@ -55,7 +55,7 @@ def _advice(row: Finding) -> str:
     """What to do: in the words of the finding, unless these are the rule that stands below."""
     rule = _format_rule(row)
     if rule:
-        return f"Keep {rule['op']} in {rule.get('module', 'the root')} in fp32"
+        return keeping(rule["op"], rule.get("module", ""))
     return row.advice or row.sentence
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from narrowcast.core.ledger import Cast, Tally
 from narrowcast.core.policy import Rule
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
-from narrowcast.reports.results.flow import Flow, graph_flow
+from narrowcast.reports.results.flow import GraphFlow, graph_flow
 from narrowcast.reports.results.graphs import (
     CompiledGraph,
     DecisionDifference,
@@ -219,7 +219,7 @@ class Explanation(Result):
         """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
         return [graph_row(graph) for graph in self.graphs]
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[GraphFlow]:
         """What flows between the calls of each captured graph."""
         return [graph_flow(graph) for graph in self.graphs]
 

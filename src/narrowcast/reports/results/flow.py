@@ -52,7 +52,7 @@ class FlowEdge(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class GraphFlow:
     """What flows between the calls of one graph."""
 
     steps: list[FlowStep] = field(default_factory=list)
@@ -66,12 +66,12 @@ class Flow:
         }  # fmt: skip
 
     @staticmethod
-    def of_data(data: Mapping[str, Any]) -> Flow:
+    def of_data(data: Mapping[str, Any]) -> GraphFlow:
         """The flow that such rows say."""
-        return Flow([FlowStep(*row) for row in data["steps"]], [FlowEdge(*row) for row in data["edges"]])
+        return GraphFlow([FlowStep(*row) for row in data["steps"]], [FlowEdge(*row) for row in data["edges"]])
 
 
-def graph_flow(graph: CompiledGraph) -> Flow:
+def graph_flow(graph: CompiledGraph) -> GraphFlow:
     """Steps and edges of a graph as it was written, its backward after its forward, if autograd made one.
 
     A step of the backward has the place of the forward step whose gradients it makes. Casts, views and what takes a
@@ -84,7 +84,7 @@ def graph_flow(graph: CompiledGraph) -> Flow:
         forward.add_steps()
         if graph.joint_before is not None and graph.joint_after is not None:
             _Backward(graph.joint_before, graph.joint_after, steps, edges, forward, graph.forward_steps).add_steps()
-    return Flow(steps, edges)
+    return GraphFlow(steps, edges)
 
 
 class _Flow:

@@ -13,7 +13,7 @@ from narrowcast.programs.placement.peak import Peak
 from narrowcast.programs.placement.place import PlacedCall, Placement
 from narrowcast.reports.results.differences import Differences
 from narrowcast.reports.results.explanation import Attempt, Comparison, Explanation, Failure, RuleRow
-from narrowcast.reports.results.flow import Flow
+from narrowcast.reports.results.flow import GraphFlow
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph, DecisionDifference, GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.records import call_errors, first_not_finite, output_errors, record_of
@@ -34,9 +34,9 @@ class SavedExplanation(Explanation):
         """What each of the policy's own rules matched."""
         return list(self.matched)
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[GraphFlow]:
         """What flows between the calls of each captured graph."""
-        return [Flow.of_data(flow) for flow in self.written.get("flows", ())]
+        return [GraphFlow.of_data(flow) for flow in self.written.get("flows", ())]
 
     def data(self) -> dict[str, Any]:
         """What was written as JSON."""
