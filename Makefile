@@ -36,7 +36,7 @@ browser: .venv/.ready
 
 # As on a processor with AVX2 alone: no bf16 or fp16 units, and no LSTM in these formats.
 test-limited: .venv/.ready
-	$(LIMITED) $(TEST) tests/torch tests/profiles tests/numerics tests/conformance
+	$(LIMITED) $(TEST) tests/runtime tests/frontends tests/observation tests/analysis tests/training tests/conformance
 
 # In another order, twice at the same time, and each file in a process of its own.
 test-shuffled: .venv/.ready
@@ -69,7 +69,7 @@ conformance: .venv/.models test-shuffled frameworks
 	$(BIN)/python tests/conformance/scripts.py
 	$(BIN)/python -m pytest -q -n auto -m slow
 	$(BIN)/python tests/conformance/script_sweep.py --count 2000
-	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/torch/test_ways_to_open_regions.py
+	NARROWCAST_WAYS=all $(BIN)/python -m pytest -q -n auto tests/frontends/test_ways_to_open_regions.py
 	NARROWCAST_PROGRAMS=1000 $(BIN)/python -m pytest -q --timeout=0 tests/conformance/test_whole_programs.py
 	$(BIN)/python tests/conformance/front_ends.py
 	$(BIN)/python tests/conformance/front_ends.py --dtype bfloat16

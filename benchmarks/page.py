@@ -77,7 +77,7 @@ def measure(browser, run, file):
 
 
 def main():
-    driver = load(ROOT / "tests/page/browser.py")
+    driver = load(ROOT / "tests/reports/browser.py")
     browser = driver.Browser(driver.where())
     found = {"machine": facts(), "rounds": ROUNDS, "pages": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -51,6 +51,16 @@ def process_group():
     distributed.destroy_process_group()
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Compiled code is forgotten before and after a test that compiles."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(items):
     """In another order, if NARROWCAST_SHUFFLE names one by a number: no test may need another before it."""
     seed = os.environ.get("NARROWCAST_SHUFFLE")

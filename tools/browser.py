@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests/page"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/reports"))
 from browser import where
 
 TODO = "install Chromium (Debian's package is chromium), or name another in NARROWCAST_BROWSER"

@@ -70,7 +70,7 @@ class GPT(torch.nn.Module):
 def main() -> None:
     """Four pages, four pictures."""
     torch.manual_seed(0)
-    driver, minilm = load(ROOT / "tests/page/browser.py"), load(ROOT / "examples/minilm.py")
+    driver, minilm = load(ROOT / "tests/reports/browser.py"), load(ROOT / "examples/minilm.py")
     subject = minilm.subject()
     with torch.no_grad():
         slow = nc.explain(subject, dtype="bf16", run=True).to_html()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import narrowcast as nc
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "numerics"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "analysis"))
 from kernels_to_judge import kernel
 
 

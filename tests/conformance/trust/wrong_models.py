@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "numerics"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "analysis"))
 import pairs_of_runs
 
 ON_OUTPUT: dict[str, Callable[[Tensor], Tensor]] = {

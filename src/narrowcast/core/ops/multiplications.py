@@ -13,7 +13,7 @@ causal mask, zeros and biases are not looked at. With n(x) for the elements of x
       its backward    as much for the input, and for the weights
 
 Sources: Dumoulin and Visin, arXiv 1603.07285 (convolutions); Vaswani et al., arXiv 1706.03762, section 3.2 (attention);
-Dao et al., arXiv 2205.14135, algorithm 4 (what its backward makes again). tests/torch holds them against
+Dao et al., arXiv 2205.14135, algorithm 4 (what its backward makes again). tests/analysis holds them against
 torch.utils.flop_counter.
 """
 

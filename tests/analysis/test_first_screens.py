@@ -1,6 +1,6 @@
 """The first screens of explain and of a recording, at 80 columns, as they are kept in tests/golden.
 
-NARROWCAST_GOLDEN=write python -m pytest tests/torch/test_first_screens.py    # then look at what changed
+NARROWCAST_GOLDEN=write python -m pytest tests/analysis/test_first_screens.py    # then look at what changed
 """
 
 import importlib
