@@ -255,6 +255,6 @@ def _missing_names(text):
 
 def test_the_ways_through_the_house_are_those_of_the_code():
     """Each step names a file and what it defines; one that does not is caught."""
-    page = (ROOT / "docs/internals/three_ways.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/internals/ways.md").read_text(encoding="utf-8")
     assert page.count("| `") > 50 and not _missing_names(page)
     assert _missing_names("`core/decide.py` | `decline`") == [("core/decide.py", "decline")]
