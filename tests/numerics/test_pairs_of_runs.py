@@ -220,3 +220,69 @@ def test_a_weight_that_an_inner_step_has_made_is_no_weight_of_the_run():
     model.forward = forward
     found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
     assert found.verdict == "formats differ", str(found)
+
+
+def test_factors_of_a_product_that_lie_elsewhere_are_no_difference_where_outputs_agree():
+    """Attention that scales queries and keys, queries alone, or scores; and one whose factors make something else."""
+    q, k, x = nn.Linear(32, 32), nn.Linear(32, 32), torch.randn(2, 12, 32)
+
+    def run(of_q, of_k, of_scores):
+        model = nn.ModuleList([q, k])
+        model.forward = lambda x: ((q(x) * of_q) @ (k(x) * of_k).mT * of_scores).softmax(-1) @ x
+        return nc.capture(model, (x,))
+
+    right = run(1.0, 1.0, 32**-0.5)
+    for others in ((32**-0.5, 1.0, 1.0), (32**-0.25, 32**-0.25, 1.0), (0.5, 2.0, 32**-0.5)):
+        assert nc.compare_runs(right, run(*others)).verdict in ("alike", "round-off"), others
+    assert nc.compare_runs(right, run(32**-0.5, 32**-0.5, 1.0)).verdict == "values differ"
+
+
+def test_what_a_later_step_chooses_comes_of_the_first_one():
+    """A beam search in bf16 looks up other tokens than one in fp32, in a call that comes first in both."""
+    torch.manual_seed(0)
+    tokens, layer, head = nn.Embedding(50, 24), nn.Linear(24, 24), nn.Linear(24, 50)
+
+    def beam(ids):
+        h, score = tokens(ids), torch.zeros(3)
+        for _ in range(6):
+            score, best = (head(layer(h).tanh()).log_softmax(-1) + score[:, None]).flatten().topk(3)
+            h = tokens(best % 50) + h[best // 50]
+        return score, h
+
+    model = nn.ModuleList([tokens, layer, head])
+    model.forward = beam
+    found = nc.compare_runs(*(nc.capture(model, (torch.tensor([3, 1, 4]),), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ", str(found)
+    assert any(row.why == "it chooses by values that differ" for row in found.rows)
+
+
+@pytest.mark.parametrize("of", [
+    lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False), torch.linalg.solve,
+    lambda a, b: torch.linalg.eigh(a.mT @ a).eigenvectors @ b, lambda a, b: torch.linalg.inv(a) @ b,
+    lambda a, b: torch.linalg.svd(a).U @ b,
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_matrices_near_singular_ones_make_errors_large(of, dtype):
+    torch.manual_seed(0)
+    layer, x, b = nn.Linear(24, 24), torch.randn(40, 24), torch.randn(24, 3)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: of((layer(x).mT @ x / 40).float() + 0.3 * torch.eye(24), b)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": dtype})))
+    assert found.verdict == "formats differ", str(found)
+
+
+def test_gradients_are_paired_by_their_forwards_in_whichever_order_they_come():
+    torch.manual_seed(0)
+    first, one, other, x = (torch.randn(24, 24) for _ in range(4))
+    first.requires_grad_()
+
+    def run(order):
+        with nc.capture() as kept:
+            h = (x @ first).tanh()
+            losses = [(h @ one).square().mean(), (h @ other).sin().mean()]
+            for n in order:
+                losses[n].backward(retain_graph=True)
+        return kept
+
+    found = nc.compare_runs(run((0, 1)), run((1, 0)))
+    assert found.verdict in ("alike", "round-off"), str(found)
