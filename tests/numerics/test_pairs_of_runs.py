@@ -17,7 +17,7 @@ from narrowcast.two_runs.sides import Side
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pairs_of_runs import FAULTS, SOUND, decoder, whole
+from pairs_of_runs import FAULTS, SOUND, decoder, rotated, whole
 
 
 @pytest.fixture(autouse=True)
@@ -286,3 +286,45 @@ def test_gradients_are_paired_by_their_forwards_in_whichever_order_they_come():
 
     found = nc.compare_runs(run((0, 1)), run((1, 0)))
     assert found.verdict in ("alike", "round-off"), str(found)
+
+
+def cached(weights, ids, memory, start, window=4, shift=0.0):
+    """A decoder in functions alone: rotated queries, keys of half as many heads, a window, a memory."""
+    q, k, v, out, embedding, head = weights
+    x = embedding[ids]
+    for n in range(2):
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        heads = [(y @ w[n]).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (q, k, v)]
+        heads[0], heads[1] = rotated(heads[0], start), rotated(heads[1], start + shift * (start > 0))
+        keys, values = (torch.cat([memory[n, m], heads[m]], 2) if start else heads[m] for m in (1, 2))
+        memory[n, 1], memory[n, 2] = keys, values
+        at, of = torch.arange(ids.shape[1])[:, None] + start, torch.arange(keys.shape[2])
+        scores = heads[0] @ keys.repeat_interleave(2, 1).mT / 8**0.5
+        scores = scores.masked_fill((of > at) | (of <= at - window), -math.inf)
+        y = scores.softmax(-1).to(values.dtype) @ values.repeat_interleave(2, 1)
+        x = x + y.transpose(1, 2).flatten(2) @ out[n]
+    return x @ head
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@torch.no_grad()
+def test_steps_of_functions_are_turns_of_them(dtype):
+    """Calls outside of modules are numbered on and on: each step's are compared with those of that token."""
+    torch.manual_seed(0)
+    weights = [[torch.randn(32, n) / 32**0.5 for _ in range(2)] for n in (32, 16, 16, 32)]
+    weights += [torch.randn(40, 32), torch.randn(32, 40) / 32**0.5]
+    ids, low = torch.randint(40, (2, 11)), nc.autocast("cpu", dtype or "fp32", enabled=dtype is not None)
+
+    def run(*ends, **more):
+        memory = {}
+        with nc.capture() as found, low:
+            for start, end in zip((0, *ends), (*ends, 11), strict=True):
+                assert cached(weights, ids[:, start:end], memory, start, **more) is not None
+        return found
+
+    whole = run()
+    for ends in (range(1, 11), range(5, 11)):
+        found = nc.compare_runs(whole, run(*ends))
+        assert found.verdict in ("alike", "round-off") and not found.alone, str(found)
+        found = nc.compare_runs(whole, run(*ends, shift=1.0))
+        assert found.verdict == "values differ", str(found)

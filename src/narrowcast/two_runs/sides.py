@@ -13,6 +13,7 @@ from narrowcast.ops import op_kind
 from narrowcast.report.run import Run
 from narrowcast.report.run_records import CallRecord
 from narrowcast.two_runs.pieces import Piece, piece_of
+from narrowcast.two_runs.steps import steps_of
 
 WEIGHT_NAMES = frozenset(["weight", "mat2", "other"])
 """Arguments that may be a weight, if they are as flat as one and no call made them."""
@@ -181,14 +182,24 @@ class Side:
         return found
 
     def _bundled(self) -> list[Bundle]:
-        growing: dict[tuple[str, str, int, str], _Growing] = {}
+        growing: dict[tuple[str, str, tuple[int, ...], str], _Growing] = {}
         for rank, run in enumerate(self.runs):
-            for call in run.calls:
-                if not call.is_cast:
-                    key = (call.id.module_path, call.id.op, call.id.number, call.id.direction)
-                    found = growing.setdefault(key, _Growing())
-                    found.turns.setdefault(call.id.turn, []).append(Placed(rank, call))
+            calls = [call for call in run.calls if not call.is_cast]
+            steps = steps_of(calls, [self._weights_of(Placed(rank, call)) for call in calls])
+            for n, call in enumerate(calls):
+                turn, number = call.id.turn, [call.id.number]
+                if steps and not call.id.module_path:
+                    turn, *number = steps[n]
+                key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
+                found = growing.setdefault(key, _Growing())
+                found.turns.setdefault(turn, []).append(Placed(rank, call))
         return [self._bundle(n, found) for n, found in enumerate(growing.values())]
+
+    def _weights_of(self, placed: Placed) -> tuple[int, ...]:
+        """What a call reads that is given and no number, as it was before casts."""
+        tensors = self.runs[placed.rank].tensors
+        read = [n for name, n in placed.call.inputs if self.is_given(placed, name) and tensors[n].shape]
+        return tuple(list(self._before(placed.rank, number))[-1] for number in read)
 
     def _bundle(self, position: int, found: _Growing) -> Bundle:
         turns = tuple(tuple(placed) for _, placed in sorted(found.turns.items()))
