@@ -73,13 +73,14 @@ class _Aligner:
         self._free_a.update(dict.fromkeys(kept[0]))
         self._free_b.update(dict.fromkeys(kept[1]))
         partner = {p.a[0].id: p.b[0].id for p in self.pairs if len(p.a) == len(p.b) == 1}
-        waiting: dict[tuple[CallId | None, str], list[Bundle]] = {}
-        for bundle in kept[1]:
-            waiting.setdefault((bundle.call.forward, bundle.id.op), []).append(bundle)
+        waiting: dict[tuple[CallId | None, str, int, int], list[Bundle]] = {}
+        for x in kept[1]:
+            waiting.setdefault((x.call.forward, x.id.op, x.elements, x.columns), []).append(x)
         for bundle in kept[0]:
-            found = waiting.get((partner.get(bundle.call.forward), bundle.id.op)) if bundle.call.forward else None
-            if found:  # several, where two losses come from one call
-                best = min(found, key=lambda b: ranges_apart(bundle, b))
+            forward = partner.get(bundle.call.forward) if bundle.call.forward else None
+            found = waiting.get((forward, bundle.id.op, bundle.elements, bundle.columns)) if forward else None
+            if found:  # the first; or, where two losses come from one call, the first that is like it
+                best = min(found, key=lambda b: ranges_apart(bundle, b) > _CLOSE)
                 found.remove(best)
                 self._pair([bundle], [best], BY_ORDER)
 
