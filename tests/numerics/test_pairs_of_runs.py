@@ -328,3 +328,22 @@ def test_steps_of_functions_are_turns_of_them(dtype):
         assert found.verdict in ("alike", "round-off") and not found.alone, str(found)
         found = nc.compare_runs(whole, run(*ends, shift=1.0))
         assert found.verdict == "values differ", str(found)
+
+
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [None, "fp16"])
+def test_modules_of_one_name_are_kept_apart_and_a_rounding_after_the_last_is_found(format, dtype):
+    """Modules outside of the model are called by their class alone."""
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(32, 32), nn.Linear(32, 16), torch.randn(20, 32)
+
+    def run(rounded):
+        def forward(x):
+            y = last(first(x).tanh())
+            return y.to(format).to(y.dtype) if rounded else y
+
+        return nc.capture(forward, (x,), **({"dtype": dtype} if dtype else {}))
+
+    assert nc.compare_runs(run(False), run(False)).verdict == "alike"
+    found = nc.compare_runs(run(False), run(True))
+    assert found.verdict == "values differ" and "_to_copy" in str(found), str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -184,12 +185,14 @@ class Side:
     def _bundled(self) -> list[Bundle]:
         growing: dict[tuple[str, str, tuple[int, ...], str], _Growing] = {}
         for rank, run in enumerate(self.runs):
-            calls = [call for call in run.calls if not call.is_cast]
+            calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
             steps = steps_of(calls, [self._weights_of(Placed(rank, call)) for call in calls])
             for n, call in enumerate(calls):
                 turn, number = call.id.turn, [call.id.number]
                 if steps and not call.id.module_path:
                     turn, *number = steps[n]
+                repeated[call.id] += 1  # modules that nothing tells apart
+                number = [*number, repeated[call.id]]
                 key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
                 found = growing.setdefault(key, _Growing())
                 found.turns.setdefault(turn, []).append(Placed(rank, call))
