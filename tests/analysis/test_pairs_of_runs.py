@@ -17,7 +17,7 @@ from narrowcast.analysis.compare_runs.sides import Side
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pairs_of_runs import FAULTS, SOUND, decoder, whole
+from pairs_of_runs import FAULTS, SOUND, decoder, rotated, whole
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +220,130 @@ def test_a_weight_that_an_inner_step_has_made_is_no_weight_of_the_run():
     model.forward = forward
     found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": "bf16"})))
     assert found.verdict == "formats differ", str(found)
+
+
+def test_factors_of_a_product_that_lie_elsewhere_are_no_difference_where_outputs_agree():
+    """Attention that scales queries and keys, queries alone, or scores; and one whose factors make something else."""
+    q, k, x = nn.Linear(32, 32), nn.Linear(32, 32), torch.randn(2, 12, 32)
+
+    def run(of_q, of_k, of_scores):
+        model = nn.ModuleList([q, k])
+        model.forward = lambda x: ((q(x) * of_q) @ (k(x) * of_k).mT * of_scores).softmax(-1) @ x
+        return nc.capture(model, (x,))
+
+    right = run(1.0, 1.0, 32**-0.5)
+    for others in ((32**-0.5, 1.0, 1.0), (32**-0.25, 32**-0.25, 1.0), (0.5, 2.0, 32**-0.5)):
+        assert nc.compare_runs(right, run(*others)).verdict in ("alike", "round-off"), others
+    assert nc.compare_runs(right, run(32**-0.5, 32**-0.5, 1.0)).verdict == "values differ"
+
+
+def test_what_a_later_step_chooses_comes_of_the_first_one():
+    """A beam search in bf16 looks up other tokens than one in fp32, in a call that comes first in both."""
+    torch.manual_seed(0)
+    tokens, layer, head = nn.Embedding(50, 24), nn.Linear(24, 24), nn.Linear(24, 50)
+
+    def beam(ids):
+        h, score = tokens(ids), torch.zeros(3)
+        for _ in range(6):
+            score, best = (head(layer(h).tanh()).log_softmax(-1) + score[:, None]).flatten().topk(3)
+            h = tokens(best % 50) + h[best // 50]
+        return score, h
+
+    model = nn.ModuleList([tokens, layer, head])
+    model.forward = beam
+    found = nc.compare_runs(*(nc.capture(model, (torch.tensor([3, 1, 4]),), **low) for low in ({}, {"dtype": "bf16"})))
+    assert found.verdict == "formats differ", str(found)
+    assert any(row.why == "it chooses by values that differ" for row in found.rows)
+
+
+@pytest.mark.parametrize("of", [
+    lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False), torch.linalg.solve,
+    lambda a, b: torch.linalg.eigh(a.mT @ a).eigenvectors @ b, lambda a, b: torch.linalg.inv(a) @ b,
+    lambda a, b: torch.linalg.svd(a).U @ b,
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_matrices_near_singular_ones_make_errors_large(of, dtype):
+    torch.manual_seed(0)
+    layer, x, b = nn.Linear(24, 24), torch.randn(40, 24), torch.randn(24, 3)
+    model = nn.ModuleList([layer])
+    model.forward = lambda x: of((layer(x).mT @ x / 40).float() + 0.3 * torch.eye(24), b)
+    found = nc.compare_runs(*(nc.capture(model, (x,), **low) for low in ({}, {"dtype": dtype})))
+    assert found.verdict == "formats differ", str(found)
+
+
+def test_gradients_are_paired_by_their_forwards_in_whichever_order_they_come():
+    torch.manual_seed(0)
+    first, one, other, x = (torch.randn(24, 24) for _ in range(4))
+    first.requires_grad_()
+
+    def run(order):
+        with nc.capture() as kept:
+            h = (x @ first).tanh()
+            losses = [(h @ one).square().mean(), (h @ other).sin().mean()]
+            for n in order:
+                losses[n].backward(retain_graph=True)
+        return kept
+
+    found = nc.compare_runs(run((0, 1)), run((1, 0)))
+    assert found.verdict in ("alike", "round-off"), str(found)
+
+
+def cached(weights, ids, memory, start, window=4, shift=0.0):
+    """A decoder in functions alone: rotated queries, keys of half as many heads, a window, a memory."""
+    q, k, v, out, embedding, head = weights
+    x = embedding[ids]
+    for n in range(2):
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        heads = [(y @ w[n]).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (q, k, v)]
+        heads[0], heads[1] = rotated(heads[0], start), rotated(heads[1], start + shift * (start > 0))
+        keys, values = (torch.cat([memory[n, m], heads[m]], 2) if start else heads[m] for m in (1, 2))
+        memory[n, 1], memory[n, 2] = keys, values
+        at, of = torch.arange(ids.shape[1])[:, None] + start, torch.arange(keys.shape[2])
+        scores = heads[0] @ keys.repeat_interleave(2, 1).mT / 8**0.5
+        scores = scores.masked_fill((of > at) | (of <= at - window), -math.inf)
+        y = scores.softmax(-1).to(values.dtype) @ values.repeat_interleave(2, 1)
+        x = x + y.transpose(1, 2).flatten(2) @ out[n]
+    return x @ head
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@torch.no_grad()
+def test_steps_of_functions_are_turns_of_them(dtype):
+    """Calls outside of modules are numbered on and on: each step's are compared with those of that token."""
+    torch.manual_seed(0)
+    weights = [[torch.randn(32, n) / 32**0.5 for _ in range(2)] for n in (32, 16, 16, 32)]
+    weights += [torch.randn(40, 32), torch.randn(32, 40) / 32**0.5]
+    ids, low = torch.randint(40, (2, 11)), nc.autocast("cpu", dtype or "fp32", enabled=dtype is not None)
+
+    def run(*ends, **more):
+        memory = {}
+        with nc.capture() as found, low:
+            for start, end in zip((0, *ends), (*ends, 11), strict=True):
+                assert cached(weights, ids[:, start:end], memory, start, **more) is not None
+        return found
+
+    whole = run()
+    for ends in (range(1, 11), range(5, 11)):
+        found = nc.compare_runs(whole, run(*ends))
+        assert found.verdict in ("alike", "round-off") and not found.alone, str(found)
+        found = nc.compare_runs(whole, run(*ends, shift=1.0))
+        assert found.verdict == "values differ", str(found)
+
+
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [None, "fp16"])
+def test_modules_of_one_name_are_kept_apart_and_a_rounding_after_the_last_is_found(format, dtype):
+    """Modules outside of the model are called by their class alone."""
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(32, 32), nn.Linear(32, 16), torch.randn(20, 32)
+
+    def run(rounded):
+        def forward(x):
+            y = last(first(x).tanh())
+            return y.to(format).to(y.dtype) if rounded else y
+
+        return nc.capture(forward, (x,), **({"dtype": dtype} if dtype else {}))
+
+    assert nc.compare_runs(run(False), run(False)).verdict == "alike"
+    found = nc.compare_runs(run(False), run(True))
+    assert found.verdict == "values differ" and "_to_copy" in str(found), str(found)

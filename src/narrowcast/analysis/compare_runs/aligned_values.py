@@ -76,7 +76,7 @@ class Values:
         found = []
         for n in range(count):
             if n == 0 or pair.a[0].id.direction == BACKWARD or self._is_read(pair, n):
-                for turn in _turns_of(pair):
+                for turn in turns_of(pair):
                     apart = self._between(turn, _output(n), beside)
                     found.append(Compared(apart.relative, apart.by, apart.is_part, self._growth(turn, n, is_equal)))
         known = [one for one in found if one.is_known]
@@ -271,7 +271,7 @@ def is_sum_of_gradients(pair: Aligned) -> bool:
     return pair.a[0].id.direction == BACKWARD and pair.a[0].id.op == "aten.add.Tensor"
 
 
-def _turns_of(pair: Aligned) -> list[Aligned]:
+def turns_of(pair: Aligned) -> list[Aligned]:
     """The turns of a pair one by one, where there are as many on both sides: a sum may cancel in one of them alone."""
     bundles = (*pair.a, *pair.b)
     count = len(bundles[0].turns)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from narrowcast.analysis.compare_runs.pieces import Piece, distance, stacked
 from narrowcast.analysis.compare_runs.sequences import aligned_sequences, in_order_on_both
 from narrowcast.analysis.compare_runs.sides import Bundle, Side
-from narrowcast.core.ledger.identity import CallId
+from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
 from narrowcast.formats import FORMATS
 from narrowcast.reports.results.mapping import Entry, RunMapping
@@ -38,10 +38,10 @@ def align(a: Side, b: Side, mapping: RunMapping | None = None) -> tuple[list[Ali
     made = _Aligner(a, b)
     if mapping is not None:
         made.by_hand(mapping)
-    made.by_equal_modules()
-    made.by_weights()
-    made.by_modules()
-    made.in_gaps()
+    backward = made.without_backward()
+    made.one_by_one()
+    made.with_backward(backward)
+    made.one_by_one()
     return sorted(made.pairs, key=lambda pair: pair.a[0].position), made.left_out
 
 
@@ -52,6 +52,37 @@ class _Aligner:
         self._free_b = dict.fromkeys(b.bundles)
         self.pairs: list[Aligned] = []
         self.left_out: dict[Bundle, str] = {}
+
+    def one_by_one(self) -> None:
+        """What says most comes first."""
+        self.by_equal_modules()
+        self.by_weights()
+        self.by_modules()
+        self.in_gaps()
+
+    def without_backward(self) -> tuple[list[Bundle], list[Bundle]]:
+        """Keep what the backwards made for later, and give it."""
+        a, b = ([x for x in free if x.id.direction == BACKWARD] for free in (self._free_a, self._free_b))
+        for free, bundles in ((self._free_a, a), (self._free_b, b)):
+            for bundle in bundles:
+                del free[bundle]
+        return a, b
+
+    def with_backward(self, kept: tuple[list[Bundle], list[Bundle]]) -> None:
+        """In which order an engine computes gradients, that is its own: they belong to pairs of the forward."""
+        self._free_a.update(dict.fromkeys(kept[0]))
+        self._free_b.update(dict.fromkeys(kept[1]))
+        partner = {p.a[0].id: p.b[0].id for p in self.pairs if len(p.a) == len(p.b) == 1}
+        waiting: dict[tuple[CallId | None, str, int, int], list[Bundle]] = {}
+        for x in kept[1]:
+            waiting.setdefault((x.call.forward, x.id.op, x.elements, x.columns), []).append(x)
+        for bundle in kept[0]:
+            forward = partner.get(bundle.call.forward) if bundle.call.forward else None
+            found = waiting.get((forward, bundle.id.op, bundle.elements, bundle.columns)) if forward else None
+            if found:  # the first; or, where two losses come from one call, the first that is like it
+                best = min(found, key=lambda b: ranges_apart(bundle, b) > _CLOSE)
+                found.remove(best)
+                self._pair([bundle], [best], BY_ORDER)
 
     def _pair(self, a: Iterable[Bundle], b: Iterable[Bundle], by: str) -> None:
         pair = Aligned(tuple(a), tuple(b), by)

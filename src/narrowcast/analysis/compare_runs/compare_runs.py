@@ -14,6 +14,7 @@ from narrowcast.analysis.compare_runs.aligned_values import (
     Compared,
     Values,
     is_sum_of_gradients,
+    turns_of,
 )
 from narrowcast.analysis.compare_runs.alignment import Aligned, align, mapping_of
 from narrowcast.analysis.compare_runs.conditions import jump, moves
@@ -167,14 +168,21 @@ class _Judging:
         if gave.relative <= band + self.values.gain(*pair.a, *pair.b) * gave.growth * came:
             return INHERITED, ""
         is_among_others = len({len(bundle.turns) for bundle in (*pair.a, *pair.b)}) > 1
-        if self._chosen_by(pair) and (self._largest or is_among_others):
-            return INHERITED, "it chooses by values that differ" if self._largest else "it chooses among other rows"
+        if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
+            is_by_place = is_among_others and not self._largest
+            return INHERITED, "it chooses among other rows" if is_by_place else "it chooses by values that differ"
         return DIFFERS, _UNEXPLAINED
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """How far apart the floats are of which the conditions and places were made that the calls read."""
         made = [(n, x) for n, of in enumerate((pair.a[0], pair.b[0])) for x in self._makers[n].choosers(of)]
         return [self._read.get(self._paired[n][x], 0.0) if x in self._paired[n] else self._largest for n, x in made]
+
+    def _is_fed_back(self, pair: Aligned, band: float) -> bool:
+        """Whether later turns choose by what comes of the first, which agrees."""
+        later = any(x.position > of.position for n, of in enumerate((pair.a[0], pair.b[0]))
+                    for x in self._makers[n].choosers(of))  # fmt: skip
+        return later and self.values.results(turns_of(pair)[0]).relative <= band
 
     # -- between calls that are pairs ----------------------------------------------------------------------------------
 
@@ -285,9 +293,11 @@ def _agrees(difference: float, band: float) -> bool:
 
 
 def _is_other_step(row: RunRow) -> bool:
-    """Whether calls that make a difference may be no pair: of their inputs nothing is known, or they differ, too."""
+    """Whether calls that make a difference may be no pair, or a choice that is made up for elsewhere (another factor of
+    a product): of their inputs nothing is known, or they differ, too; or they were given something else.
+    """
     is_unknown = math.isnan(row.inputs) or row.why != _UNEXPLAINED
-    return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and not row.given and is_unknown
+    return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and is_unknown
 
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:

@@ -7,6 +7,7 @@ the terms have together, if their signs fall as they will (Higham, section 2.8),
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from narrowcast.analysis.compare_runs.pieces import Piece, distance
@@ -31,7 +32,13 @@ _JUMPS = frozenset([
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "hardsigmoid_backward",
     "hardswish_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "sgn", "sign",
     "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "heaviside",
+    "linalg_eig", "linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "svd", "linalg_qr", "qr",
 ])  # fmt: skip
+_OF_MATRICES = re.compile(
+    r"_?linalg_(?!vector_norm|matrix_norm|norm|cross|vecdot|multi_dot|matmul|diagonal|vander)\w+|cholesky\w*|inverse|pinverse"
+    r"|triangular_solve|lu_solve|_?(log|slog)?det|qr|svd"
+)
+"""Solutions, inverses, factors and determinants: off by as many times more as a matrix is nearer to one without."""
 _OF_DIFFERENCES = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 _STEEPEST = 100.0
 """No exponential whose argument is larger, and no norm that leaves less, says anything of how errors grow."""
@@ -76,7 +83,7 @@ def growth(
     seen = {name: piece for name, piece in came.items() if piece.is_seen}
     if not out or not seen:
         return 1.0
-    least = _OF_BACKWARD if "backward" in op else 1.0
+    least = _OF_BACKWARD if "backward" in op else _STEEPEST if _OF_MATRICES.fullmatch(op_kind(op).name) else 1.0
     steepness = 1.0 if is_equal else _steepness(op, seen)
     return max(least, _size(op, position, seen, gave, is_backward) / out, steepness)
 

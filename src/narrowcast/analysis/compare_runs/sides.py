@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
 from narrowcast.analysis.compare_runs.pieces import Piece, piece_of
+from narrowcast.analysis.compare_runs.steps import steps_of
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, CallId
 from narrowcast.core.ops import op_kind
 from narrowcast.formats import FORMATS
@@ -181,14 +183,26 @@ class Side:
         return found
 
     def _bundled(self) -> list[Bundle]:
-        growing: dict[tuple[str, str, int, str], _Growing] = {}
+        growing: dict[tuple[str, str, tuple[int, ...], str], _Growing] = {}
         for rank, run in enumerate(self.runs):
-            for call in run.calls:
-                if not call.is_cast:
-                    key = (call.id.module_path, call.id.op, call.id.number, call.id.direction)
-                    found = growing.setdefault(key, _Growing())
-                    found.turns.setdefault(call.id.turn, []).append(Placed(rank, call))
+            calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
+            steps = steps_of(calls, [self._weights_of(Placed(rank, call)) for call in calls])
+            for n, call in enumerate(calls):
+                turn, number = call.id.turn, [call.id.number]
+                if steps and not call.id.module_path:
+                    turn, *number = steps[n]
+                repeated[call.id] += 1  # modules that nothing tells apart
+                number = [*number, repeated[call.id]]
+                key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
+                found = growing.setdefault(key, _Growing())
+                found.turns.setdefault(turn, []).append(Placed(rank, call))
         return [self._bundle(n, found) for n, found in enumerate(growing.values())]
+
+    def _weights_of(self, placed: Placed) -> tuple[int, ...]:
+        """What a call reads that is given and no number, as it was before casts."""
+        tensors = self.runs[placed.rank].tensors
+        read = [n for name, n in placed.call.inputs if self.is_given(placed, name) and tensors[n].shape]
+        return tuple(list(self._before(placed.rank, number))[-1] for number in read)
 
     def _bundle(self, position: int, found: _Growing) -> Bundle:
         turns = tuple(tuple(placed) for _, placed in sorted(found.turns.items()))
