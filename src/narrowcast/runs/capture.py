@@ -19,7 +19,7 @@ from narrowcast.eager.words import format_names
 from narrowcast.errors import RunError
 from narrowcast.policy import Policy
 from narrowcast.report.run import Run
-from narrowcast.report.run_records import CallRecord
+from narrowcast.report.run_records import CallRecord, TensorFacts
 from narrowcast.runs.arguments import others_as_text, results_by_name, tensors_by_name
 from narrowcast.runs.environment import environment
 from narrowcast.runs.observer import Observer, quietly
@@ -150,6 +150,24 @@ def observed_region(
     return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)
 
 
+class _Captured(Run):
+    """A run whose tensors' facts are put together when they are first asked for. later: gives them."""
+
+    __slots__ = ("_tensors", "later")
+
+    @property
+    def tensors(self) -> list[TensorFacts]:
+        if self.later is not None:
+            with quietly():
+                self.tensors = self.later()
+        return self._tensors
+
+    @tensors.setter
+    def tensors(self, tensors: list[TensorFacts]) -> None:
+        self._tensors = tensors
+        self.later: Callable[[], list[TensorFacts]] | None = None
+
+
 class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
 
@@ -157,7 +175,7 @@ class Capturing:
         self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
         casts_scripts: bool = True, times: bool = False,
     ) -> None:  # fmt: skip
-        self.run = Run()
+        self.run = _Captured()
         self._table = table
         self._observer = _Capture(self.run, table, policies, times)
         self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
@@ -180,8 +198,7 @@ class Capturing:
         self._stack.close()
         with quietly():
             self._door.run("parameters", self._note_parameters, self._observer)
-            tensors = self._door.run("the values of tensors", self._table.table)
-            self.run.tensors = self._table.without_values() if tensors is None else tensors
+            self.run.later = self._table.table
         self._door.run("the environment", self._note_environment)
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
