@@ -218,13 +218,12 @@ class Capturing:
         self._optimizers[id(optimizer)] = optimizer
 
     def _note_parameters(self, observer: _Capture) -> None:
-        names = names_of_parameters(observer.roots)
-        for root in observer.roots:
-            for parameter in root.parameters():
-                if parameter.grad is not None:
-                    self.run.parameters[names[id(parameter)]] = {
-                        "value": self._table.number(parameter), "gradient": self._table.number(parameter.grad),
-                    }  # fmt: skip
+        roots = observer.roots
+        held = [(p, p.grad) for root in roots for p in root.parameters() if p.grad is not None]
+        names = names_of_parameters(roots) if held or self._optimizers else {}
+        for parameter, gradient in held:
+            numbers = {"value": self._table.number(parameter), "gradient": self._table.number(gradient)}
+            self.run.parameters[names[id(parameter)]] = numbers
         for optimizer in self._optimizers.values():
             for parameter, state in optimizer.state.items():
                 moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
