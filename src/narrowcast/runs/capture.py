@@ -167,6 +167,11 @@ class _Captured(Run):
         self._tensors = tensors
         self.later: Callable[[], list[TensorFacts]] | None = None
 
+    def __getstate__(self) -> object:
+        """Copies and pickles have the facts, and not what they come from."""
+        self.tensors = self.tensors
+        return object.__getstate__(self)
+
 
 class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
