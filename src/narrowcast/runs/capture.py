@@ -203,12 +203,16 @@ class Capturing:
         self._stack.close()
         with quietly():
             self._door.run("parameters", self._note_parameters, self._observer)
-            self.run.later = self._table.table
+            self.run.later = self._tensors
         self._door.run("the environment", self._note_environment)
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
             self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def _tensors(self) -> list[TensorFacts]:
+        tensors = self._door.run("the values of tensors", self._table.table)
+        return self._table.without_values() if tensors is None else tensors
 
     def _note_environment(self) -> None:
         self.run.environment = environment(self._observer.device_type or "cpu")

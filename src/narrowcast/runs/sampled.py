@@ -44,6 +44,11 @@ class Taken:
     rows: Any = None
     everything: torch.Tensor | None = None
 
+    def without_values(self) -> TensorFacts:
+        """The facts that need no look at its values."""
+        begin = (self.format, self.shape, self.device, self.elements)
+        return TensorFacts(*begin, lies_in=self.lies_in, checksum=self.checksum, file=self.file)
+
 
 @dataclass(slots=True)
 class _Finite:
@@ -79,9 +84,7 @@ def facts_of(all_taken: Sequence[Taken]) -> list[TensorFacts]:
     found: dict[int, TensorFacts] = {}
     for number, t in enumerate(all_taken):
         if t.range is None:
-            found[number] = TensorFacts(
-                t.format, t.shape, t.device, t.elements, lies_in=t.lies_in, checksum=t.checksum, file=t.file
-            )
+            found[number] = t.without_values()
         else:
             alike[t.sample.shape, t.sample.dtype, t.sample.device, t.rows.shape].append(number)
     for (shape, *_, rows), numbers in alike.items():

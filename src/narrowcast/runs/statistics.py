@@ -82,6 +82,10 @@ class Statistics:
         self._taken, self._held_bytes = [], 0
         return self._facts
 
+    def without_values(self) -> list[TensorFacts]:
+        """The same, of what was not read the sizes alone."""
+        return [*self._facts, *(each.without_values() for each in self._taken)]
+
     def _enter(self, found: Taken) -> int:
         self._taken.append(found)
         if found.sample is not None:
