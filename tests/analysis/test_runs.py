@@ -1,6 +1,8 @@
 """Runs captured, watched, compared and replayed: what is found, what is left behind, what is refused."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowcast as nc
 from narrowcast.errors import NotFiniteError, RunError
 from narrowcast.observation.observer import observer
+from narrowcast.observation.statistics import statistics
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
@@ -299,6 +302,33 @@ class TestCapture:
             model(x)
             1 / 0
         assert run.calls and run.tensors and "ZeroDivisionError" in run.notes[0]
+
+    @pytest.mark.parametrize("copy", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
+    def test_tensors_are_put_together_when_they_are_first_read(self, model, x, copy, monkeypatch):
+        called, facts_of = [], statistics.facts_of
+        monkeypatch.setattr(statistics, "facts_of", lambda taken: called.append(taken) or facts_of(taken))
+        with nc.capture() as run:
+            assert not run.tensors
+            y = model(x)
+        with torch.no_grad():
+            y.zero_()
+        assert not called
+        assert copy(run).to_json() == run.to_json() and len(called) == 1
+        assert copy(run) == run == nc.Run.from_json(run.to_json()) and "calls" in str(run)
+        assert run.tensors[run.calls[-1].outputs[0][1]].largest > 0
+
+    def test_samples_that_wait_take_no_more_than_their_room(self, model, x, monkeypatch):
+        whole, called, facts_of = nc.capture(model, (x,)).tensors, [], statistics.facts_of
+        monkeypatch.setattr(statistics, "_HELD_BYTES", 1000)
+        monkeypatch.setattr(statistics, "facts_of", lambda taken: called.append(taken) or facts_of(taken))
+        assert nc.capture(model, (x,)).tensors == whole and len(called) > 5
+
+    @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0), (0, 2, 1)])
+    def test_ranges_are_read_as_memory_lies(self, order):
+        x = torch.randn(5, 6, 7).permute(order)[:, ::2]
+        in_order = statistics.in_memory_order(x)
+        assert sorted(in_order.stride(), reverse=True) == list(in_order.stride())
+        assert torch.equal(in_order.flatten().sort()[0], x.flatten().sort()[0])
 
 
 class TestWatch:

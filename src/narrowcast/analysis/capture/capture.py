@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ from narrowcast.observation.trial.environment import environment
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import Loss, Trial, parameters_of
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_records import CallRecord
+from narrowcast.reports.results.run_records import CallRecord, TensorFacts
 from narrowcast.runtime.torch_bridge import FORMATS, default_dtype, device_type_of, to_dtype
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
@@ -150,6 +151,34 @@ def observed_region(
     return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)
 
 
+class _Captured(Run):
+    """A run whose tensors' facts are put together when they are first asked for. later: gives them."""
+
+    __slots__ = ("_tensors", "later")
+
+    @property
+    def tensors(self) -> list[TensorFacts]:
+        if self.later is not None:
+            with quietly():
+                self.tensors = self.later()
+        return self._tensors
+
+    @tensors.setter
+    def tensors(self, tensors: list[TensorFacts]) -> None:
+        self._tensors = tensors
+        self.later: Callable[[], list[TensorFacts]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and all(getattr(self, f.name) == getattr(other, f.name) for f in fields(Run))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> object:
+        """Copies and pickles have the facts, and not what they come from."""
+        self.tensors = self.tensors
+        return object.__getstate__(self)
+
+
 class Capturing:
     """`with capture() as run:` the run grows as the block runs, and is whole when it has ended."""
 
@@ -157,7 +186,7 @@ class Capturing:
         self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
         casts_scripts: bool = True, times: bool = False,
     ) -> None:  # fmt: skip
-        self.run = Run()
+        self.run = _Captured()
         self._table = table
         self._observer = _Capture(self.run, table, policies, times)
         self._observer.weights, self._observer.casts_scripts = weights, casts_scripts
@@ -180,13 +209,16 @@ class Capturing:
         self._stack.close()
         with quietly():
             self._door.run("parameters", self._note_parameters, self._observer)
-            tensors = self._door.run("the values of tensors", self._table.table)
-            self.run.tensors = self._table.without_values() if tensors is None else tensors
+            self.run.later = self._tensors
         self._door.run("the environment", self._note_environment)
         if error is not None:
             self.run.notes.append(f"The run raised: {type(error).__name__}: {str(error).splitlines()[:1]}")
         if self._table.not_written:
             self.run.notes.append(f"{self._table.not_written} tensors were not written: the limit was reached.")
+
+    def _tensors(self) -> list[TensorFacts]:
+        tensors = self._door.run("the values of tensors", self._table.table)
+        return self._table.without_values() if tensors is None else tensors
 
     def _note_environment(self) -> None:
         self.run.environment = environment(self._observer.device_type or "cpu")
@@ -201,13 +233,12 @@ class Capturing:
         self._optimizers[id(optimizer)] = optimizer
 
     def _note_parameters(self, observer: _Capture) -> None:
-        names = names_of_parameters(observer.roots)
-        for root in observer.roots:
-            for parameter in root.parameters():
-                if parameter.grad is not None:
-                    self.run.parameters[names[id(parameter)]] = {
-                        "value": self._table.number(parameter), "gradient": self._table.number(parameter.grad),
-                    }  # fmt: skip
+        roots = observer.roots
+        held = [(p, p.grad) for root in roots for p in root.parameters() if p.grad is not None]
+        names = names_of_parameters(roots) if held or self._optimizers else {}
+        for parameter, gradient in held:
+            numbers = {"value": self._table.number(parameter), "gradient": self._table.number(gradient)}
+            self.run.parameters[names[id(parameter)]] = numbers
         for optimizer in self._optimizers.values():
             for parameter, state in optimizer.state.items():
                 moments = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}

@@ -36,7 +36,8 @@ Key = tuple[str, str, str]
 class _Turn:
     """One call of a module, on its way: which one of this module, and how many calls of each op it has made.
 
-    path: None where the Python stack has to be asked; `is_found`: whether that is known yet.
+    path: None where the Python stack has to be asked; `is_found`: whether that is known yet. stands_around: it only
+    stands around the model, as all around it do.
     """
 
     module: Any
@@ -44,6 +45,7 @@ class _Turn:
     counts: dict[Key, int] = field(default_factory=dict)
     path: str | None = None
     is_found: bool = False
+    stands_around: bool = False
 
     def count(self, path: str, op: str, direction: str) -> int:
         """The number of the next call."""
@@ -219,18 +221,20 @@ def _find_paths(turns: list[_Turn]) -> None:
     """Put the paths of calls together that have none yet, from the outermost inwards.
 
     Modules that were called before the run began are on the stack alone. Wrappers around the model are no part of a
-    path: what they call has its path read off the stack.
+    path.
     """
     first = turns[0]
     if not first.is_found:
         around = modules_on_stack()[len(turns) - 1 :]
-        if around and around[0] is first.module and not is_wrapper(around[-1]):
-            first.path = module_path(around)
+        if around and around[0] is first.module:
+            first.path, first.stands_around = module_path(around), all(map(is_wrapper, around))
         first.is_found = True
     for outer, inner in pairwise(turns):
         if inner.is_found:
             continue
-        if outer.path is not None:
+        if outer.stands_around:
+            inner.path, inner.stands_around = "", is_wrapper(inner.module)
+        elif outer.path is not None:
             name = name_in(outer.module, inner.module)
             inner.path = f"{outer.path}.{name}" if outer.path and name else outer.path or name
         inner.is_found = True

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from narrowcast.formats import Format
 from narrowcast.reports.results.run_records import Histogram, TensorFacts
@@ -27,40 +28,66 @@ _FORMATS = {str(f): f for f in FORMATS.values()}
 
 @dataclass(slots=True)
 class Taken:
-    """What was taken of a tensor: its finite range, the shares of NaN and infinity, a sample and the rows of a sketch.
-
-    sample, rows: 2-d arrays of fp32 or fp64, the former without what is not finite.
+    """What was taken of a tensor while the run went on: what its facts begin with, and of a floating one its range, a
+    sample and the rows of a sketch, which are 2-d. everything: all its elements, where they are at hand.
     """
 
-    facts: TensorFacts
+    format: str
+    shape: tuple[int, ...]
+    device: str
+    elements: int
+    lies_in: int = -1
+    checksum: str = ""
+    file: str = ""
+    range: tuple[torch.Tensor, torch.Tensor] | None = None
+    sample: Any = None
+    rows: Any = None
+    everything: torch.Tensor | None = None
+
+    def without_values(self) -> TensorFacts:
+        """The facts that need no look at its values."""
+        begin = (self.format, self.shape, self.device, self.elements)
+        return TensorFacts(*begin, lies_in=self.lies_in, checksum=self.checksum, file=self.file)
+
+
+@dataclass(slots=True)
+class _Finite:
+    """The range of a tensor's finite values, and the shares of the others; sample: with zeros in their place."""
+
     low: float
     high: float
     nan: float
     infinite: float
     sample: Any
-    rows: Any
 
 
-def taken(facts: TensorFacts, low: float, high: float, sample: Any, rows: Any, everything: Any = None) -> Taken:
-    """What was taken, with what is not finite told apart. everything: all values, where they are at hand."""
+def _finite(each: Taken, low: float, high: float, sample: Any) -> _Finite:
     if math.isfinite(low) and math.isfinite(high):
-        return Taken(facts, low, high, 0.0, 0.0, sample, rows)
-    values = sample if everything is None else everything
+        return _Finite(low, high, 0.0, 0.0, sample)
+    values = sample if each.everything is None else _array(each.everything.clone())
     nan, infinite = float(np.isnan(values).mean()), float(np.isinf(values).mean())
-    nan = max(nan, 1 / facts.elements) if math.isnan(low) else nan
-    infinite = max(infinite, 1 / facts.elements) if math.isinf(low) or math.isinf(high) else infinite
+    nan = max(nan, 1 / each.elements) if math.isnan(low) else nan
+    infinite = max(infinite, 1 / each.elements) if math.isinf(low) or math.isinf(high) else infinite
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return Taken(facts, low, high, nan, infinite, np.where(np.isfinite(sample), sample, 0), rows)
+    return _Finite(low, high, nan, infinite, np.where(np.isfinite(sample), sample, 0))
+
+
+def _array(x: torch.Tensor) -> Any:
+    """The values, in the memory of a tensor that nobody else has: torch refuses to resize what numpy has looked at."""
+    return x.to("cpu", x.dtype if x.dtype is torch.float64 else torch.float32).resolve_neg().numpy()
 
 
 def facts_of(all_taken: Sequence[Taken]) -> list[TensorFacts]:
-    """The facts of each tensor, in their order."""
+    """The facts of each tensor, in their order; read of an accelerator in few transfers."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for number, each in enumerate(all_taken):
-        alike[each.sample.shape, each.sample.dtype, each.rows.shape].append(number)
     found: dict[int, TensorFacts] = {}
-    for (shape, _, rows), numbers in alike.items():
+    for number, t in enumerate(all_taken):
+        if t.range is None:
+            found[number] = t.without_values()
+        else:
+            alike[t.sample.shape, t.sample.dtype, t.sample.device, t.rows.shape].append(number)
+    for (shape, *_, rows), numbers in alike.items():
         step = max(1, _TOGETHER // max(1, math.prod(shape), math.prod(rows)))
         for start in range(0, len(numbers), step):
             some = numbers[start : start + step]
@@ -69,7 +96,12 @@ def facts_of(all_taken: Sequence[Taken]) -> list[TensorFacts]:
 
 
 def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
-    values = np.stack([each.sample for each in alike])
+    lows, highs = zip(*[each.range for each in alike if each.range is not None], strict=True)
+    ranges = zip(torch.stack(lows).tolist(), torch.stack(highs).tolist(), strict=True)
+    values = _array(torch.stack([each.sample for each in alike]))
+    finite = [_finite(each, *range, sample) for each, range, sample in zip(alike, ranges, values, strict=True)]
+    if any(each.nan or each.infinite for each in finite):
+        values = np.stack([each.sample for each in finite])
     looked_at = values[0].size
     exponents, is_zero = exponents_of(values)
     below = exponents.max(axis=-1, keepdims=True) - exponents
@@ -79,17 +111,17 @@ def _facts(alike: list[Taken]) -> Iterator[TensorFacts]:
     means = (flat.sum(axis=1) / looked_at).tolist()
     squares = (np.einsum("ij,ij->i", flat, flat) / looked_at).tolist()
     counted = zip(
-        alike, zeros, means, squares, _histograms(exponents, keep), _histograms(below, keep),
-        _sketches([each.rows for each in alike]), strict=True,
+        alike, finite, zeros, means, squares, _histograms(exponents, keep), _histograms(below, keep),
+        _sketches(_array(torch.stack([each.rows for each in alike]))), strict=True,
     )  # fmt: skip
-    for each, zero, mean, square, histogram, under, sketch in counted:
-        facts, format = each.facts, _FORMATS[each.facts.format]
-        yield TensorFacts(  # replace() takes three times as long
-            facts.format, facts.shape, facts.device, facts.elements, low=each.low, high=each.high, mean=mean,
+    for t, each, zero, mean, square, histogram, under, sketch in counted:
+        format = _FORMATS[t.format]
+        yield TensorFacts(
+            t.format, t.shape, t.device, t.elements, low=each.low, high=each.high, mean=mean,
             rms=math.sqrt(square), zeros=zero / looked_at - each.nan - each.infinite,
             subnormal=_subnormal(histogram, format) / looked_at, saturated=_saturated(each, format), nan=each.nan,
-            infinite=each.infinite, exponents=histogram, below=under, looked_at=looked_at, lies_in=facts.lies_in,
-            checksum=facts.checksum, file=facts.file, sketch=sketch,
+            infinite=each.infinite, exponents=histogram, below=under, looked_at=looked_at, lies_in=t.lies_in,
+            checksum=t.checksum, file=t.file, sketch=sketch,
         )  # fmt: skip
 
 
@@ -98,7 +130,7 @@ def _subnormal(counts: Histogram, format: Format) -> int:
     return sum(counts.counts[: smallest - counts.first]) if counts.counts and counts.first < smallest else 0
 
 
-def _saturated(each: Taken, format: Format) -> float:
+def _saturated(each: _Finite, format: Format) -> float:
     if max(-each.low, each.high) < format.max:
         return 0.0
     return float(np.count_nonzero(np.abs(each.sample) == format.max) / each.sample.size)
@@ -144,9 +176,9 @@ def _histogram(first: int, counts: Any) -> Histogram:
     return Histogram(first + start, tuple(counts[start:stop].tolist()))
 
 
-def _sketches(rows: list[Any]) -> Iterator[str]:
+def _sketches(rows: Any) -> Iterator[str]:
     """The sums and the length of each row, as a run keeps them."""
-    values = np.stack(rows).astype(np.float64)
+    values = rows.astype(np.float64)
     with np.errstate(all="ignore"):
         lengths = np.sqrt(np.einsum("nij,nij->ni", values, values))
         sums = np.stack([each @ _sums_of(values.shape[2]) for each in values])  # one by one: a product's sums may

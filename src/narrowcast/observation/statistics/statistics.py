@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from narrowcast.errors import Origin, RunError
 from narrowcast.observation.statistics.by_storage import has_storage
-from narrowcast.observation.statistics.sampled import Taken, facts_of, taken
+from narrowcast.observation.statistics.sampled import Taken, facts_of
 from narrowcast.reports.results.run_records import TensorFacts
 from narrowcast.reports.results.sketch import SUMS, sketched_rows, sketched_step
 from narrowcast.runtime.torch_bridge import FORMATS, short_type
@@ -26,25 +25,8 @@ from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef, storage_ke
 
 SAMPLE = 4096
 """How many elements of a tensor the sampled statistics look at."""
-_HELD_BYTES = 1 << 26
+_HELD_BYTES = 1 << 24
 """Samples that wait to be looked at together are looked at when they take this much."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """What was taken of a tensor on an accelerator and not read yet."""
-
-    facts: TensorFacts
-    range: tuple[torch.Tensor, torch.Tensor]
-    sample: torch.Tensor
-    rows: torch.Tensor
-
-    def read(self, everything: torch.Tensor | None = None) -> Taken:
-        """The same, read now."""
-        low, high = self.range[0].item(), self.range[1].item()
-        is_finite = math.isfinite(low) and math.isfinite(high)
-        values = None if is_finite or everything is None else _numpy(everything)
-        return taken(self.facts, low, high, _numpy(self.sample), _numpy(self.rows), values)
 
 
 class Statistics:
@@ -61,7 +43,9 @@ class Statistics:
         self.folder, self._left = folder, limit_bytes
         self.not_written = 0
         self._written: list[Path] = []
-        self._rows: list[TensorFacts | Taken | _Pending] = []
+        self._facts: list[TensorFacts] = []
+        self._taken: list[Taken] = []
+        """What comes after them."""
         self._known: dict[tuple[int, int, Any], tuple[int, Any]] = {}
         self._last_in: dict[int, tuple[int, Any]] = {}
         self._held_bytes = 0
@@ -69,8 +53,7 @@ class Statistics:
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number in the table, where it is entered if it is not there as it is now."""
         if not has_storage(tensor):
-            self._rows.append(_unseen(tensor))
-            return len(self._rows) - 1
+            return self._enter(_unseen(tensor))
         storage = storage_key(tensor)
         lies = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (storage, _version(tensor), lies)  # halves of one tensor share all but where they lie
@@ -80,8 +63,7 @@ class Statistics:
         before = self._last_in.get(storage)
         lies_in = before[0] if before is not None and not before[1].expired() else -1
         weak = before[1] if before is not None and lies_in >= 0 else StorageWeakRef(tensor.untyped_storage())
-        self._rows.append(self._look(tensor, lies_in))
-        number = len(self._rows) - 1
+        number = self._enter(self._look(tensor, lies_in))
         self._known[key] = self._last_in[storage] = (number, weak)
         if len(self._known) > 4096:
             self._known = {k: v for k, v in self._known.items() if not v[1].expired()}
@@ -96,58 +78,51 @@ class Statistics:
 
     def table(self) -> list[TensorFacts]:
         """All that was entered, read now."""
-        self._read()
-        return self.without_values()
+        self._facts += facts_of(self._taken)
+        self._taken, self._held_bytes = [], 0
+        return self._facts
 
     def without_values(self) -> list[TensorFacts]:
         """The same, of what was not read the sizes alone."""
-        return [row if isinstance(row, TensorFacts) else row.facts for row in self._rows]
+        return [*self._facts, *(each.without_values() for each in self._taken)]
 
-    def _look(self, tensor: torch.Tensor, lies_in: int) -> TensorFacts | Taken | _Pending:
+    def _enter(self, found: Taken) -> int:
+        self._taken.append(found)
+        if found.sample is not None:
+            self._held_bytes += found.sample.nbytes + found.rows.nbytes
+            if found.everything is not None or self._held_bytes > _HELD_BYTES:
+                self.table()
+        return len(self._facts) + len(self._taken) - 1
+
+    def _look(self, tensor: torch.Tensor, lies_in: int) -> Taken:
         x = tensor.detach()
         elements = x.numel()
-        facts = TensorFacts(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in=lies_in)
-        if not elements:
-            return facts
-        if self._checksums or self.folder is not None:
-            facts = self._kept(x, facts)
-        if x.dtype not in FORMATS:
-            return facts
+        found = Taken(short_type(x.dtype), tuple(map(int, x.shape)), x.device.type, elements, lies_in)
+        if elements and (self._checksums or self.folder is not None):
+            self._keep(x, found)
+        if not elements or x.dtype not in FORMATS:
+            return found
         if FORMATS[x.dtype].bits < 16:
             x = x.float()
-        pending = _Pending(facts, torch.aminmax(x), sample_of(x, x.numel() if self._whole else SAMPLE), rows_of(x))
-        found: Taken | _Pending = pending
-        if not x.is_cpu:
-            pending.sample, pending.rows = pending.sample.clone(), pending.rows.clone()
-        elif self._whole:
-            return facts_of([pending.read(x)])[0]
+        found.range, found.rows = torch.aminmax(in_memory_order(x)), rows_of(x)
+        found.sample = sample_of(x, elements if self._whole else SAMPLE)
+        if self._whole and x.is_cpu:
+            found.everything = x
         else:
-            found = pending.read(x)
-        self._held_bytes += found.sample.nbytes + found.rows.nbytes
-        if self._held_bytes > _HELD_BYTES:
-            self._rows.append(found)
-            self._read()
-            return self._rows.pop()
+            found.sample = found.sample.clone()
         return found
 
-    def _read(self) -> None:
-        """Look at all that waits, together."""
-        waiting = {n: row for n, row in enumerate(self._rows) if not isinstance(row, TensorFacts)}
-        found = facts_of([row.read() if isinstance(row, _Pending) else row for row in waiting.values()])
-        for number, facts in zip(waiting, found, strict=True):
-            self._rows[number] = facts
-        self._held_bytes = 0
-
-    def _kept(self, x: torch.Tensor, facts: TensorFacts) -> TensorFacts:
+    def _keep(self, x: torch.Tensor, found: Taken) -> None:
+        """Its checksum, and its content in a file."""
         raw = _raw(x)
         if self._checksums:
-            facts = replace(facts, checksum=f"{zlib.crc32(raw.data):08x}")
+            found.checksum = f"{zlib.crc32(raw.data):08x}"
         if self.folder is None:
-            return facts
+            return
         if raw.nbytes > self._left:
             self.not_written += 1
-            return facts
-        name = f"tensor-{len(self._rows)}.npy"
+            return
+        name = f"tensor-{len(self._facts) + len(self._taken)}.npy"
         try:
             with (self.folder / name).open("wb") as stream:
                 np.save(stream, raw, allow_pickle=False)
@@ -161,43 +136,55 @@ class Statistics:
             ) from error  # fmt: skip
         self._written.append(self.folder / name)
         self._left -= raw.nbytes
-        return replace(facts, file=name)
+        found.file = name
 
 
-def _unseen(tensor: torch.Tensor) -> TensorFacts:
+def _unseen(tensor: torch.Tensor) -> Taken:
     """What is known of a tensor whose values are not looked at; sizes that differ from row to row are left out."""
     try:
         shape = tuple(int(size) for size in tensor.shape)
-        return TensorFacts(short_type(tensor.dtype), shape, tensor.device.type, tensor.numel())
+        return Taken(short_type(tensor.dtype), shape, tensor.device.type, tensor.numel())
     except (RuntimeError, AttributeError, TypeError):
-        return TensorFacts(short_type(tensor.dtype), (), tensor.device.type, 0)
+        return Taken(short_type(tensor.dtype), (), tensor.device.type, 0)
+
+
+def in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """The same elements with the dimensions in the order in which they lie."""
+    return x if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
 def sample_of(x: torch.Tensor, elements: int = SAMPLE) -> torch.Tensor:
     """At most so many elements of a tensor, as rows (last dimension) that lie evenly; small ones whole. 2-d."""
     if x.dim() == 0:
         return x.reshape(1, 1)
-    columns = x.shape[-1]
-    if x.numel() <= elements:
-        return x.reshape(-1, columns) if columns else x.reshape(0, 0)
-    wide = x if columns <= elements else x[..., :: -(-columns // elements)]
-    rows = max(1, elements // wide.shape[-1])
-    for dimension in range(x.dim() - 2, -1, -1):
-        wanted = max(1, rows // _product(wide.shape[:dimension]))
-        step = -(-wide.shape[dimension] // wanted) if _product(wide.shape[: dimension + 1]) > rows else 1
-        first = (step - 1) // 2  # images have their margins at the ends
-        wide = wide[(slice(None),) * dimension + (slice(first, None, step),)]
-    return wide.reshape(-1, wide.shape[-1])
+    if x.numel() > elements:
+        x = x[_sampled_slices(x.shape, elements)]
+    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
+
+
+@lru_cache(maxsize=4096)
+def _sampled_slices(shape: torch.Size, elements: int) -> tuple[slice, ...]:
+    """What the sample takes of each dimension."""
+    step = -(-shape[-1] // elements)
+    rows = max(1, elements // -(-shape[-1] // step))
+    slices = [slice(None, None, step)]
+    for dimension in range(len(shape) - 2, -1, -1):
+        wanted = max(1, rows // math.prod(shape[:dimension]))
+        step = -(-shape[dimension] // wanted) if math.prod(shape[: dimension + 1]) > rows else 1
+        slices.append(slice((step - 1) // 2, None, step))  # images have their margins at the ends
+    return tuple(reversed(slices))
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """The rows that a sketch is made of, 2-d, for any strides; of rows that are too wide blocks that lie evenly."""
+    """The rows that a sketch is made of, 2-d, for any strides, in memory of their own; of rows that are too wide blocks
+    that lie evenly.
+    """
     if x.dim() < 2:
-        rows = x.reshape(1, -1)
+        rows = x.reshape(1, -1).clone()
     else:
         leading = tuple(x.shape[:-1])
         if x.is_contiguous() and x.numel():  # in half the time
-            rows = x.view(-1, x.shape[-1]).index_select(0, _row_numbers(_product(leading), x.device))
+            rows = x.view(-1, x.shape[-1]).index_select(0, _row_numbers(math.prod(leading), x.device))
         else:
             rows = x[_row_index(leading, x.device)]
     step = sketched_step(rows.shape[1])
@@ -216,19 +203,7 @@ def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _row_index(leading: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Where the rows lie that are looked at, by dimension."""
-    return torch.unravel_index(_row_numbers(_product(leading), device), leading)
-
-
-def _product(sizes: Any) -> int:
-    found = 1
-    for size in sizes:
-        found *= int(size)
-    return found
-
-
-def _numpy(x: torch.Tensor) -> Any:
-    """The values in memory of their own: torch refuses to resize for ever after what numpy has looked at."""
-    return x.to("cpu", x.dtype if x.dtype is torch.float64 else torch.float32, copy=True).resolve_neg().numpy()
+    return torch.unravel_index(_row_numbers(math.prod(leading), device), leading)
 
 
 def _raw(x: torch.Tensor) -> Any:

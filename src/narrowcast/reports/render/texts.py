@@ -35,7 +35,8 @@ def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
         return explanation_text(found, every, width, lines)
     if isinstance(found, Ledger):
         return ledger_text(found, width or PIPED) if every else ledger_screen(found, width or COLUMNS, lines)
-    return _TEXTS[type(found)](found, every, width or COLUMNS, lines)
+    render = next(_TEXTS[kind] for kind in type(found).__mro__ if kind in _TEXTS)
+    return render(found, every, width or COLUMNS, lines)
 
 
 _TEXTS: dict[type[Result], Callable[[Any, bool, int, int], str]] = {
