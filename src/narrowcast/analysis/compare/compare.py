@@ -66,6 +66,7 @@ from narrowcast.reports.results.verdicts import (
     verdict_of,
 )
 from narrowcast.runtime.torch_bridge import FORMATS, is_random
+from narrowcast.runtime.torch_surface.modules import compiled_of
 from narrowcast.runtime.torch_surface.state import autocast_off
 
 REFERENCES = {"fp32": None, "fp64": torch.float64}
@@ -114,7 +115,8 @@ def compare(
     default = "native" if is_own and not trial.is_made else None
     opened = observed_region("compare", trial, policy, dtype, device_type, region, default)
     other = trial.original() if is_own else Trial.of("compare", reference, trial.args, trial.kwargs, backward)
-    name = str(getattr(trial.model, "__name__", None) or type(getattr(trial.model, "_orig_mod", trial.model)).__name__)
+    inner = compiled_of(trial.model)
+    name = str(getattr(trial.model, "__name__", None) or type(trial.model if inner is None else inner).__name__)
     found = _nothing_yet(name, opened, str(reference) if is_own else "another model", by)
     around = autocast(opened.device, policy=NOTHING) if is_own else opened
     dtype = REFERENCES.get(str(reference)) or (other.fp32_for_low() if is_own else None)

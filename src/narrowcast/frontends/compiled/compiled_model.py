@@ -35,7 +35,7 @@ from narrowcast.runtime.torch_surface.dynamo import (
     never_trace,
     original_module,
 )
-from narrowcast.runtime.torch_surface.modules import call_of_module, has_global_hooks, is_sharded
+from narrowcast.runtime.torch_surface.modules import COMPILED, call_of_module, has_global_hooks, is_sharded
 
 REGION_ARGUMENTS = ("policy", "dtype", "device_type", "region")
 """Those of `compile` that are about the region."""
@@ -163,15 +163,15 @@ class CompiledModule(OptimizedModule):  # type: ignore[misc]
         """The module's result, computed in the region."""
         if torch.compiler.is_dynamo_compiling():
             with self._around.region(args, kwargs):
-                return self._modules["_orig_mod"](*args, **kwargs)
+                return self._modules[COMPILED](*args, **kwargs)
         if self._is_new:  # and sharded since it was compiled, perhaps
-            refuse_sharded(self._modules["_orig_mod"])
+            refuse_sharded(self._modules[COMPILED])
             object.__setattr__(self, "_is_new", False)
         return _called(self._around, self._compiled, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        module = self._modules["_orig_mod"]
-        if name == "_orig_mod":
+        module = self._modules[COMPILED]
+        if name == COMPILED:
             return module
         found = getattr(module, name)
         if isinstance(found, MethodType) and found.__self__ is module and not _is_torchs(found):
@@ -265,7 +265,7 @@ def asked_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
         raise RegionError(
             asked=f"compile(model, {_shown(now)})",
             found=f"the model is compiled already, with {_shown(before)}",
-            advice=f"Compile the original, model._orig_mod, or leave {', '.join(REGION_ARGUMENTS)} open to keep them.",
+            advice=f"Compile the original, model.{COMPILED}, or leave {', '.join(REGION_ARGUMENTS)} open to keep them.",
         )
     return {**now, **{name: before[name] for name in REGION_ARGUMENTS}}
 

@@ -29,6 +29,7 @@ from narrowcast.runtime.torch_surface.dispatch import (
     higher_order_name,
     schema_of,
 )
+from narrowcast.runtime.torch_surface.modules import STACK
 from narrowcast.runtime.torch_surface.state import ENTER_AUTOCAST, EXIT_AUTOCAST
 
 _TO = torch.ops.aten.to.dtype
@@ -266,7 +267,7 @@ class _Reader:
         return tuple(blocks)
 
     def _site(self, node: Node) -> Site:
-        trace, stack = node.meta.get("stack_trace"), node.meta.get("nn_module_stack")
+        trace, stack = node.meta.get("stack_trace"), node.meta.get(STACK)
         if not trace and not stack and self.outside is NO_OUTSIDE:
             return NOWHERE
         key = (trace, tuple(stack) if stack else ())

@@ -11,9 +11,10 @@ from narrowcast.frontends.graphs.read import Reading
 from narrowcast.programs.program import Block, Program, Step
 from narrowcast.runtime.torch_bridge import DTYPES, defaults_after, find_op, op_facts
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
+from narrowcast.runtime.torch_surface.modules import STACK
 
 CASTS = (TO_COPY, torch.ops.prims.convert_element_type.default)
-_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
+_NOTES = ("stack_trace", STACK, "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
 
 
 def write_graph(reading: Reading, program: Program, lowered: bool = False) -> dict[int, Node]:

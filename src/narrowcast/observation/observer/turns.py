@@ -27,6 +27,7 @@ from narrowcast.runtime.sites.python_stack import (
     modules_on_stack,
     name_in,
 )
+from narrowcast.runtime.torch_surface.modules import without_wrapper
 
 Key = tuple[str, str, str]
 """Module path, op, direction. The path is empty for what the module that is called computes itself."""
@@ -203,7 +204,7 @@ def names_of_parameters(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
         models[kind] += 1
         model = kind if models[kind] == 1 else f"{kind} {models[kind]}"
         for name, parameter in root.named_parameters():
-            full = name.replace("_orig_mod.", "")
+            full = without_wrapper(name)
             if len(full) > len(named.get(id(parameter), ("", ""))[0]):  # of a part that was called by itself, too
                 named[id(parameter)] = full, model
     often = Counter(name for name, _ in named.values())

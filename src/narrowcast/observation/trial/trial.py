@@ -22,6 +22,7 @@ from narrowcast.observation.trial.subject import Subject
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_bridge import device_type_of, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import tree_leaves, tree_map
+from narrowcast.runtime.torch_surface.modules import compiled_of, without_wrapper
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -97,11 +98,11 @@ class Trial:
     @property
     def is_compiled(self) -> bool:
         """Whether a compiler makes code of it, which runs only where nobody looks on."""
-        return hasattr(self.model, "_orig_mod") or hasattr(self.model, "__narrowcast_compiled__")
+        return compiled_of(self.model) is not None or hasattr(self.model, "__narrowcast_compiled__")
 
     def original(self) -> Trial:
         """The same with what a compiled model or function was compiled of; itself for another."""
-        model = getattr(self.model, "_orig_mod", None)
+        model: Any = compiled_of(self.model)
         if model is None and hasattr(self.model, "__narrowcast_compiled__"):
             model = getattr(self.model, "__wrapped__", None)
         return self if model is None else replace(self, model=model)
@@ -232,7 +233,7 @@ def _named_parameters(run: Any) -> dict[str, torch.Tensor]:
 def parameters_of(model: Any) -> dict[str, torch.Tensor]:
     """The parameters of a module, or of the modules that a function closes over, by name."""
     if isinstance(model, torch.nn.Module):
-        return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+        return {without_wrapper(name): p for name, p in model.named_parameters()}
     if not inspect.isfunction(model):
         return {}
     names = inspect.getclosurevars(model)

@@ -23,6 +23,7 @@ from torch.nn.modules.module import Module
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.runtime.sites.python_stack import Around, is_user_file, module_path, name_in
 from narrowcast.runtime.torch_surface.dynamo import dynamo_code, dynamo_frames, is_resumption
+from narrowcast.runtime.torch_surface.modules import COMPILED, STACK, without_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def current_graph_call() -> GraphCall | None:
 
 def graph_call(meta: Mapping[str, Any], run: object) -> GraphCall | None:
     """The call of a module that a node stands in; None for what the graph's outermost module computes itself."""
-    modules = meta.get("nn_module_stack") or {}
+    modules = meta.get(STACK) or {}
     if not modules:
         return None
     key, (source, _) = next(reversed(modules.items()))
@@ -114,7 +115,7 @@ def traced_site() -> Site | None:
     if _now.site is not None:
         return _now.site
     meta = torch.fx.traceback.get_current_meta() if torch.fx.traceback.has_preserved_node_meta() else {}
-    if "nn_module_stack" in meta or "stack_trace" in meta:
+    if STACK in meta or "stack_trace" in meta:
         return node_site(meta, Outside.now())
     found = dynamo_frames()
     return _site(*found, Outside.now()) if found is not None else None
@@ -122,7 +123,7 @@ def traced_site() -> Site | None:
 
 def node_site(meta: Mapping[str, Any], outside: Outside = NO_OUTSIDE) -> Site:
     """The place of a node of a graph that is called `outside`."""
-    return _site(meta.get("nn_module_stack") or {}, _frames(meta.get("stack_trace") or ""), outside)
+    return _site(meta.get(STACK) or {}, _frames(meta.get("stack_trace") or ""), outside)
 
 
 def _site(modules: Mapping[str, Any], frames: tuple[tuple[str, int], ...], outside: Outside) -> Site:
@@ -184,14 +185,14 @@ def _path(modules: Mapping[str, Any], called: tuple[Module, ...]) -> tuple[str, 
             elif before or not _is_root(source):
                 names.append(_relative(before, source))
         before = source
-    parts = [part for name in names for part in name.split(".") if part not in ("", "_orig_mod")]
+    parts = [part for name in names for part in without_wrapper(name).split(".") if part]
     path = ".".join(parts[1:] if parts[:1] == ["_export_root"] else parts)  # torch.export's wrapper adds nothing
-    return path, ".".join(part for part in root.split(".") if part != "_orig_mod")
+    return path, without_wrapper(root)
 
 
 def _is_root(source: str) -> bool:
     """Whether the text is that of a module that the traced frame reached by itself: `L['self']`, `G['model']`, ``."""
-    return source == "" or (source[:2] in ("L[", "G[") and source.endswith(("]", "._orig_mod")))
+    return source == "" or (source[:2] in ("L[", "G[") and source.endswith(("]", f".{COMPILED}")))
 
 
 def _relative(before: str, source: str) -> str:

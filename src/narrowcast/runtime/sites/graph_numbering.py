@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from narrowcast.runtime.sites.graph_nodes import begins_here
 from narrowcast.runtime.sites.python_stack import called_modules
 from narrowcast.runtime.torch_surface.dynamo import dynamo_trace
+from narrowcast.runtime.torch_surface.modules import STACK
 
 PLAIN_BODIES = frozenset(
     ["tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "autograd_function_apply",
@@ -62,7 +63,7 @@ class Numbering:
 
 def _call_of(meta: Mapping[str, Any]) -> str | None:
     """Which call of a module a node stands in, of those that the graph makes from beginning to end; None for none."""
-    return next(reversed(meta.get("nn_module_stack") or {}), None)
+    return next(reversed(meta.get(STACK) or {}), None)
 
 
 _traces: WeakKeyDictionary[Any, Numbering] = WeakKeyDictionary()  # by what Dynamo keeps of each
@@ -76,4 +77,4 @@ def number_in_trace(op: str) -> int:
     found = _traces.get(trace)
     if found is None:
         found = _traces[trace] = Numbering(begins_here(tuple(called_modules())))
-    return found.number({"nn_module_stack": trace.output.current_tx.nn_module_stack}, op)
+    return found.number({STACK: trace.output.current_tx.nn_module_stack}, op)

@@ -15,7 +15,13 @@ import torch
 from torch.nn.modules.module import Module
 
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.runtime.torch_surface.modules import carried_state, children, is_recomputation, module_call_code
+from narrowcast.runtime.torch_surface.modules import (
+    carried_state,
+    children,
+    is_recomputation,
+    module_call_code,
+    without_wrapper,
+)
 
 _LIBRARIES = tuple(
     f"{path}{os.sep}"
@@ -279,9 +285,7 @@ def name_in(parent: Module, module: Module) -> str:
         name = names.get(id(module))
     if name is None:
         return f"<{type(module).__name__}>"
-    if "_orig_mod" not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile's wrapper adds nothing
+    return without_wrapper(name)
 
 
 def _is_at(parent: Module, name: str, module: Module) -> bool:

@@ -21,6 +21,23 @@ has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
 """Whether hooks on all modules are set."""
 
 
+STACK = "nn_module_stack"
+"""What Dynamo and torch.export note beside a node of a graph: the modules that were being called, outermost first."""
+COMPILED = "_orig_mod"
+"""Under which name the wrapper of torch.compile holds the module that it was made of."""
+
+
+def without_wrapper(path: str) -> str:
+    """The path of a module or a parameter as it is in the model: the wrapper of torch.compile adds nothing."""
+    return path if COMPILED not in path else ".".join(part for part in path.split(".") if part != COMPILED)
+
+
+def compiled_of(model: Any) -> Module | None:
+    """The module that torch.compile made this one of; None of another."""
+    found: Module | None = getattr(model, COMPILED, None)
+    return found
+
+
 def children(module: Module) -> dict[str, Module | None]:
     """The modules inside one, by name."""
     return module._modules

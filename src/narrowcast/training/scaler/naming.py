@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from narrowcast.runtime.torch_surface.modules import without_wrapper
+
 
 def name_of(parameter: torch.Tensor, number: int, optimizer: Any, models: Iterable[torch.nn.Module]) -> str:
     """The name under which the user knows a parameter, by identity. number: in the optimizer, from 0."""
     for model in models:
         for name, other in model.named_parameters():
             if other is parameter:
-                return name.replace("_orig_mod.", "")
+                return without_wrapper(name)
     for index, group in enumerate(optimizer.param_groups):
         if number < len(group["params"]):
             names = group.get("param_names")
