@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import narrowcast as nc
 from narrowcast.errors import NarrowcastError, RegionError
+from narrowcast.reports.documents.explanations import spent
 from narrowcast.testing import take_snapshot
 
 x = torch.randn(4, 8)
@@ -139,7 +140,7 @@ def test_run_compares_with_fp32():
     (output,) = comparison.outputs
     assert output.found == "bf16" and 20 < output.sqnr_db < 100 and 0 < output.relative_error < 0.1
     assert comparison.metric_reference["sum"] == pytest.approx(4)
-    assert comparison.casts_ms > 0 < comparison.kernels_ms and comparison.spent.startswith("casts ")
+    assert comparison.casts_ms > 0 < comparison.kernels_ms and spent(comparison).startswith("casts ")
     assert comparison.weight_bytes == sum(t.nbytes for t in (*net.parameters(), *net.buffers()))  # tied ones once
     assert comparison.time_ratio > 0 and comparison.reference_peak_bytes > 0 and comparison.memory_ratio > 0
     text = found.to_text(every=True)

@@ -15,7 +15,7 @@ OWNER = ("runtime", "torch_surface")
 # The source of what TorchScript compiles: it has no names but torch's own ops.
 EXEMPT = {"frontends/scripts/runtime.py"}
 # Python's own, and attributes of ours on objects of others.
-OURS = ("_narrowcast_", "_getframe", "_current_frames", "_replace", "_make")
+OURS = ("_narrowcast_", "_getframe", "_current_frames", "_replace", "_make", "_fields")
 
 
 def private_names(text):
