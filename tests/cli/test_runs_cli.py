@@ -79,7 +79,7 @@ def test_a_script_is_watched_unchanged(cli, script, tmp_path):
     assert (tmp_path / "repro" / "repro.py").is_file()
     assert cli("report", tmp_path / "w.json")[1].splitlines()[0] == out.splitlines()[0]
     code, out, _ = cli("watch", "--stop", script, "--lr", "100")
-    assert code == 1 and "1 made a NaN or an infinity" in out
+    assert code == 1 and "1 call made a NaN or an infinity" in out
 
 
 def test_what_does_not_fit_becomes_a_policy(cli, target, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -37,8 +38,10 @@ from narrowcast.reports.documents.model import OUTSIDE, Node
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.rules import call_rule, rule_text, shared_modules
 from narrowcast.reports.render.html import BUILT
+from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.flow import graph_flow
 from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.saved import load_saved
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +285,7 @@ def test_a_call_that_passed_on_what_is_not_finite_is_not_to_blame():
 def test_a_watch_shows_its_findings_and_the_figures_over_steps():
     """A trend is no NaN."""
     made = page(watching())
-    assert made.verdict == "1 call made a NaN or an infinity" and len(made.graph.nodes) == 2
+    assert made.verdict == "1 call made a NaN or an infinity; 5 later calls passed it on" and len(made.graph.nodes) == 2
     assert (
         made.todos[0].what == "Keep aten.mul.Tensor in layer.1 in fp32"
         and made.todos[0].rule["op"] == "aten.mul.Tensor"
@@ -392,3 +395,32 @@ def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():
     assert shared_modules(rules, [*nodes, Node("layers.3.up", SOFTMAX)]) == shared
     assert not shared_modules([*rules, call_rule(LINEAR, "head", "follow")], nodes)
     assert not call_rule("aten._to_copy.default", "a", "full") and not call_rule("module.call.default", "a", "follow")
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "empty run", "watching", "empty watching", "pair", "explanation", "compared", "placed"]
+)
+def test_the_text_and_the_page_give_one_verdict(name):
+    """And the notebook's cell; a text may have it in the middle of a line, or over two."""
+    verdict = document_of(RESULTS[name]).verdict
+    said = " ".join(RESULTS[name].to_text(lines=40).split()).lower()
+    assert " ".join(verdict.split()).lower().rstrip(".") in said
+    assert escape(verdict) in RESULTS[name]._repr_html_()
+    assert "looking failed" not in said
+
+
+def test_a_watch_that_could_not_look_is_no_good_news():
+    """Neither as text nor as a page."""
+    found = Watching(calls=3, not_inspected=2)
+    made = document_of(found)
+    assert made.tone == "" and "2 times looking failed" in made.verdict and "2 times looking failed" in str(found)
+
+
+def test_infinities_that_were_filled_in_are_no_finding():
+    """A mask: the page says what the text says, and lists no call for them."""
+    run = Run(calls=[replace(call, given=(("value", "-inf"),)) for call in a_run().calls], tensors=a_run().tensors)
+    run.tensors = [replace(facts, nan=0.0, infinite=0.25 if n else 0.0) for n, facts in enumerate(run.tensors)]
+    run.calls = [replace(call, inputs=(("input", 0),)) for call in run.calls]
+    made = document_of(run)
+    assert made.tone == "good" and "as masks are" in made.verdict and "as masks are" in " ".join(str(run).split())
+    assert not any(node.finding for node in made.graph.nodes) and not made.todos

@@ -9,7 +9,7 @@ from narrowcast.reports.documents.rules import high_rule, keeping
 from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.reports.documents.times import cast_series
-from narrowcast.reports.documents.words import counted, number
+from narrowcast.reports.documents.words import counted, number, place
 from narrowcast.reports.results.run import Run
 
 CASTS = "Each cast: read off the formats that came and were read"
@@ -22,8 +22,12 @@ def run_document(run: Run) -> Document:
     bad = [n for n in nodes if n.finding]
     facts = run.environment
     policy = facts.get("policy") or {}
-    verdict = f"{counted(len(bad), 'call')} gave a NaN or an infinity" if bad else "Every value is finite"
-    page = Document("run", "A captured run", verdict, "bad" if bad else "good", graph=flow.graph())
+    verdict, tone = run_verdict(run)
+    if tone == "good":  # infinities are masks
+        for node in bad:
+            node.verdict = node.finding = ""
+        bad = []
+    page = Document("run", "A captured run", verdict, tone, graph=flow.graph())
     under = f"{policy['name']} ({policy['digest'][:8]})" if policy else "none"
     page.facts = [
         ("device", str(facts.get("device", "?"))),
@@ -53,6 +57,21 @@ def run_document(run: Run) -> Document:
         if t.exponents.counts
     ]
     return page
+
+
+def run_verdict(run: Run) -> tuple[str, str]:
+    """In a sentence, and its tone."""
+    bad = run.not_finite()
+    if not bad:
+        return "Every value is finite", "good"
+    made, calls = run.first_not_finite(), counted(len(bad), "call")
+    if made is not None:
+        at = place(made.file, made.line)
+        said = f"{calls} gave a NaN or an infinity; the first made of finite inputs: {made.id}{at and f' ({at})'}"
+        return said, "bad"
+    if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
+        return f"{calls} gave a NaN or an infinity; their inputs were not finite, either", "bad"
+    return f"Every value is finite, but infinities that were given or filled in, as masks are, in {calls}", "good"
 
 
 def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:

@@ -23,8 +23,7 @@ def watch_document(found: Watching) -> Document:
         node.facts = tuple((name, f"{facts.format} {facts.low}..{facts.high}") for name, facts in seen.items())
         nodes.append(node)
     made = [n for n in nodes if n.verdict != TREND]
-    verdict = f"{counted(len(made), 'call')} made a NaN or an infinity" if made else "No NaN or infinity was made"
-    page = Document("watch", "A watched run", verdict, "bad" if made else "good", graph=Graph(nodes, [], note=ORDER))
+    page = Document("watch", "A watched run", *watch_verdict(found), graph=Graph(nodes, [], note=ORDER))
     page.facts = [("looked at", f"{found.calls} calls"), ("steps", str(found.steps))]
     page.figures = [
         Figure("findings", len(made), f"{len(nodes) - len(made)} trends", "bad" if made else "good"),
@@ -44,6 +43,20 @@ def watch_document(found: Watching) -> Document:
     ]
     page.series = _history(found.history)
     return page
+
+
+def watch_verdict(found: Watching) -> tuple[str, str]:
+    """In a sentence, and its tone."""
+    made = sum(finding.made_by != TREND for finding in found.findings)
+    if made:
+        passed = f"; {found.spread} later calls passed it on" if found.spread else ""
+        again = f", {found.repeated} times more" if found.repeated else ""
+        return f"{counted(made, 'call')} made a NaN or an infinity{again}{passed}", "bad"
+    if found.not_inspected:
+        return f"No NaN or infinity was seen, but {found.not_inspected} times looking failed: see the notes", ""
+    if found.findings:
+        return "No NaN or infinity was made, but see the trends", ""
+    return "No NaN or infinity was made", "good"
 
 
 def _format_rule(row: Finding) -> Shown:

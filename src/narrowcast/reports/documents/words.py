@@ -22,6 +22,11 @@ def error_text(value: Any) -> str:
     return str(value) if known is None else "0" if known == 0 else f"{known:.1e}"
 
 
+def lowered(sentence: str) -> str:
+    """The sentence where it does not begin a line."""
+    return sentence[:1].lower() + sentence[1:]
+
+
 def counted(count: int, one: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {one}" if count == 1 else f"{count} {one}s"

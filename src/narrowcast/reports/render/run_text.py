@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
-from narrowcast.reports.documents.words import place
+from narrowcast.reports.documents.runs import run_verdict
+from narrowcast.reports.documents.words import lowered, place
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_records import CallRecord, TensorFacts, short_file, tensor_text
+from narrowcast.reports.results.run_records import CallRecord, short_file, tensor_text
 
 LISTED = 8
 
@@ -17,7 +18,7 @@ def run_text(run: Run, every_call: bool = False, width: int = COLUMNS, room: int
         if not call.is_cast:
             formats[call.computes or "-"] = formats.get(call.computes or "-", 0) + 1
     counts = ", ".join(f"{name} {n}" for name, n in sorted(formats.items(), key=lambda p: -p[1]))
-    head = [_head(run), _verdict(run, run.not_finite()), f"computed in: {counts}"]
+    head = [_head(run), lowered(run_verdict(run)[0]), f"computed in: {counts}"]
     notes = [f"note: {note}" for note in run.notes]
     if every_call:
         calls = ["", "call", *(call_line(run, call) for call in run.calls)] if run.calls else []
@@ -37,40 +38,6 @@ def _head(run: Run) -> str:
     under = f", policy {policy['name']} in {policy['low']}" if policy else ""
     backward = sum(call.id.direction == "backward" for call in run.calls)
     return f"{len(run.calls)} calls ({backward} backward) on {facts.get('device', '?')}{under}"
-
-
-def _verdict(run: Run, bad: list[CallRecord]) -> str:
-    if not bad:
-        return "every value is finite"
-    made = _made_not_finite(run, bad)
-    if made is not None:
-        at = place(made.file, made.line)
-        return f"{len(bad)} calls are not finite; the first made of finite inputs: {made.id}{at and f' ({at})'}"
-    if any(run.tensors[n].nan for call in bad for _, n in call.outputs):
-        return f"{len(bad)} calls are not finite; their inputs were not, either"
-    return f"every value is finite, but infinities that were given or filled in, as masks are, in {len(bad)} calls"
-
-
-def _made_not_finite(run: Run, bad: list[CallRecord]) -> CallRecord | None:
-    """The first call that made NaN, or an infinity out of finite inputs that was not filled in as a number."""
-    for call in bad:
-        inputs, outputs = ([run.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
-        has_nan = any(t.nan for t in outputs)
-        if all(t.is_finite for t in inputs):
-            if has_nan or not (_is_given_infinity(call) or any(_is_mask(t) for t in inputs)):
-                return call
-        elif has_nan and not any(t.nan for t in inputs):
-            return call
-    return None
-
-
-def _is_given_infinity(call: CallRecord) -> bool:
-    return any(value in ("inf", "-inf") for _, value in call.given)
-
-
-def _is_mask(tensor: TensorFacts) -> bool:
-    """Whether it holds the lowest value of its format, which masks are filled with."""
-    return (format := tensor.fits()) is not None and tensor.low <= -0.99 * format.max
 
 
 def _worth_a_look(run: Run) -> list[CallRecord]:

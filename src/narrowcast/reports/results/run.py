@@ -85,6 +85,19 @@ class Run(Result):
         """The calls that gave a NaN or an infinity, in order."""
         return [c for c in self.calls if any(not self.tensors[n].is_finite for _, n in c.outputs)]
 
+    def first_not_finite(self) -> CallRecord | None:
+        """The first call that made NaN, or an infinity out of finite inputs that was not filled in as a number."""
+        for call in self.not_finite():
+            inputs, outputs = ([self.tensors[n] for _, n in named] for named in (call.inputs, call.outputs))
+            has_nan = any(t.nan for t in outputs)
+            if all(t.is_finite for t in inputs):
+                is_filled_in = any(value in ("inf", "-inf") for _, value in call.given)
+                if has_nan or not (is_filled_in or any(t.is_mask for t in inputs)):
+                    return call
+            elif has_nan and not any(t.nan for t in inputs):
+                return call
+        return None
+
     def __repr__(self) -> str:
         bad = len(self.not_finite())
         return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"

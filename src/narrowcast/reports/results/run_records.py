@@ -46,8 +46,8 @@ class TensorFacts:
     over the finite values; zeros, subnormal, saturated (at the format's largest value), nan, infinite: shares of
     elements. exponents: of the elements looked at; below: of each element's exponent under its row's largest, from 0.
     looked_at: how many elements all but the range and the non-finite shares stand for; less than `elements` where a
-    sample was taken. checksum, file: on request. sketch: of some rows (report/sketch.py). lies_in: the tensor of the
-    table that was entered before in whose memory it lies (a view, a slice, one written to since); -1: in none's.
+    sample was taken. checksum, file: on request. sketch: of some rows (sketch.py). lies_in: the tensor of the table
+    that was entered before in whose memory it lies (a view, a slice, one written to since); -1: in none's.
     """
 
     format: str
@@ -80,6 +80,11 @@ class TensorFacts:
     def largest(self) -> float:
         """The largest finite magnitude."""
         return max(abs(self.low), abs(self.high))
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it holds the lowest value of its format, which masks are filled with."""
+        return (format := self.fits()) is not None and self.low <= -0.99 * format.max
 
     def fits(self) -> Format | None:
         """Its format, if it is a floating one."""
