@@ -279,7 +279,8 @@ def test_a_call_that_passed_on_what_is_not_finite_is_not_to_blame():
     made = page(found)
     assert [bool(n.finding) for n in made.graph.nodes] == [False, False, True, False]
     assert [todo.path for todo in made.todos] == ["layer.1", "layer.0"]
-    assert made.verdict == "Not finite, where fp32 is: infinity made by aten.linear.default in layer.1"
+    assert made.verdict.startswith("Not finite: output error ")
+    assert "; first infinity in the fp16 result of aten.linear in layer.1" in made.verdict
 
 
 def test_a_watch_shows_its_findings_and_the_figures_over_steps():
@@ -398,7 +399,21 @@ def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "empty run", "watching", "empty watching", "pair", "explanation", "compared", "placed"]
+    "name",
+    [
+        "run",
+        "empty run",
+        "watching",
+        "empty watching",
+        "pair",
+        "explanation",
+        "compared",
+        "placed",
+        "differences",
+        "not finite",
+        "repair",
+        "not repaired",
+    ],
 )
 def test_the_text_and_the_page_give_one_verdict(name):
     """And the notebook's cell; a text may have it in the middle of a line, or over two."""

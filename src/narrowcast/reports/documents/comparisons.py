@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
@@ -10,13 +11,15 @@ from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_c
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import error_text, number, place
 from narrowcast.reports.results.differences import CallError, Differences
+from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.verdicts import AT_FAULT, PASSED_ON
 
 
 def comparison_document(found: Differences) -> Document:
     """The page of what `nc.compare` found."""
     nodes = [_node(row) for row in found.rows]
-    page = Document("comparison", found.subject, *_verdict(found), graph=Graph(nodes, [], note=ORDER))
+    tone = "bad" if found.verdict in AT_FAULT else "good"
+    page = Document("comparison", found.subject, comparison_verdict(found), tone, graph=Graph(nodes, [], note=ORDER))
     under = f"{found.policy} in {found.low}" if found.policy else "the model's own casts"
     page.facts = [
         ("model", found.subject),
@@ -52,15 +55,15 @@ def comparison_document(found: Differences) -> Document:
     return page
 
 
-def _verdict(found: Differences) -> tuple[str, str]:
-    first = found.not_finite
-    if first is not None:
-        where = f" in {first.module_path}" if first.module_path else ""
-        return f"Not finite, where {found.reference} is: {first.value} made by {first.op}{where}", "bad"
-    known = [error for error in (number(output.relative_error) for output in found.outputs) if error is not None]
-    error = f"the output is off by {error_text(max(known))}" if known else "no output can be compared"
-    band = f"; round-off may make {error_text(found.band)}" if found.band else ""
-    return f"{found.verdict.capitalize()}: {error}{band}", "bad" if found.verdict in AT_FAULT else "good"
+def comparison_verdict(found: Differences) -> str:
+    """The verdict, a colon, and why in figures; where something is not finite, which call was the first."""
+    errors = [o.relative_error if math.isfinite(o.relative_error) else math.inf for o in found.outputs]
+    largest = max((o.largest_error for o in found.outputs), default=0.0)
+    error = f"output error {number_text(max(errors))}" if errors else "no floating output"
+    error += f" (largest {number_text(largest)})" if largest else ""
+    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
+    first = f"; first {found.not_finite.text}" if found.not_finite is not None else ""
+    return f"{found.verdict.capitalize()}: {error}{band}{first}"
 
 
 def _node(row: CallError) -> Node:

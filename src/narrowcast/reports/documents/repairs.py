@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from narrowcast.core.policy import Rule
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import counted, error_text, number
-from narrowcast.reports.results.repair import CLEAN, OUT_OF_IDEAS, REPAIRED, Repair, RepairRule, RepairStep
+from narrowcast.reports.documents.words import error_text, number
+from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.repair import BEYOND, CLEAN, REPAIRED, Repair, RepairRule, RepairStep, counted
 
 
 def repair_document(found: Repair) -> Document:
     """The page of what `nc.repair` found."""
-    page = Document("repair", found.subject, _verdict(found), "good" if found.is_clean else "bad")
+    page = Document("repair", found.subject, repair_verdict(found), "good" if found.is_clean else "bad")
     page.facts = [
         ("model", found.subject),
         ("device", str(found.environment.get("device", found.device_type))),
@@ -32,15 +33,27 @@ def repair_document(found: Repair) -> Document:
     return page
 
 
-def _verdict(found: Repair) -> str:
-    before, after, rules = found.before.found, found.after.found, counted(len(found.rules), "rule")
+def repair_verdict(found: Repair) -> str:
+    """The verdict, a colon, and what was wrong, with how many rules, and what is now."""
+    before, after = found.before, found.after
     if found.verdict == CLEAN:
-        return f"Nothing to repair: {after}"
-    if found.verdict == REPAIRED:
-        return f"Repaired with {rules}: {before}, and now {after}"
-    if found.verdict == OUT_OF_IDEAS:
-        return f"Not repaired: {before}; with {rules} {after}"
-    return f"{found.verdict.capitalize()}: {before}"
+        said = f"{after.found}{_measured(found, after)}"
+    elif found.verdict == BEYOND:
+        said = before.found
+    else:
+        end = "clean" if found.verdict == REPAIRED else after.found
+        rules = counted(len(found.rules), "rule")
+        said = f"{before.found}{_measured(found, before)}; with {rules} {end}{_measured(found, after)}"
+    return f"{found.verdict.capitalize()}: {said}"
+
+
+def _measured(found: Repair, step: RepairStep) -> str:
+    """The output's error and the metric, where they are known."""
+    said = [] if math.isnan(step.error) else [f"output error {number_text(step.error)}"]
+    for name, value in list(step.metric.items())[:2]:
+        reference = f", fp32 {found.reference[name]:.6g}" if name in found.reference else ""
+        said.append(f"{name} {value:.6g}{reference}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _figures(found: Repair) -> list[Figure]:

@@ -27,6 +27,12 @@ def lowered(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
+def shouted(sentence: str) -> str:
+    """`FAULT: why` of `Fault: why`, as a terminal shows a verdict."""
+    word, colon, why = sentence.partition(":")
+    return f"{word.upper()}{colon}{why}"
+
+
 def counted(count: int, one: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {one}" if count == 1 else f"{count} {one}s"

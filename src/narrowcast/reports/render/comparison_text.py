@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, shortened, wrapped
+from narrowcast.reports.documents.comparisons import comparison_verdict
 from narrowcast.reports.documents.rules import rule_of_call, rule_text
+from narrowcast.reports.documents.words import shouted
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, GradientError, ModuleError
 from narrowcast.reports.results.lines import cut, number_text
 from narrowcast.reports.results.verdicts import AT_FAULT, NOT_FINITE
@@ -22,7 +24,7 @@ def differences_text(found: Differences, every_row: bool = False, width: int = C
         *wrapped(
             f"{found.subject}: {_under(found)} against {found.reference} on {found.device_type}, {found.runs} runs"
         ),
-        *(line for said in [*_verdict(found), *_begins(found)] for line in wrapped(said)),
+        *(line for said in _verdict(found) for line in wrapped(said)),
     ]
     table: list[list[str]] = []
     if found.by == "module":
@@ -56,28 +58,17 @@ def _under(found: Differences) -> str:
 
 
 def _verdict(found: Differences) -> list[str]:
-    faults = len(found.faults)
-    differing = len(found.differing)
-    outputs = [_finite(o.relative_error) for o in found.outputs]
-    largest = max((o.largest_error for o in found.outputs), default=0.0)
-    error = f"output error {number_text(max(outputs))}" if outputs else "no floating output"
-    error += f" (largest {number_text(largest)})" if largest else ""
-    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
+    faults, differing = len(found.faults), len(found.differing)
     said = {0: "no fault", 1: "1 fault"}.get(faults, f"{faults} faults")
     lines = [
-        f"{found.verdict.upper()}: {error}{band}",
+        shouted(comparison_verdict(found)),
         f"{len(found.rows)} calls, {differing} differ, {said}"
         + (f", {len(found.unmatched)} without a partner" if found.unmatched else ""),
     ]
+    if found.reference_not_finite:
+        lines.append(f"{found.reference} itself: {found.reference_not_finite}")
     by = f"the compiler: its code is {number_text(found.compiled)} from what these calls give one by one"
     return [*lines, by] if found.compiled else lines
-
-
-def _begins(found: Differences) -> list[str]:
-    """Where values stop being finite."""
-    own = f"not finite first: {found.not_finite.text}" if found.not_finite is not None else ""
-    theirs = f"{found.reference} itself: {found.reference_not_finite}" if found.reference_not_finite else ""
-    return [said for said in (own, theirs) if said]
 
 
 def _row(row: CallError) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.reports.documents.repairs import repair_verdict
+from narrowcast.reports.documents.words import shouted
 from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import (
     BEYOND,
     CLEAN,
     OUT_OF_IDEAS,
-    REPAIRED,
     Repair,
     RepairRule,
     RepairStep,
@@ -34,7 +35,7 @@ def repair_text(found: Repair, every_row: bool = False, width: int = COLUMNS, ro
 def _lines(found: Repair, shown: int, whole: bool) -> list[str]:
     head = f"{found.subject}: {found.base} in {found.low} on {found.device_type}, {counted(found.runs, 'run')}"
     lines = [*wrapped(head), *_cut(wrapped(f"asked: {found.asked}"), 2, whole)]
-    lines += _cut(wrapped(f"{found.verdict.upper()}: {_said(found)}"), 4, whole)
+    lines += _cut(wrapped(shouted(repair_verdict(found))), 4, whole)
     if found.rules:
         lines += [*wrapped(_kept_low(found)), "", f"{'share':>6} {'calls':>5} {'time':>8}  rule"]
         lines += [line for rule in found.rules[:shown] for line in _rule(rule, whole)]
@@ -57,26 +58,6 @@ def _cut(lines: list[str], most: int, whole: bool) -> list[str]:
     if whole or len(lines) <= most:
         return lines
     return [*lines[: most - 1], f"{lines[most - 1][: COLUMNS - 4]} ..."]
-
-
-def _said(found: Repair) -> str:
-    before, after = found.before, found.after
-    if found.verdict == CLEAN:
-        return f"{after.found}{_figures(found, after)}"
-    if found.verdict == BEYOND:
-        return before.found
-    rules = counted(len(found.rules), "rule")
-    end = "clean" if found.verdict == REPAIRED else after.found
-    return f"{before.found}{_figures(found, before)}; with {rules} {end}{_figures(found, after)}"
-
-
-def _figures(found: Repair, step: RepairStep) -> str:
-    """The output's error and the metric, where they are known."""
-    said = [] if math.isnan(step.error) else [f"output error {number_text(step.error)}"]
-    for name, value in list(step.metric.items())[:2]:
-        reference = f", fp32 {found.reference[name]:.6g}" if name in found.reference else ""
-        said.append(f"{name} {value:.6g}{reference}")
-    return f" ({'; '.join(said)})" if said else ""
 
 
 def _kept_low(found: Repair) -> str:
