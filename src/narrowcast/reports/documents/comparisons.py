@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, label_of, node_of
 from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
-from narrowcast.reports.documents.words import error_text, number, place
+from narrowcast.reports.documents.words import number, place
 from narrowcast.reports.results.differences import CallError, Differences
-from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.lines import number_text, or_infinity
 from narrowcast.reports.results.verdicts import AT_FAULT, PASSED_ON
 
 
@@ -57,7 +56,7 @@ def comparison_document(found: Differences) -> Document:
 
 def comparison_verdict(found: Differences) -> str:
     """The verdict, a colon, and why in figures; where something is not finite, which call was the first."""
-    errors = [o.relative_error if math.isfinite(o.relative_error) else math.inf for o in found.outputs]
+    errors = [or_infinity(output.relative_error) for output in found.outputs]
     largest = max((o.largest_error for o in found.outputs), default=0.0)
     error = f"output error {number_text(max(errors))}" if errors else "no floating output"
     error += f" (largest {number_text(largest)})" if largest else ""
@@ -71,8 +70,8 @@ def _node(row: CallError) -> Node:
     node.came = row.reference
     _fill(node, row)
     alone = number(row.alone)
-    figures = [("round-off may make", error_text(row.band)), ("kernel alone", error_text(row.kernel))]
-    figures += [("moves the output alone by", error_text(alone))] if alone is not None else []
+    figures = [("round-off may make", number_text(row.band)), ("kernel alone", number_text(row.kernel))]
+    figures += [("moves the output alone by", number_text(alone))] if alone is not None else []
     node.facts = tuple(figures)
     return node
 
@@ -101,7 +100,7 @@ def output_figures(found: Differences | None) -> list[Figure]:
     worst = max(found.outputs, key=lambda output: number(output.relative_error) or 0.0)
     sqnr = number(worst.sqnr_db)
     detail = f"{worst.name}, {sqnr:.1f} dB" if sqnr is not None else worst.name
-    band = f"; round-off may make {error_text(found.band)}" if found.band else ""
+    band = f"; round-off may make {number_text(found.band)}" if found.band else ""
     tone = "bad" if found.verdict in AT_FAULT else ""
     return [Figure("output error", worst.relative_error, detail + band, tone, "relative")]
 
@@ -114,8 +113,8 @@ def error_todos(worst: Iterable[CallError], faults_only: bool = False) -> list[T
         if not is_low(row.computes) or at_fault < faults_only or row.verdict == PASSED_ON:
             continue
         alone = number(row.alone)
-        why = f"its own error is {error_text(row.own)}"
-        why = f"alone it moves the output by {error_text(alone)}" if alone is not None else why
+        why = f"its own error is {number_text(row.own)}"
+        why = f"alone it moves the output by {number_text(alone)}" if alone is not None else why
         why = f"it is at fault: {row.why}" if at_fault else why
         rule = _rule(row, why.partition(":")[0])
         if rule:

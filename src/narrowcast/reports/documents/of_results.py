@@ -23,7 +23,7 @@ from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.fit import Fit
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.repair import Repair
-from narrowcast.reports.results.result import Paged
+from narrowcast.reports.results.result import Paged, by_kind
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.scaler_history import History
@@ -38,7 +38,5 @@ _DOCUMENTS: dict[type[Paged], Callable[[Any], Document]] = {
 
 def document_of(found: Paged) -> Document:
     """What a result says: its verdict, figures, tables and graphs, and what to do."""
-    for kind in type(found).__mro__:
-        if kind in _DOCUMENTS:
-            return _DOCUMENTS[kind](found)
-    return profile_document(found.data())  # a profile: it stands above, with the devices
+    make = by_kind(_DOCUMENTS, found)
+    return profile_document(found.data()) if make is None else make(found)  # a profile stands above, with the devices

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from narrowcast.core.policy import Rule
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import error_text, number
+from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import BEYOND, CLEAN, REPAIRED, Repair, RepairRule, RepairStep, counted
 
@@ -62,7 +62,7 @@ def _figures(found: Repair) -> list[Figure]:
     figures = [Figure("runs", found.runs, "of the model, its metric included")]
     figures += [Figure("rules", len(found.rules), f"tried, and not needed: {len(found.dropped)}")]
     if number(after.error) is not None:
-        figures.append(Figure("output error", after.error, f"before: {error_text(before.error)}", unit="relative"))
+        figures.append(Figure("output error", after.error, f"before: {number_text(before.error)}", unit="relative"))
     for name, value in after.metric.items():
         known = [("fp32", found.reference.get(name)), ("before", before.metric.get(name))]
         detail = ", ".join(f"{said} {_metric(figure)}" for said, figure in known if figure is not None)

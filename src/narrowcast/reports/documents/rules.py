@@ -40,7 +40,11 @@ def is_low(formats: str) -> bool:
 
 def rule_of_call(call: CallId, computes: str, reason: str = "") -> Shown:
     """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
-    return call_rule(call.op, call.module_path, "full" * (is_low(computes) and call.direction != BACKWARD), reason)
+    return _high(call.op, call.module_path, computes, call.direction, reason)
+
+
+def _high(op: str, path: str, computes: str, direction: str, reason: str) -> Shown:
+    return call_rule(op, path, "full" * (is_low(computes) and direction != BACKWARD), reason)
 
 
 def keeping(op: str, path: str) -> str:
@@ -50,7 +54,7 @@ def keeping(op: str, path: str) -> str:
 
 def high_rule(node: Node, reason: str = "") -> Shown:
     """The rule that keeps a call in fp32; none for one that is not lower, or that autograd makes."""
-    return call_rule(node.op, node.path, "full" * (is_low(node.computes) and node.direction != "backward"), reason)
+    return _high(node.op, node.path, node.computes, node.direction, reason)
 
 
 def changing_action(computes: str, direction: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,8 @@ from narrowcast.reports.documents.ledgers import shares
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_sides import SideGraph
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import counted, error_text, number
+from narrowcast.reports.documents.words import counted, number
+from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.run_differences import (
     DIFFERS,
     EQUAL,
@@ -21,8 +23,6 @@ from narrowcast.reports.results.run_differences import (
     RunDifferences,
     RunRow,
     Unaligned,
-    advice,
-    summary,
 )
 
 ENVIRONMENT = 6
@@ -38,7 +38,7 @@ def run_differences_document(found: RunDifferences) -> Document:
     _mark(found.rows, rows, sides)
     _mark_alone(found.unaligned, sides)
     tone = "bad" if found.verdict == VALUES_DIFFER else "" if found.verdict == NOT_COMPARED else "good"
-    title, verdict = f"{found.a} against {found.b}", summary(found)
+    title, verdict = f"{found.a} against {found.b}", run_differences_verdict(found)
     page = Document("comparison of runs", title, verdict, tone, graph=sides[0].graph)
     kept = [row for row in rows if row.a or row.b]
     page.pair = Pair((found.a, found.b), sides[1].graph, kept, str(found.by_hand))
@@ -72,17 +72,17 @@ def _mark(found: Iterable[RunRow], rows: Iterable[PairRow], sides: tuple[SideGra
     """A call that makes a difference is a finding on both sides."""
     for row, pair in zip(found, rows, strict=True):
         if row.verdict == DIFFERS:
-            said = f"{row.why}: it differs by {error_text(row.difference)}, where round-off may make "
+            said = f"{row.why}: it differs by {number_text(row.difference)}, where round-off may make "
             for numbers, side in ((pair.a, sides[0]), (pair.b, sides[1])):
                 for n in numbers:
-                    side.graph.nodes[n].finding = said + error_text(row.band)
+                    side.graph.nodes[n].finding = said + number_text(row.band)
 
 
 def _mark_alone(found: Iterable[Unaligned], sides: tuple[SideGraph, SideGraph]) -> None:
     """So is a call without a partner that does."""
     for one in found:
         side = sides["ab".index(one.run)]
-        said = f"only this run makes it: what comes of it is {error_text(one.apart)} apart"
+        said = f"only this run makes it: what comes of it is {number_text(one.apart)} apart"
         for n in side.numbers([one.id]) if one.apart else ():
             side.graph.nodes[n].finding = said
 
@@ -120,7 +120,7 @@ def _figures(found: RunDifferences) -> list[Figure]:
         figures.append(Figure("gradients", len(found.gradients), f"{len(far)} beyond round-off", tone))
     tokens = found.tokens
     if tokens and tokens.count:
-        detail = f"rms, in nats, of {counted(tokens.count, 'token')}; largest {error_text(tokens.largest)}"
+        detail = f"rms, in nats, of {counted(tokens.count, 'token')}; largest {number_text(tokens.largest)}"
         figures.append(Figure("log-probabilities", tokens.rms, detail, unit="relative"))
     return figures
 
@@ -209,3 +209,36 @@ def _series(rows: list[PairRow]) -> list[Series]:
     xs = [float(n) for n in range(1, len(forward) + 1)]
     return [Series("Difference by depth", "pair, in order of a", "relative difference", xs, lines, "whole", "relative",
                    log=True, nodes=[row.a[0] for row in forward])]  # fmt: skip
+
+
+def run_differences_verdict(found: RunDifferences) -> str:
+    """The verdict in a sentence."""
+    inherited = sum(row.verdict == INHERITED for row in found.rows)
+    said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
+    made = len(found.producers) + len(found.alone)
+    if made:
+        said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
+    else:
+        largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
+        said.append(f"no call beyond round-off, largest {number_text(largest)}")
+    return f"{found.verdict.upper()}: {'; '.join(said)}"
+
+
+def advice(found: RunDifferences) -> str:
+    """What to do, in a sentence; nothing where there is nothing to do."""
+    first = found.first_value
+    if found.alone:
+        return "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
+    if first is not None and first.given:
+        return f"What to do: give both runs the same {first.given[0][0]} there."
+    if first is not None:
+        return "What to do: look at that call's line in both programs; --all lists what inherits from it."
+    if found.tokens is not None and found.tokens.is_beyond:
+        return "What to do: look at what is done with the last calls' results before tokens are drawn: a temperature."
+    if any(row.is_beyond for row in found.gradients):
+        return "What to do: look at how gradients are made: the loss's scale, what is averaged over ranks or steps."
+    if found.first_format is not None:
+        return "What to do: if the formats are not meant, name that call in a rule of the policy, or pin its module."
+    if len(found.unaligned) > len(found.rows):
+        return "What to do: most calls have no partner; pair their modules by hand, --mapping FILE."
+    return ""

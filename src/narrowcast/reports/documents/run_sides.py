@@ -24,7 +24,7 @@ class SideGraph:
     def __init__(self, found: RunDifferences, side: str) -> None:
         runs = found.compared_runs
         self.graph = merged_turns(flow_of(runs["ab".index(side)]).graph()) if runs else _listed(found, side)
-        self._at = {(n.path, n.op, n.label.partition(" ")[0], n.direction): i for i, n in enumerate(self.graph.nodes)}
+        self._at = {_key(node): n for n, node in enumerate(self.graph.nodes)}
 
     def numbers(self, calls: Iterable[CallId]) -> tuple[int, ...]:
         """The boxes of these calls; a call without a floating tensor has none."""
@@ -36,13 +36,17 @@ def key_of(call: CallId) -> _Key:
     return call.module_path, call.op, f"#{call.number}", call.direction
 
 
+def _key(node: Node) -> _Key:
+    return node.path, node.op, node.label.partition(" ")[0], node.direction
+
+
 def merged_turns(graph: Graph) -> Graph:
     """The same graph with the turns of a call as one node, and edges that are alike as one."""
     first: dict[_Key, int] = {}
     nodes: list[Node] = []
     at: list[int] = []
     for node in graph.nodes:
-        key = node.path, node.op, node.label.partition(" ")[0], node.direction
+        key = _key(node)
         if key not in first:
             first[key] = len(nodes)
             nodes.append(replace(node, times=0, bytes=0))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowcast.output.console import in_bytes
+from narrowcast.reports.results.lines import number_text
 
 
 def number(value: Any) -> float | None:
@@ -14,12 +15,6 @@ def number(value: Any) -> float | None:
     if value is None or isinstance(value, str):
         return None
     return float(value) if math.isfinite(value) else None
-
-
-def error_text(value: Any) -> str:
-    """`6.8e-03`; what is not finite as it came."""
-    known = number(value)
-    return str(value) if known is None else "0" if known == 0 else f"{known:.1e}"
 
 
 def lowered(sentence: str) -> str:
@@ -80,7 +75,7 @@ def in_unit(amount: float | str, unit: str) -> str:
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
-    "bytes": in_bytes, "ns": in_time, "relative": error_text, "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
+    "bytes": in_bytes, "ns": in_time, "relative": number_text, "times fp32": lambda ratio: f"{ratio:.2f} x fp32",
     "more ns": lambda ns: f"{'-' if ns < 0 else '+'}{in_time(abs(ns))}",
 }  # fmt: skip
 

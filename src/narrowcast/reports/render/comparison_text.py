@@ -9,7 +9,7 @@ from narrowcast.reports.documents.comparisons import comparison_verdict
 from narrowcast.reports.documents.rules import rule_of_call, rule_text
 from narrowcast.reports.documents.words import shouted
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, GradientError, ModuleError
-from narrowcast.reports.results.lines import cut, number_text
+from narrowcast.reports.results.lines import cut, number_text, or_infinity
 from narrowcast.reports.results.verdicts import AT_FAULT, NOT_FINITE
 
 SHOWN_WITH_GRADIENTS = 3
@@ -86,7 +86,7 @@ def _row(row: CallError) -> list[str]:
 def _gradients(rows: list[GradientError]) -> list[str]:
     zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
     others = [row for row in rows if row not in zero]
-    worst = sorted(others, key=lambda row: -_finite(row.relative_error))[:3]
+    worst = sorted(others, key=lambda row: -or_infinity(row.relative_error))[:3]
     lines = ["", "gradients furthest off:", *(_gradient(row, COLUMNS) for row in worst)]
     if zero:
         said = f"as good as zero, {len(zero)} more: what they hold is round-off alone ({zero[0].parameter}"
@@ -140,7 +140,3 @@ def _spread(found: Differences, worst: CallError) -> str:
     low = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
     made = f"alone it makes {number_text(worst.alone)} of {number_text(total)}"
     return f"{made}: the error is spread over {len(low)} ops"
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
+from narrowcast.reports.documents.run_differences import advice, run_differences_verdict
 from narrowcast.reports.results.lines import cut, cut_end, number_text
 from narrowcast.reports.results.run_differences import (
     GradientRow,
@@ -12,8 +13,6 @@ from narrowcast.reports.results.run_differences import (
     RunRow,
     TokenDifference,
     Unaligned,
-    advice,
-    summary,
 )
 
 LISTED, ALONE = 2, 5
@@ -23,7 +22,7 @@ def run_differences_text(
     found: RunDifferences, every_row: bool = False, width: int = COLUMNS, room: int = LINES
 ) -> str:
     """The first screen, at most `room` lines; or every row."""
-    head = [cut_end(f"{found.a} against {found.b}: {_pairs(found)}", COLUMNS), summary(found)]
+    head = [cut_end(f"{found.a} against {found.b}: {_pairs(found)}", COLUMNS), run_differences_verdict(found)]
     head += _environment(found, every_row)
     todo = ["", *lines] if (lines := wrapped(advice(found))) else []
     tokens = _tokens(found.tokens) if found.tokens is not None else []

@@ -22,7 +22,7 @@ from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.fit import Fit
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.repair import Repair
-from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.result import Result, by_kind
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.scaler_history import History
@@ -35,7 +35,9 @@ def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
         return explanation_text(found, every, width, lines)
     if isinstance(found, Ledger):
         return ledger_text(found, width or PIPED) if every else ledger_screen(found, width or COLUMNS, lines)
-    render = next(_TEXTS[kind] for kind in type(found).__mro__ if kind in _TEXTS)
+    render = by_kind(_TEXTS, found)
+    if render is None:
+        raise TypeError(f"no text is known of a {type(found).__name__}")
     return render(found, every, width or COLUMNS, lines)
 
 

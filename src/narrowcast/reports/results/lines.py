@@ -12,6 +12,11 @@ def number_text(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def or_infinity(error: float) -> float:
+    """An error by which rows are put in order: NaN is the largest."""
+    return error if math.isfinite(error) else math.inf
+
+
 def cut(text: str, width: int) -> str:
     """The text's end, where the whole of it is too long."""
     return text if len(text) <= width else "..." + text[3 - width :]

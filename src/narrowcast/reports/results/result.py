@@ -7,10 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES
+
+T = TypeVar("T")
 
 
 def renderer(name: str) -> Any:
@@ -18,6 +20,11 @@ def renderer(name: str) -> Any:
     shown: most programs show nothing.
     """
     return importlib.import_module(f"narrowcast.reports.render.{name}")
+
+
+def by_kind(known: Mapping[type[Any], T], found: Paged) -> T | None:
+    """What is known of the first of its classes; None if of none."""
+    return next((known[kind] for kind in type(found).__mro__ if kind in known), None)
 
 
 class Paged(ABC):

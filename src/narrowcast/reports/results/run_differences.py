@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.reports.results.lines import number_text, without_specials
+from narrowcast.reports.results.lines import without_specials
 from narrowcast.reports.results.mapping import RunMapping
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
@@ -200,36 +200,3 @@ class RunDifferences(Result):
 
 def _with_names(data: dict[str, Any], row: RunRow) -> dict[str, Any]:
     return {**data, "a": [str(name) for name in row.a], "b": [str(name) for name in row.b]}
-
-
-def summary(found: RunDifferences) -> str:
-    """The verdict in a sentence."""
-    inherited = sum(row.verdict == INHERITED for row in found.rows)
-    said = [f"{len(found.formats)} in other formats" if found.formats else "all in the same formats"]
-    made = len(found.producers) + len(found.alone)
-    if made:
-        said.append(f"{made} {'makes' if made == 1 else 'make'} a difference, {inherited} inherit one")
-    else:
-        largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
-        said.append(f"no call beyond round-off, largest {number_text(largest)}")
-    return f"{found.verdict.upper()}: {'; '.join(said)}"
-
-
-def advice(found: RunDifferences) -> str:
-    """What to do, in a sentence; nothing where there is nothing to do."""
-    first = found.first_value
-    if found.alone:
-        return "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
-    if first is not None and first.given:
-        return f"What to do: give both runs the same {first.given[0][0]} there."
-    if first is not None:
-        return "What to do: look at that call's line in both programs; --all lists what inherits from it."
-    if found.tokens is not None and found.tokens.is_beyond:
-        return "What to do: look at what is done with the last calls' results before tokens are drawn: a temperature."
-    if any(row.is_beyond for row in found.gradients):
-        return "What to do: look at how gradients are made: the loss's scale, what is averaged over ranks or steps."
-    if found.first_format is not None:
-        return "What to do: if the formats are not meant, name that call in a rule of the policy, or pin its module."
-    if len(found.unaligned) > len(found.rows):
-        return "What to do: most calls have no partner; pair their modules by hand, --mapping FILE."
-    return ""
