@@ -22,6 +22,7 @@ from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.run import ENDING, Run
 from narrowcast.reports.results.run_differences import RunDifferences, RunRow
 from narrowcast.reports.results.run_records import CallRecord
+from narrowcast.reports.results.saved import load
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = "2.13.0"
@@ -98,7 +99,7 @@ def compare_versions(reference: Mapping[str, Path | str], other: Mapping[str, Pa
         if failed:
             found["compared"][name] = {"failed": failed}
             continue
-        a, b = (Run.load(file) for file in files)
+        a, b = (load(file) for file in files)
         differences = nc.compare_runs(a, b)
         found["against"] = a.environment["packages"]["torch"]
         found["device"] = b.environment["device"].partition(" (")[0]

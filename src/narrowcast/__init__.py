@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from narrowcast.reports.results.ledger import Ledger
     from narrowcast.reports.results.mapping import RunMapping
     from narrowcast.reports.results.run import Run
+    from narrowcast.reports.results.saved import load
     from narrowcast.training.check.check_training import check_training
     from narrowcast.training.scaler.scaler import Scaler
 
@@ -47,6 +48,7 @@ _PURE_HALF = {
     "reports.results.ledger": ("Ledger",),
     "reports.results.mapping": ("RunMapping",),
     "reports.results.run": ("Run",),
+    "reports.results.saved": ("load",),
     "analysis.compare_runs.compare_runs": ("compare_runs",),
 }
 _TORCH_HALF = {
@@ -108,6 +110,7 @@ __all__ = [
     "invalidate",
     "is_exact",
     "lint_policy",
+    "load",
     "memory",
     "pin",
     "record",

@@ -79,10 +79,6 @@ class TargetError(NarrowcastError):
     """The command line's TARGET cannot be imported or has no usable `subject()`."""
 
 
-class LedgerError(NarrowcastError, ValueError):
-    """A ledger file cannot be read: not JSON, or another schema version."""
-
-
 class ProgramError(NarrowcastError, ValueError):
     """A program, or an edit of one, is not well formed; or program text does not parse."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.reports.results.saved import parse
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
@@ -126,7 +127,7 @@ def test_advice_is_counted_once_per_line_and_saved(model):
         for _ in range(3):
             model(X).float().sum().backward()
     assert list(ledger.advice.values()) == [3]
-    again = nc.Ledger.from_json(ledger.to_json())
+    again = parse(ledger.to_json())
     assert again.advice == ledger.advice and again.matches == ledger.matches
     assert ledger.merge(again).advice == {next(iter(ledger.advice)): 6}
     assert "backward in a region" in str(ledger)
@@ -159,7 +160,7 @@ action = "to(fp32)"
 def test_explain_says_what_each_rule_matched_and_which_matched_nothing(model, front_end):
     """With the rule's line."""
     found = nc.explain(model, X, policy=nc.Policy.parse(POLICY, "my.toml"), front_end=front_end)
-    rows = {row.origin: (row.calls > 0, row.modules) for row in found.rule_rows()}
+    rows = {row.origin: (row.calls > 0, row.modules) for row in found.rules}
     assert rows == {"my.toml:5": (True, ("0",)), "my.toml:10": (False, ()), "my.toml:15": (True, ("2",))}
     text = str(found)
     assert "matched nothing" in text and "my.toml:10" in text

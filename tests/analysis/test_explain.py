@@ -272,7 +272,7 @@ def test_a_region_is_read_as_a_whole():
         formats = take_snapshot(net, (x,)).calls
     given = nc.explain(net, x, region=nc.autocast("cpu", torch.float16, policy=policy))
     assert around.low == differences.low == "fp16" and differences.policy == around.policy == policy.name
-    assert around.ledger.diff(given.ledger) == () and around.rule_rows()[0].calls == 1
+    assert around.ledger.diff(given.ledger) == () and around.rules[0].calls == 1
     assert {c.computes for c in formats if "linear" in str(c.id)} == {"fp16", "fp32"}
     with nc.autocast("cpu", enabled=False):
         assert not nc.explain(net, x).ledger.casts

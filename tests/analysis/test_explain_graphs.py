@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.analysis.record.graph_ledger import decision_differences
 from narrowcast.core.ledger import CallKind
 from narrowcast.programs.program import print_program
 from narrowcast.reports.render.graph_text import program_parts
-from narrowcast.reports.results.graphs import decision_differences
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.saved import parse
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from program_text import parse_program
@@ -78,7 +79,7 @@ def test_what_the_passes_did():
     data = json.loads(with_gradients.to_json())
     assert data["front_end"] == "compile" and data["graphs"][0]["casts"] == row.casts and data["differences"] == []
     assert {e["by"] for e in data["ledger"]["edits"]} >= {"assign", "share"}
-    assert nc.Ledger.from_json(json.dumps(data["ledger"])).edits == with_gradients.ledger.edits
+    assert parse(json.dumps(data["ledger"])).edits == with_gradients.ledger.edits
 
 
 def test_graph_breaks_are_listed_with_line_and_reason():

@@ -5,7 +5,7 @@ import torch
 import narrowcast as nc
 from narrowcast.reports.documents.model import OUTSIDE
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.saved import load
 
 
 class Block(torch.nn.Module):
@@ -121,7 +121,7 @@ def test_a_saved_explanation_of_placed_graphs_says_the_same(fresh_dynamo, tmp_pa
     with torch.no_grad():
         found = nc.explain(Net(), X, dtype="bf16", front_end="export", goal=nc.fast(verify=False))
     found.save(tmp_path / "e.json")
-    again = load_saved(tmp_path / "e.json")
+    again = load(tmp_path / "e.json")
     assert str(again) == str(found) and again.to_html() == found.to_html() and again.to_json() == found.to_json()
     assert "Goal fast" in document_of(again).verdict
 

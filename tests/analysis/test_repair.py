@@ -9,7 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import RunError
-from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.saved import load
 
 LINEAR = "aten.linear.default"
 
@@ -292,13 +292,13 @@ class TestLeftBehind:
     def test_a_saved_one_is_shown_again(self, x, tmp_path):
         found = nc.repair(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), (x,), dtype="bf16", budget=1e-3)
         found.save(tmp_path / "repair.json")
-        again = load_saved(tmp_path / "repair.json")
+        again = load(tmp_path / "repair.json")
         assert str(again) == str(found) and again.policy == found.policy
         data = json.loads((tmp_path / "repair.json").read_text())
         data["rules"][0].pop("action")
         (tmp_path / "broken.json").write_text(json.dumps(data))
-        with pytest.raises(RunError, match="a record is broken"):
-            load_saved(tmp_path / "broken.json")
+        with pytest.raises(RunError, match="a record lacks"):
+            load(tmp_path / "broken.json")
 
 
 class TestTimes:

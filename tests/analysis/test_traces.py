@@ -9,7 +9,7 @@ import narrowcast as nc
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RegionError, RunError
 from narrowcast.reports.render.trace import TimedCall, trace_text
-from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.saved import load
 
 
 class Block(torch.nn.Module):
@@ -86,7 +86,7 @@ def test_a_run_has_measured_times_if_they_were_asked_for(tmp_path):
     assert {event["name"] for event in forward} == {"cast fp32 -> bf16"} and len(forward) == 9
     assert {event["name"] for event in slices if event["cat"] == "forward"} >= {"linear bf16", "native_layer_norm fp32"}
     assert {event["args"]["time"] for event in slices if event["cat"] != "module"} == {"measured"}
-    assert Run.load(run.save(tmp_path / "run")).to_trace() == run.to_trace()
+    assert load(run.save(tmp_path / "run")).to_trace() == run.to_trace()
     plain = nc.capture(model, (x,), dtype="bf16")
     assert "elapsed_ns" not in plain.to_json()
     with pytest.raises(RunError, match="they were not timed"):

@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
             nc.capture(subject(), **region).save(folder / f"{name}.json.gz")
         nc.compare(made["subject"](), dtype="bf16", isolate=0).save(folder / "compared.json")
         nc.compare_runs(folder / "a.json.gz", folder / "b.json.gz").save(folder / "two.json")
-        nc.fit(nc.Run.load(folder / "b.json.gz")).save(folder / "fit.json")
+        nc.fit(nc.load(folder / "b.json.gz")).save(folder / "fit.json")
         with nc.record() as ledger, nc.autocast("cpu"):
             made["subject"]().run()
         ledger.save(folder / "ledger.json")

@@ -102,7 +102,7 @@ def test_recordings_list_every_rule_without_effect():
 @pytest.mark.filterwarnings("ignore::narrowcast.errors.RegionWarning")
 def test_explanations_list_built_in_rules_only_where_they_hold():
     """Of a built-in policy those that matched; of the user's all."""
-    rows = nc.explain(Model(), X, policy="safe", dtype="bf16").rule_rows()
+    rows = nc.explain(Model(), X, policy="safe", dtype="bf16").rules
     assert all(row.calls for row in rows)
-    rows = nc.explain(Model(), X, policy=policy_of(module="nowhere"), dtype="bf16").rule_rows()
+    rows = nc.explain(Model(), X, policy=policy_of(module="nowhere"), dtype="bf16").rules
     assert [row.calls for row in rows] == [0]

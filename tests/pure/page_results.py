@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from narrowcast.analysis.compare_runs.compare_runs import compare_runs
+from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.core.ledger import Advice, CallKind, Cast, Refusal
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Action, Kind, Policy, Rule, Site
@@ -16,10 +17,11 @@ from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.fit import fit
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.repair import OUT_OF_IDEAS, RAISED, REPAIRED, Products, Repair, RepairRule, RepairStep
+from narrowcast.reports.results.repair import RAISED, Products, Repair, RepairRule, RepairStep
 from narrowcast.reports.results.result import Paged
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
+from narrowcast.reports.results.verdicts import OUT_OF_IDEAS, REPAIRED
 
 SCRIPT = "<script>alert(1)</script>"
 FILE = "/home/me/<b>model</b>.py"
@@ -178,6 +180,7 @@ def a_fit():
 
 def explained(ledger=None, **more):
     """An explanation of that ledger."""
+    more["graphs"] = tuple(map(with_row_and_flow, more.get("graphs", ())))
     return Explanation(SCRIPT, "cpu", "bf16", "native", "d" * 64, "fake tensors", "", ledger or a_ledger(), **more)
 
 

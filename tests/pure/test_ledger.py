@@ -7,11 +7,12 @@ import pytest
 
 from narrowcast.core.ledger import Advice, CallKind, Cast, EditRecord, HidingBlock, Refusal, Tally
 from narrowcast.core.policy import Rule, Site
-from narrowcast.errors import LedgerError
+from narrowcast.errors import RunError
 from narrowcast.output.console import as_text
 from narrowcast.reports.render.ledger_text import advice_parts, cast_table
 from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.saved import load, parse
 
 CAST = Cast(
     op="aten.linear.default", argument="weight", module_path="encoder.0", file="/x/model.py", line=7, src="fp32",
@@ -67,7 +68,7 @@ def test_json_round_trip(tmp_path):
     """Loaded equals saved."""
     made = ledger(CAST)
     made.save(tmp_path / "l.json")
-    loaded = Ledger.load(tmp_path / "l.json")
+    loaded = load(tmp_path / "l.json")
     assert loaded.casts == made.casts and loaded.refusals == made.refusals
     assert {k: (t.calls, t.moved_bytes) for k, t in loaded.calls.items()} == {CALL: (2, 2000)}
     assert json.loads(made.to_json())["schema"] == "narrowcast.ledger/1"
@@ -79,8 +80,8 @@ def test_json_round_trip(tmp_path):
 )  # fmt: skip
 def test_other_files_are_refused(text, said):
     """With what was found."""
-    with pytest.raises(LedgerError, match=said):
-        Ledger.from_json(text, "l.json")
+    with pytest.raises(RunError, match=said):
+        parse(text, "l.json")
 
 
 def test_an_explanation_groups_and_sorts():
@@ -126,7 +127,7 @@ def test_a_ledger_of_many_casts_counts_them(monkeypatch):
     assert len(ledger.casts) == 10 and len(ledger.counted) == 3
     assert ledger.totals() == listed.totals() and ledger.totals().casts == 1000
     assert ledger.diff(listed) == () and len(ledger.diff(Ledger())) == 3
-    again = Ledger.from_json(ledger.to_json())
+    again = parse(ledger.to_json())
     assert again == ledger
     assert ledger.merge(again).totals().casts == 2000 and len(ledger.merge(again).casts) == 10
 
@@ -256,7 +257,7 @@ def test_a_saved_ledger_is_text_of_many_lines(tmp_path):
     everything().save(file)
     text = file.read_text(encoding="utf-8")
     assert text.startswith('{\n "schema"') and text.endswith("}\n")
-    assert Ledger.load(file) == everything()
+    assert load(file) == everything()
 
 
 def test_a_change_of_casts_is_a_line():

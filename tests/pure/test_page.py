@@ -31,6 +31,7 @@ from page_results import (
 )
 from program_text import parse_program
 
+from narrowcast.analysis.explain.flow import graph_flow
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Policy
 from narrowcast.errors import RunError
@@ -39,10 +40,9 @@ from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.rules import call_rule, rule_text, shared_modules
 from narrowcast.reports.render.html import BUILT
 from narrowcast.reports.results.findings import Watching
-from narrowcast.reports.results.flow import graph_flow
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.saved import load
 
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
@@ -378,10 +378,10 @@ def test_other_files_and_broken_records_have_no_page(tmp_path):
     """With what is wrong."""
     (tmp_path / "other.json").write_text('{"schema": "narrowcast.profile/0"}')
     with pytest.raises(RunError, match=r"narrowcast\.profile/0.*narrowcast\.repair/1"):
-        load_saved(tmp_path / "other.json")
+        load(tmp_path / "other.json")
     (tmp_path / "run.json").write_text(json.dumps({**RESULTS["run"].data(), "calls": [["one", "two"]]}))
     with pytest.raises(RunError, match="a record is broken"):
-        load_saved(tmp_path / "run.json")
+        load(tmp_path / "run.json")
 
 
 def test_modules_share_a_rule_where_a_glob_stands_for_these_calls_alone():

@@ -15,7 +15,7 @@ from narrowcast.reports.documents.model import OUTSIDE, Edge, Graph, Node
 from narrowcast.reports.documents.of_results import document_of
 from narrowcast.reports.documents.run_sides import merged_turns
 from narrowcast.reports.results.mapping import RunMapping
-from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.saved import load
 
 
 def page(found):
@@ -94,7 +94,7 @@ def test_the_mapping_that_was_given_is_on_the_page_and_in_the_file(tmp_path):
     found = compare_runs(*two_runs(), mapping=given)
     assert page(found).pair.mapping == str(given) and page(a_pair()).pair.mapping == str(RunMapping())
     found.save(tmp_path / "d.json")
-    again = load_saved(tmp_path / "d.json")
+    again = load(tmp_path / "d.json")
     assert [str(entry) for entry in again.by_hand.entries] == ["blocks.*.proj = layers.*.proj"]
     assert again.compared_runs == () and page(again).pair.mapping == str(given)
 
@@ -106,7 +106,7 @@ def test_a_file_of_before_has_a_page(tmp_path):
     for one in data["unaligned"]:
         del one["format"]
     (tmp_path / "d.json").write_text(json.dumps(data))
-    made = page(load_saved(tmp_path / "d.json"))
+    made = page(load(tmp_path / "d.json"))
     assert len(made.graph.nodes) == 8 and len(made.pair.rows) == 5
 
 

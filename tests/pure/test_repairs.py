@@ -8,19 +8,8 @@ import pytest
 from narrowcast.analysis.repair.rules import folded, rule_about, rule_about_module, rule_about_result, with_repairs
 from narrowcast.analysis.repair.search import Dropping, choose, may_run
 from narrowcast.core.policy import MODULE_CALL, Kind, Policy, Rule
-from narrowcast.reports.results.repair import (
-    BEYOND,
-    CLEAN,
-    ERROR,
-    OUT_OF_IDEAS,
-    RAISED,
-    REPAIRED,
-    Products,
-    Repair,
-    RepairRule,
-    RepairStep,
-    repair_of,
-)
+from narrowcast.reports.results.repair import ERROR, RAISED, Products, Repair, RepairRule, RepairStep
+from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 LINEAR = "aten.linear.default"
 
@@ -161,7 +150,7 @@ class TestResult:
         found = repaired(
             2, steps=[RepairStep("in fp32", "clean", ("a",), ("b",), math.inf, {"auc": 0.5})], runs=6, dropped=["x"],
             notes=["n"], environment={"torch": "2"})  # fmt: skip
-        again = repair_of(json.loads(found.to_json()))
+        again = Repair.of_data(json.loads(found.to_json()))
         assert str(again) == str(found) and again.policy == found.policy and again.steps == found.steps
         assert again.rules == found.rules and again.rules[0].rule.reason == found.rules[0].rule.reason
         assert again.to_json() == found.to_json()
@@ -170,4 +159,4 @@ class TestResult:
         found = Repair("m", "cpu", "bf16", "native", Policy.native(),
                        rules=[RepairRule(Rule(MODULE_CALL, "full", module=""), RAISED, 1.0)])  # fmt: skip
         assert json.loads(found.to_json())["rules"][0]["cost_ns"] == "nan"
-        assert math.isnan(repair_of(json.loads(found.to_json())).rules[0].cost_ns)
+        assert math.isnan(Repair.of_data(json.loads(found.to_json())).rules[0].cost_ns)

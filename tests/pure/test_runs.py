@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.errors import LedgerError, RunError
+from narrowcast.errors import RunError
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
-from narrowcast.reports.results.saved import load_saved
+from narrowcast.reports.results.saved import load, parse
 
 LINEAR = CallId("encoder.layer.0", "aten.linear.default")
 
@@ -46,7 +46,7 @@ def test_an_identity_is_read_back_from_its_text(identity):
 
 @pytest.mark.parametrize("text", ["", "aten.mm.default", "x aten.mm #", "x aten.mm.default #1 sideways"])
 def test_other_text_is_no_identity(text):
-    with pytest.raises(LedgerError, match="no identity"):
+    with pytest.raises(RunError, match="no identity"):
         CallId.parse(text)
 
 
@@ -55,7 +55,7 @@ class TestRun:
 
     def test_is_read_back_from_its_text(self):
         run = a_run()
-        again = Run.from_json(run.to_json())
+        again = parse(run.to_json())
         assert (again.calls, again.tensors, again.parameters) == (run.calls, run.tensors, run.parameters)
         assert (again.environment, again.notes) == (run.environment, run.notes)
 
@@ -79,8 +79,8 @@ class TestRun:
     @pytest.mark.parametrize(("name", "written"), [("run", "run.json.gz"), ("run.json", "run.json")])
     def test_is_saved_compressed_unless_the_name_says_json(self, tmp_path, name, written):
         path = a_run().save(tmp_path / name)
-        assert path.name == written and Run.load(path).calls == a_run().calls
-        assert load_saved(path).calls == a_run().calls
+        assert path.name == written and load(path).calls == a_run().calls
+        assert load(path).calls == a_run().calls
 
     def test_a_call_is_found_by_its_identity(self):
         run = a_run()
@@ -102,7 +102,7 @@ class TestRun:
             (b"", "not JSON"),
             (b"[1]", "schema"),
             (b'{"schema": "narrowcast.run/99"}', "narrowcast.run/99"),
-            (b'{"schema": "narrowcast.run/1"}', "KeyError"),
+            (b'{"schema": "narrowcast.run/1"}', "lacks"),
             (gzip.compress(b"x" * 1000)[:-20], "EOFError|Error"),
             (b"\xff\xfe\x00", "Error"),
         ],
@@ -112,14 +112,14 @@ class TestRun:
         path = tmp_path / "run.json.gz"
         path.write_bytes(content)
         with pytest.raises(RunError, match=found) as refused:
-            Run.load(path)
+            load(path)
         assert str(path) in str(refused.value)
 
     def test_a_number_that_no_tensor_has_is_refused(self):
         data = json.loads(a_run().to_json())
         data["tensors"] = data["tensors"][:1]
         with pytest.raises(RunError, match="broken"):
-            Run.from_json(json.dumps(data))
+            parse(json.dumps(data))
 
     def test_a_folder_that_is_missing_is_said_and_nothing_is_left(self, tmp_path):
         with pytest.raises(RunError, match="saving a run"):
@@ -195,7 +195,7 @@ class TestSaved:
         found = Differences("model", "cpu", "native", "bf16", "fp32", rows, gradients=gradients, verdict="fault")
         found.not_finite = NotFinite("aten.mm.default", "x", "m.py", 2, "fp16", "nan")
         found.save(tmp_path / "c.json")
-        again = load_saved(tmp_path / "c.json")
+        again = load(tmp_path / "c.json")
         assert again.rows[1] == rows[1] and math.isnan(again.gradients[0].relative_error)
         assert again.not_finite == found.not_finite and math.isinf(again.rows[0].sqnr_db) and str(again) == str(found)
 
@@ -239,7 +239,7 @@ class TestSaved:
         found = Watching([trend, nan], {"a mask": 2}, ["a note"], [{"step": 1}], calls=9, spread=2, repeated=1)
         assert found.first is nan and str(found).index("0 by 0") < str(found).index("it grows")
         found.save(tmp_path / "w.json")
-        again = load_saved(tmp_path / "w.json")
+        again = load(tmp_path / "w.json")
         assert (again.first.id, again.meant, again.repeated) == (LINEAR, {"a mask": 2}, 1)
         with pytest.raises(RunError, match="not kept"):
             again.first.save(tmp_path / "repro")
@@ -247,12 +247,12 @@ class TestSaved:
     def test_a_fit_is_read_back(self, tmp_path):
         found = fit(a_run())
         found.save(tmp_path / "f.json")
-        assert load_saved(tmp_path / "f.json").rows == found.rows
+        assert load(tmp_path / "f.json").rows == found.rows
 
     @pytest.mark.parametrize("text", ["nothing", "{}", '{"schema": "narrowcast.compare/1"}', "[]"])
     def test_anything_else_is_refused(self, tmp_path, text):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(RunError, match="saved result"):
-            load_saved(tmp_path / "x.json")
+            load(tmp_path / "x.json")
         with pytest.raises(RunError, match="saved result"):
-            load_saved(tmp_path / "missing.json")
+            load(tmp_path / "missing.json")

@@ -15,6 +15,7 @@ import narrowcast as nc
 from narrowcast import formats
 from narrowcast.core.policy.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
 from narrowcast.errors import NarrowcastError, ProfileError, RegionError
+from narrowcast.reports.results.saved import parse
 from narrowcast.runtime.devices import abilities
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.profile import Device, Profile, profile_path
@@ -262,7 +263,7 @@ def test_a_recording_says_once_that_a_format_has_no_fast_units(monkeypatch):
     (note,) = ledger.notes
     assert "matrix products take about 40 times and convolutions take about 7 times fp32's time" in note
     assert 'goal="fast"' in note and " ".join(str(ledger).split()).startswith(note)
-    assert nc.Ledger.from_json(ledger.to_json()).notes == [note]
+    assert parse(ledger.to_json()).notes == [note]
     assert note in nc.explain(layer, X, dtype=BF16).note
     assert note not in nc.explain(nn.Softmax(-1), X, dtype=BF16).note
     monkeypatch.setattr(abilities, "slow_families", lambda device, format: {})

@@ -1,6 +1,5 @@
 """`nc.check_training`: each fault of a loop at its line, and what the report says."""
 
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import narrowcast as nc
 from narrowcast.errors import RunError
-from narrowcast.reports.results.training import TrainingCheck
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -201,7 +199,7 @@ def test_the_report_is_text_and_json(tmp_path: Path) -> None:
     assert "scaler.unscale_(optimizer)" in text and HERE in text
     assert all(len(line) <= 80 for line in text.splitlines()) and len(text.splitlines()) <= 25
     found.save(tmp_path / "check.json")
-    again = TrainingCheck.from_data(json.loads((tmp_path / "check.json").read_text()))
+    again = nc.load(tmp_path / "check.json")
     assert again == found
 
 

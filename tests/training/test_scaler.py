@@ -619,17 +619,14 @@ def test_a_scaler_for_cuda_without_cuda_is_off_and_says_so():
 # -- history -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_history_is_data_lines_and_scalars(tmp_path):
+def test_the_history_is_data_and_scalars(tmp_path):
     """Every step in order, with the scale that was in force."""
-    import json
-
     scaler = nc.Scaler("cpu", growth_interval=2)
     train(scaler, [1.0, INF, 1.0, 1.0, 1.0])
     rows = [(row.step, row.scale, row.skipped) for row in scaler.history]
     assert rows == [(1, 65536, False), (2, 65536, True), (3, 32768, False), (4, 32768, False), (5, 65536, False)]
-    scaler.history.save(tmp_path / "scaler.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "scaler.jsonl").read_text().splitlines()]
-    assert lines == scaler.history.data()["rows"] and lines[1]["parameters"] == ["parameter 0 of group 0 (3,)"]
+    again = nc.load(scaler.history.save(tmp_path / "scaler.json"))
+    assert again == scaler.history and list(again)[1].parameters == ("parameter 0 of group 0 (3,)",)
 
     class Writer:
         def __init__(self):

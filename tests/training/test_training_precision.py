@@ -15,6 +15,7 @@ import narrowcast as nc
 from narrowcast.errors import TrainingError, TrainingWarning
 from narrowcast.integrations.loop import LoopPrecision
 from narrowcast.integrations.training import TrainingPrecision
+from narrowcast.reports.results.saved import load
 
 POLICY = nc.Policy.native().with_rules(nc.Rule("aten.linear", "full", module="2", reason="logits"), name="ours")
 BATCHES = [(torch.randn(8, 6, generator=torch.Generator().manual_seed(n)), torch.arange(8) % 3) for n in range(8)]
@@ -112,7 +113,7 @@ def test_every_nth_step_has_a_ledger_of_all_its_micro_batches_forward_and_backwa
     train(precision, model, optimizer, BATCHES)
     files = sorted((tmp_path / "new" / "ledgers").iterdir())
     assert [file.name for file in files] == ["step-000000.json", "step-000002.json"]
-    ledger = nc.Ledger.load(files[1])
+    ledger = load(files[1])
     weights = [c for c in ledger.casts if c.module_path == "0" and c.argument == "weight" and c.direction == "forward"]
     assert len(weights) == 2 and ledger.totals().backward > 0
     assert ledger.to_json() == precision.ledger.to_json()

@@ -21,11 +21,10 @@ from narrowcast.output.console import print_text
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES, columns, shortened
 from narrowcast.reports.results.fit import fit
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import NOT_COMPARED, VALUES_DIFFER
-from narrowcast.reports.results.saved import load_saved
-from narrowcast.reports.results.verdicts import AT_FAULT
-from narrowcast.reports.results.verdicts import NOT_COMPARED as NOTHING_COMPARED
+from narrowcast.reports.results.saved import load
+from narrowcast.reports.results.verdicts import AT_FAULT, NOT_COMPARED, VALUES_DIFFER
 
 _SAVED = (".gz", ".json")
 Target = Annotated[str, typer.Argument(help="Python file or dotted path with subject(), or PATH:function.")]
@@ -104,8 +103,8 @@ def compare_command(
         )  # fmt: skip
     found.subject = subject.name
     show(found, every_call, json_file, html)
-    if found.verdict in (*AT_FAULT, NOTHING_COMPARED):
-        raise typer.Exit(2 if found.verdict == NOTHING_COMPARED else 1)
+    if found.verdict in (*AT_FAULT, NOT_COMPARED):
+        raise typer.Exit(2 if found.verdict == NOT_COMPARED else 1)
 
 
 def _compare_saved(
@@ -176,7 +175,7 @@ def fit_command(
     check_folder("--html", html)
     check_folder("--output", output)
     if target.endswith(_SAVED):
-        run = Run.load(target)
+        run = load(target, Run)
     else:
         with torch.set_grad_enabled(backward):
             run = capture(load_subject(target), backward=backward, statistics="whole")
@@ -202,7 +201,7 @@ def report_command(
     check_folder("--json", json_file)
     check_folder("--html", html)
     check_folder("--trace", trace)
-    found = load_saved(saved)
+    found: Result = load(saved)
     write_trace(found, trace)
     show(found, every_call, json_file, html)
 

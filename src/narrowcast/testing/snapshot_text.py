@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.errors import LedgerError, NarrowcastError, Origin, SnapshotError
+from narrowcast.errors import NarrowcastError, Origin, RunError, SnapshotError
 from narrowcast.formats import FORMATS
 from narrowcast.output.files import replace_text
 from narrowcast.testing.snapshot import CallFormats, Snapshot, Snapshots, holds_for
@@ -131,7 +131,7 @@ class _Section:
             raise _broken(f"{line[:80]!r} is not of the form {_CALL_FORM}", where)
         try:
             identity = CallId.parse(found["id"])
-        except LedgerError:
+        except RunError:
             raise _broken(f"{found['id'][:60]!r} is no call: PATH OP #NUMBER", where) from None
         came, computes, result = (_formats(found[name], where) for name in ("came", "computes", "result"))
         if identity in self._seen:

@@ -31,14 +31,14 @@ from narrowcast.reports.results.run_differences import (
     DIFFERS,
     EQUAL,
     INHERITED,
-    NOT_COMPARED,
-    ROUND_OFF,
     GradientRow,
     RunDifferences,
     RunRow,
     TokenDifference,
     Unaligned,
 )
+from narrowcast.reports.results.saved import load
+from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF
 
 _BAND_OF_LOW = 1e-3
 Runs = Run | str | Path | Sequence[Run | str | Path]
@@ -86,7 +86,7 @@ def _name_of(given: Runs, otherwise: str) -> str:
 
 def _runs_of(given: Runs, name: str) -> list[Run]:
     several = [given] if isinstance(given, Run | str | Path) else list(given)
-    runs = [one if isinstance(one, Run) else Run.load(one) for one in several]
+    runs = [one if isinstance(one, Run) else load(one, Run) for one in several]
     if not runs or not any(run.calls for run in runs):
         raise RunError(f"compare_runs: {name}", "a run without calls", advice="Capture the model while it runs.")
     return runs

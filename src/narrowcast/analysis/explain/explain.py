@@ -14,8 +14,10 @@ import torch
 from narrowcast.analysis.compare.compare import compare_with_fp32
 from narrowcast.analysis.explain.cost import with_cost
 from narrowcast.analysis.explain.failed_run import failure_of
+from narrowcast.analysis.explain.flow import with_row_and_flow
 from narrowcast.analysis.explain.graphs import FRONT_ENDS, graphs_of, script_graphs_of
 from narrowcast.analysis.explain.timing import predict_costs, timed_run
+from narrowcast.analysis.record.graph_ledger import decision_differences, graph_ledger, other_paths
 from narrowcast.analysis.record.record import record
 from narrowcast.core.goals import Goal, as_goal
 from narrowcast.core.ops import named
@@ -34,14 +36,8 @@ from narrowcast.observation.trial.isolation import isolated, restored
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import detached
-from narrowcast.reports.results.explanation import Comparison, Explanation, Failure
-from narrowcast.reports.results.graphs import (
-    CompiledGraph,
-    DecisionDifference,
-    decision_differences,
-    graph_ledger,
-    other_paths,
-)
+from narrowcast.reports.results.explanation import Comparison, Explanation, Failure, rule_rows
+from narrowcast.reports.results.graphs import CompiledGraph, DecisionDifference
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
 from narrowcast.runtime.devices.device import is_here
@@ -134,9 +130,9 @@ def explain(
         ledger=ran.ledger,
         comparison=_compare(subject, opened) if run and ran.failure is None else None,
         front_end=front_end,
-        graphs=ran.graphs,
+        graphs=tuple(map(with_row_and_flow, ran.graphs)),
         differences=ran.differences,
-        rules=chosen.rules,
+        rules=rule_rows(chosen.rules, ran.ledger),
         failure=ran.failure,
         timed=timed,
         gradients=torch.is_grad_enabled(),

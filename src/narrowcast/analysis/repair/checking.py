@@ -22,9 +22,10 @@ from narrowcast.observation.trial.raising import SeeFunctions, first_line
 from narrowcast.observation.trial.subject import Metric, Subject, figures_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
 from narrowcast.output.progress import Step
-from narrowcast.reports.results.findings import TREND, Finding
+from narrowcast.reports.results.findings import Finding
 from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED, counted
+from narrowcast.reports.results.verdicts import TREND
 
 HIGHER, LOWER = "higher", "lower"
 DEFAULT_TOLERANCE = 0.01

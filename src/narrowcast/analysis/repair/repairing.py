@@ -22,14 +22,10 @@ from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
 from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import (
-    BEYOND,
-    CLEAN,
     ERROR,
     METRIC,
     NOT_FINITE,
-    OUT_OF_IDEAS,
     RAISED,
-    REPAIRED,
     Products,
     Repair,
     RepairRule,
@@ -37,6 +33,7 @@ from narrowcast.reports.results.repair import (
     counted,
     share_text,
 )
+from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 from narrowcast.runtime.torch_bridge import FORMATS, to_dtype
 
 

@@ -11,7 +11,8 @@ from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.observation.observer.turns import names_of_parameters
 from narrowcast.observation.statistics.by_storage import has_storage
 from narrowcast.observation.trial.output_errors import as_real
-from narrowcast.reports.results.findings import TREND, Finding
+from narrowcast.reports.results.findings import Finding
+from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_bridge import FORMATS, values_of
 
 _SMALL = 256

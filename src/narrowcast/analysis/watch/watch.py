@@ -22,7 +22,9 @@ from narrowcast.analysis.watch.watch_calls import WatchCalls
 from narrowcast.errors import NotFiniteError, Origin, RunError
 from narrowcast.observation.observer.door import Door
 from narrowcast.observation.observer.observer import quietly
-from narrowcast.reports.results.findings import TREND, Finding, Watching
+from narrowcast.reports.results.findings import Finding, Watching
+from narrowcast.reports.results.result import codec
+from narrowcast.reports.results.verdicts import TREND
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
 
 MOMENTS = ("auto", "op", "step")
@@ -138,7 +140,7 @@ class watch:  # noqa: N801 - a context manager that reads as a verb, as torch.no
 
     def _tell(self, finding: Finding, position: int) -> None:
         self.found.findings.insert(position, finding)
-        self._write({"finding": finding.data()})
+        self._write({"finding": codec().to_data(finding)})
         if self._callback is not None:
             self._door.of_user(self._callback, finding)
         if self._stop and finding.made_by != TREND:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from narrowcast.errors import LedgerError
+from narrowcast.errors import RunError
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 DIRECTIONS = (FORWARD, BACKWARD, RECOMPUTATION)
@@ -34,10 +34,10 @@ class CallId:
 
     @staticmethod
     def parse(text: str) -> CallId:
-        """The identity of that text. LedgerError for other text."""
+        """The identity of that text. RunError for other text."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            raise LedgerError(
+            raise RunError(
                 f"a call named {text!r}", "no identity of a call",
                 advice="Write MODULE_PATH OP #NUMBER, as encoder.layer.0.attention aten.matmul.default #2.",
             )  # fmt: skip

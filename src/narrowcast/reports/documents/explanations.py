@@ -25,8 +25,7 @@ from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.times import cast_series
 from narrowcast.reports.documents.words import counted, number, place, spent_text
 from narrowcast.reports.results.explanation import Comparison, Explanation
-from narrowcast.reports.results.flow import GraphFlow
-from narrowcast.reports.results.graphs import GraphRow
+from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.verdicts import AT_FAULT
 
@@ -64,13 +63,13 @@ def explanation_document(found: Explanation) -> Document:
     page.figures += output_figures(comparison.differences) if comparison is not None else []
     page.bars = [*placement_bars(found.graphs), *format_bars(graph.nodes)]
     page.todos = _todos(found)[:3]
-    page.tables = [*ledger_tables(ledger, graph, found.rule_rows()), *_graph_tables(found), *_backward_casts(graph)]
+    page.tables = [*ledger_tables(ledger, graph, found.rules), *_graph_tables(found), *_backward_casts(graph)]
     page.series = [*error_series(graph.nodes), *cast_series(graph)]
     return page
 
 
 def _facts(found: Explanation) -> list[tuple[str, str]]:
-    own = found.rule_rows()
+    own = found.rules
     rules = f", {len(own)} rules of its own" if own else ""
     ran = found.ran_on if found.front_end == "eager" else f"graphs: {len(found.graphs)}; {found.ran_on}"
     return [
@@ -139,7 +138,7 @@ def _todos(found: Explanation) -> list[Todo]:
     if comparison is not None:
         todos += error_todos(comparison.worst, faults_only=True)
     todos += _break_todos(found.graph_rows())
-    for row in found.rule_rows():
+    for row in found.rules:
         if not row.calls:
             todos.append(Todo(f"Mend or delete the rule {row.rule}", f"it matched nothing ({row.origin or 'no file'})"))
     todos += advice_todos(found.ledger)

@@ -10,7 +10,8 @@ from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Ta
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.repair import BEYOND, CLEAN, REPAIRED, Repair, RepairRule, RepairStep, counted
+from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep, counted
+from narrowcast.reports.results.verdicts import BEYOND, CLEAN, REPAIRED
 
 
 def repair_document(found: Repair) -> Document:

@@ -13,17 +13,8 @@ from narrowcast.reports.documents.run_sides import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import counted, number
 from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.run_differences import (
-    DIFFERS,
-    EQUAL,
-    INHERITED,
-    NOT_COMPARED,
-    ROUND_OFF,
-    VALUES_DIFFER,
-    RunDifferences,
-    RunRow,
-    Unaligned,
-)
+from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
+from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
 """So many differences of the environments are told on the first screen; the table has all."""

@@ -9,7 +9,8 @@ from narrowcast.reports.documents.model import Document, Figure, Graph, Series, 
 from narrowcast.reports.documents.rules import Shown, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import counted, number
-from narrowcast.reports.results.findings import CAST, FORMAT, TREND, Finding, Watching
+from narrowcast.reports.results.findings import CAST, FORMAT, Finding, Watching
+from narrowcast.reports.results.verdicts import TREND
 
 
 def watch_document(found: Watching) -> Document:

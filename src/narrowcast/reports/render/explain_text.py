@@ -41,7 +41,7 @@ def explanation_text(found: Explanation, every: bool, width: int | None, lines: 
 def explanation_parts(explanation: Explanation) -> list[RenderableType]:
     """The report, part by part: what was run, ops, modules, every cast, costs, refusals, comparison."""
     parts: list[RenderableType] = [_heading(explanation), *advice_parts(explanation.ledger), _ops(explanation)]
-    if explanation.rule_rows():
+    if explanation.rules:
         parts += [_own_rules(explanation)]
     if explanation.ledger.casts:
         parts += [_casts_by_module(explanation), _rules(explanation)]
@@ -107,7 +107,7 @@ def _ops(explanation: Explanation) -> RenderableType:
 def _own_rules(explanation: Explanation) -> RenderableType:
     """What each rule of the policy matched. One that matched nothing is probably a mistake."""
     made = table("the policy's rules: what each matched", "rule", "written at", ">calls", "in modules")
-    for row in explanation.rule_rows():
+    for row in explanation.rules:
         modules = ", ".join(m or "(root)" for m in row.modules[:4]) + (", ..." if len(row.modules) > 4 else "")
         calls = str(row.calls) if row.calls else "[bold red]0[/]"
         matched = escape(modules) if row.calls else "[bold red]matched nothing[/]"

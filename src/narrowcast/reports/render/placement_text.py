@@ -8,7 +8,7 @@ from rich.markup import escape
 from narrowcast.core.goals import MEMORY
 from narrowcast.output.console import in_bytes, short_file, table
 from narrowcast.programs.placement.place import GIVEN, PlacedCall, Placement
-from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph, returned_casts
+from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 
 
 def placement_parts(graphs: tuple[CompiledGraph, ...]) -> list[RenderableType]:
@@ -53,7 +53,7 @@ def _totals(graph: CompiledGraph, placement: Placement) -> str:
         f"  {_proof(graph, placement)}; choosing took {graph.candidates_seconds:.1f} s",
     ]
     parts += [f"  {line}" for line in _held(graph)]
-    returned, written_bytes = returned_casts(graph)
+    returned, written_bytes = graph.returned
     if returned and placement.raised == len(placement.calls):
         parts.append(
             f"  every call runs high; results keep the formats that the policy gives them: {returned} casts of "

@@ -8,16 +8,8 @@ from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.reports.documents.repairs import repair_verdict
 from narrowcast.reports.documents.words import shouted
 from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.repair import (
-    BEYOND,
-    CLEAN,
-    OUT_OF_IDEAS,
-    Repair,
-    RepairRule,
-    RepairStep,
-    counted,
-    share_text,
-)
+from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep, counted, share_text
+from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS
 
 SHOWN, SHOWN_NOTES = 4, 2
 INDENT = 9

@@ -5,7 +5,8 @@ from __future__ import annotations
 from narrowcast.output.screen import COLUMNS, LINES, Part, first_screen, wrapped
 from narrowcast.reports.documents.watches import watch_verdict
 from narrowcast.reports.documents.words import lowered
-from narrowcast.reports.results.findings import TREND, Watching
+from narrowcast.reports.results.findings import Watching
+from narrowcast.reports.results.verdicts import TREND
 
 
 def watching_text(found: Watching, every: bool = False, width: int = COLUMNS, room: int = LINES) -> str:

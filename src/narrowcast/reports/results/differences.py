@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import BACKWARD, CallId
-from narrowcast.reports.results.lines import without_specials
-from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.result import ADDED, Result, codec
 from narrowcast.reports.results.verdicts import AT_FAULT, EXACT, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON
 
-SCHEMA = "narrowcast.compare/1"
 SHOWN = 5
 """So many calls are most to blame."""
 
@@ -98,11 +96,6 @@ class CallError:
         """Whether it computes in other formats than in the reference."""
         return self.computes != self.reference
 
-    def data(self) -> dict[str, Any]:
-        """As rows of the JSON text: identities as text, and what is not finite."""
-        row: dict[str, Any] = without_specials(asdict(self))
-        return {**row, "id": str(self.id), "forward": str(self.forward or "")}
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleError:
@@ -154,6 +147,7 @@ class Differences(Result):
     """
 
     WHAT: ClassVar[str] = "a comparison"
+    SCHEMA: ClassVar[str] = "narrowcast.compare/1"
 
     subject: str
     device_type: str
@@ -169,10 +163,10 @@ class Differences(Result):
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     runs: int = 0
-    by: str = "op"
-    not_finite: NotFinite | None = None
-    reference_not_finite: str = ""
-    compiled: float = 0.0
+    by: str = field(default="op", metadata=ADDED)
+    not_finite: NotFinite | None = field(default=None, metadata=ADDED)
+    reference_not_finite: str = field(default="", metadata=ADDED)
+    compiled: float = field(default=0.0, metadata=ADDED)
 
     @property
     def worst(self) -> list[CallError]:
@@ -213,10 +207,5 @@ class Differences(Result):
         return f"<Differences of {self.subject}: {self.verdict}, {len(self.faults)} faults; print shows them>"
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
-        data = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"}
-        for key in ("outputs", "gradients"):
-            data[key] = [asdict(row) for row in data[key]]
-        data["not_finite"] = None if self.not_finite is None else asdict(self.not_finite)
-        data["modules"] = [{**asdict(m), "worst": str(m.worst)} for m in self.modules()]
-        return {"schema": SCHEMA, **without_specials(data), "rows": [row.data() for row in self.rows]}
+        """What is written as JSON, with the errors by module."""
+        return {**Result.data(self), "modules": [codec().to_data(module) for module in self.modules()]}

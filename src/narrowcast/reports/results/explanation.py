@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger import Cast, Tally
 from narrowcast.core.policy import Rule
+from narrowcast.programs.placement.place import Placement
 from narrowcast.reports.results.differences import SHOWN, CallError, Differences, NotFinite, OutputError, site_text
-from narrowcast.reports.results.flow import GraphFlow, graph_flow
-from narrowcast.reports.results.graphs import (
-    CompiledGraph,
-    DecisionDifference,
-    GraphRow,
-    graph_row,
-    placement_data,
-)
+from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph, DecisionDifference, GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.lines import without_specials
-from narrowcast.reports.results.result import Result, renderer
+from narrowcast.reports.results.result import Result, codec, renderer
 from narrowcast.reports.results.run import Run
-
-SCHEMA = "narrowcast.explanation/1"
+from narrowcast.reports.results.verdicts import EXPLAINED, RAISES
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +156,21 @@ class Comparison:
         return self.differences.reference_not_finite
 
     def data(self) -> dict[str, Any]:
-        """As data: the call errors of all calls, and the worst again; NaN and infinities as text."""
-        whole = self.differences.data()
-        taken = ("outputs", "verdict", "band", "not_finite", "reference_not_finite", "notes", "runs")
-        short = {key: whole[key] for key in taken}
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "differences"}
-        rows = {"worst": [row.data() for row in self.worst], "calls": whole["rows"]}
-        return {**short, **rows, **without_specials(own)}
+        """What is written as JSON: its differences beside it, their calls, and the worst of these again."""
+        to_data = codec().to_data
+        own = to_data(self)
+        found = own.pop("differences")
+        return {"calls": found.pop("rows"), "worst": to_data(self.worst), **found, **own}
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any], explained: Mapping[str, Any]) -> Comparison:
+        """The comparison in the data of an explanation. In older files there are the worst calls alone, and what was
+        compared is said by the explanation.
+        """
+        said = {name: explained[name] for name in ("subject", "device_type", "policy", "low")} | {"reference": "fp32"}
+        found = {**said, **data, "rows": data.get("calls", data["worst"])}
+        made: Comparison = codec().of_data(cls, {**data, "differences": found})
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +180,13 @@ class Explanation(Result):
     ran_on says what was run: `fake tensors` (no compute), fake tensors standing in for a device that is not here, or
     `the model itself`; `note` why, if it is not the first. For a front end other than eager the ledger is that of the
     graphs (of eager code, where nothing was captured), and `differences` are calls that eager code decides otherwise:
-    none, unless there is a fault. rules: the policy's own, without those of what it extends. failure: what raised;
+    none, unless there is a fault. rules: what each rule of the policy's own matched. failure: what raised;
     the explanation is then of what ran before. timed: a run whose calls were timed, if that was asked for. gradients:
     whether they were on.
     """
 
     WHAT: ClassVar[str] = "an explanation"
+    SCHEMA: ClassVar[str] = "narrowcast.explanation/1"
 
     subject: str
     device_type: str
@@ -199,29 +200,18 @@ class Explanation(Result):
     front_end: str = "eager"
     graphs: tuple[CompiledGraph, ...] = ()
     differences: tuple[DecisionDifference, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[RuleRow, ...] = ()
     failure: Failure | None = None
-    timed: Run | None = None
+    timed: Run | None = field(default=None, compare=False)
     gradients: bool = True
-
-    def rule_rows(self) -> list[RuleRow]:
-        """What each of the policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
-        rows = []
-        for rule in self.rules:
-            modules = self.ledger.matches.get(rule.label, {})
-            if rule.is_builtin and not modules:
-                continue
-            origin = str(rule.origin) if rule.origin is not None else ""
-            rows.append(RuleRow(str(rule), origin, rule.reason, sum(modules.values()), tuple(modules)))
-        return rows
 
     def graph_rows(self) -> list[GraphRow]:
         """One line per captured graph: calls, casts, what the passes did, why it ends; empty for eager code."""
-        return [graph_row(graph) for graph in self.graphs]
+        return [graph.row for graph in self.graphs if graph.row is not None]
 
     def flows(self) -> list[GraphFlow]:
         """What flows between the calls of each captured graph."""
-        return [graph_flow(graph) for graph in self.graphs]
+        return [graph.flow for graph in self.graphs]
 
     def op_rows(self) -> list[OpRow]:
         """Every op with its formats and why, most bytes first."""
@@ -282,23 +272,84 @@ class Explanation(Result):
         """
         return dict(renderer("model_explorer").model_explorer_files(self))
 
+    @property
+    def verdict(self) -> str:
+        """`raises`; with `run=True` what the comparison with fp32 says; else `explained`."""
+        if self.failure is not None:
+            return RAISES
+        return EXPLAINED if self.comparison is None else self.comparison.differences.verdict
+
     def data(self) -> dict[str, Any]:
         """What is written as JSON: all that its text and its page say."""
-        data: dict[str, Any] = {"schema": SCHEMA}
-        for name in ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end", "gradients"):
-            data[name] = getattr(self, name)
-        data["ops"] = [asdict(row) for row in self.op_rows()]
-        data["modules"] = [asdict(row) for row in self.module_rows()]
-        data["rules"] = [asdict(row) for row in self.rule_rows()]
-        data["repeated_casts"] = [asdict(row) for row in self.repeats()]
-        data["graphs"] = [asdict(row) for row in self.graph_rows()]
-        data["placements"] = [placement_data(graph) for graph in self.graphs if graph.placement is not None]
-        data["flows"] = [flow.data() for flow in self.flows()]
-        data["differences"] = [asdict(row) for row in self.differences]
+        to_data = codec().to_data
+        data: dict[str, Any] = {"schema": self.SCHEMA}
+        for name in (*_SAID, "gradients", "rules", "differences", "failure"):
+            data[name] = to_data(getattr(self, name))
+        data["ops"], data["modules"] = to_data(self.op_rows()), to_data(self.module_rows())
+        data["repeated_casts"] = to_data(self.repeats())
+        data["graphs"] = to_data(self.graph_rows())
+        data["placements"] = [_placed_row(graph) for graph in self.graphs if graph.placement is not None]
+        data["flows"] = to_data(self.flows())
         data["comparison"] = self.comparison.data() if self.comparison else None
-        data["failure"] = asdict(self.failure) if self.failure else None
         data["ledger"] = self.ledger.data()
         return data
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Explanation:
+        """The explanation that such data say; the programs of its graphs are not among them."""
+        of_data = codec().of_data
+        placed = {row["graph"]: row for row in data["placements"]}
+        flows = data.get("flows") or [None] * len(data["graphs"])
+        graphs = [_graph(row, placed.get(row["number"]), flow) for row, flow in zip(data["graphs"], flows, strict=True)]
+        comparison, failure = data["comparison"], data["failure"]
+        said: dict[str, Any] = {name: str(data[name]) for name in _SAID}
+        return Explanation(
+            **said,
+            gradients=bool(data.get("gradients", True)),
+            ledger=Ledger.of_data(data["ledger"]),
+            comparison=None if comparison is None else Comparison.of_data(comparison, data),
+            graphs=tuple(graphs),
+            differences=tuple(of_data(DecisionDifference, row) for row in data["differences"]),
+            rules=tuple(of_data(RuleRow, row) for row in data["rules"]),
+            failure=None if failure is None else of_data(Failure, failure),
+        )
+
+
+_SAID = ("subject", "device_type", "low", "policy", "digest", "ran_on", "note", "front_end")
+_PLACED = ("goal", "chosen", "candidates", "candidates_seconds", "from_disk")
+
+
+def _placed_row(graph: CompiledGraph) -> dict[str, Any]:
+    """What was placed in a graph, and the ways that were timed."""
+    to_data = codec().to_data
+    own = {name: to_data(getattr(graph, name)) for name in _PLACED}
+    gap = 0.0 if graph.placement is None else graph.placement.gap
+    return {"graph": graph.number, "returned_casts": graph.returned, **to_data(graph.placement), "gap": gap, **own}
+
+
+def _graph(row: Mapping[str, Any], placed: Mapping[str, Any] | None, flow: Mapping[str, Any] | None) -> CompiledGraph:
+    """A graph with its line, what flows in it, and what was placed."""
+    of_data = codec().of_data
+    graph = CompiledGraph(row["number"], row=of_data(GraphRow, row))
+    graph.flow = graph.flow if flow is None else of_data(GraphFlow, flow)
+    if placed is not None:
+        graph.goal, graph.chosen, graph.placement = placed["goal"], placed["chosen"], of_data(Placement, placed)
+        graph.candidates = tuple(of_data(CandidateTime, each) for each in placed["candidates"])
+        graph.candidates_seconds = placed.get("candidates_seconds", 0.0)
+        count, written_bytes = placed.get("returned_casts", (0, 0))
+        graph.returned, graph.from_disk = (int(count), int(written_bytes)), placed.get("from_disk", False)
+    return graph
+
+
+def rule_rows(rules: Iterable[Rule], ledger: Ledger) -> tuple[RuleRow, ...]:
+    """What each of a policy's own rules matched, in the order of the policy; rules that matched nothing, too."""
+    rows = []
+    for rule in rules:
+        modules = ledger.matches.get(rule.label, {})
+        if modules or not rule.is_builtin:
+            origin = str(rule.origin) if rule.origin is not None else ""
+            rows.append(RuleRow(str(rule), origin, rule.reason, sum(modules.values()), tuple(modules)))
+    return tuple(rows)
 
 
 def _kinds(casts: Iterable[Cast]) -> str:

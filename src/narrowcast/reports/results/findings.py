@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import Origin, RunError
-from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.result import ADDED, Result
 from narrowcast.reports.results.run_records import TensorFacts, tensor_text
+from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE, NOT_INSPECTED, TREND
 
-SCHEMA = "narrowcast.watch/1"
-
-CAST, FORMAT, OP, GIVEN, TREND = "cast", "format", "op", "given", "trend"
+CAST, FORMAT, OP, GIVEN = "cast", "format", "op", "given"
 """What made it: the cast of an argument; the op in its low format, where fp32 stays finite; the op, in fp32, too; it
 came with an input or a weight; or nothing yet, but figures that grow towards it.
 """
@@ -67,20 +66,6 @@ class Finding:
         at = f"\n  {self.file}:{self.line}" if self.file else ""
         return f"{self.what} made by {self.id}{at}\n  {self.sentence}"
 
-    def data(self) -> dict[str, Any]:
-        """The finding as JSON has it."""
-        found = asdict(replace(self, replay=None))
-        del found["replay"]
-        found["id"], found["forward"] = str(self.id), str(self.forward or "")
-        for name in ("inputs", "outputs"):
-            rows = {}
-            for key, facts in getattr(self, name):
-                row = asdict(facts)
-                del row["exponents"], row["below"]
-                rows[key] = {k: v if v == v else str(v) for k, v in row.items()}
-            found[name] = rows
-        return found
-
 
 @dataclass(slots=True)
 class Watching(Result):
@@ -93,6 +78,7 @@ class Watching(Result):
     """
 
     WHAT: ClassVar[str] = "what was watched"
+    SCHEMA: ClassVar[str] = "narrowcast.watch/1"
 
     findings: list[Finding] = field(default_factory=list)
     meant: dict[str, int] = field(default_factory=dict)
@@ -101,22 +87,20 @@ class Watching(Result):
     calls: int = 0
     spread: int = 0
     steps: int = 0
-    repeated: int = 0
-    not_inspected: int = 0
+    repeated: int = field(default=0, metadata=ADDED)
+    not_inspected: int = field(default=0, metadata=ADDED)
 
     @property
     def first(self) -> Finding | None:
         """The first finding that is a NaN or an infinity; None where there is none."""
         return next((finding for finding in self.findings if finding.made_by != TREND), None)
 
+    @property
+    def verdict(self) -> str:
+        """`finite`, `not finite`, `trend`; `not inspected` where nothing was found, and looking failed somewhere."""
+        if self.first is not None:
+            return NOT_FINITE
+        return TREND if self.findings else NOT_INSPECTED if self.not_inspected else FINITE
+
     def __repr__(self) -> str:
         return f"<Watching: {len(self.findings)} findings in {self.calls} calls; print shows them>"
-
-    def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
-        return {
-            "schema": SCHEMA, "calls": self.calls, "steps": self.steps, "spread": self.spread,
-            "repeated": self.repeated, "not_inspected": self.not_inspected, "meant": self.meant,
-            "notes": self.notes, "history": self.history,
-            "findings": [finding.data() for finding in self.findings],
-        }  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.core.ops import NORM, op_kind
@@ -15,8 +15,8 @@ from narrowcast.formats import Format, bf16, e4m3fn, e5m2, fp16, parse_format
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
+from narrowcast.reports.results.verdicts import FITS
 
-SCHEMA = "narrowcast.fit/1"
 FORMATS = (fp16, bf16, e4m3fn, e5m2)
 UNSCALED, PER_TENSOR, PER_ROW = "unscaled", "per tensor", "per row"
 SCALES = (UNSCALED, PER_TENSOR, PER_ROW)
@@ -55,11 +55,17 @@ class Fit(Result):
     """
 
     WHAT: ClassVar[str] = "a fit"
+    SCHEMA: ClassVar[str] = "narrowcast.fit/1"
 
     rows: list[TensorFit] = field(default_factory=list)
     places: dict[CallId, str] = field(default_factory=dict)
     tolerance: float = 0.01
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """Which of fp16 and bf16 it fits unscaled: `fits`, `fits bf16`, `fits fp16`, `fits neither`."""
+        return FITS[not self.unfit(fp16), not self.unfit(bf16)]
 
     def unfit(self, format: Format | str, scale: str = UNSCALED) -> list[TensorFit]:
         """The tensors that do not fit, worst first: those that overflow, or underflow beyond the tolerance."""
@@ -96,12 +102,6 @@ class Fit(Result):
 
     def __repr__(self) -> str:
         return f"<Fit of {len(self.places)} calls; print shows them>"
-
-    def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
-        rows = [{**asdict(row), "id": str(row.id), "headroom_bits": _finite(row.headroom_bits)} for row in self.rows]
-        places = {str(k): v for k, v in self.places.items()}
-        return {"schema": SCHEMA, "tolerance": self.tolerance, "rows": rows, "places": places, "notes": self.notes}
 
 
 def fit(run: Run, tolerance: float = 0.01) -> Fit:
@@ -188,7 +188,3 @@ def _format(wanted: Format | str) -> Format:
         names = ", ".join(f.name for f in FORMATS)
         raise RunError(f"fit of {format.name}", "not one of those looked at", advice=f"Give one of {names}.")
     return format
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.records import Advice, CallKind, Cast, EditRecord, Refusal, Tally, Totals
-from narrowcast.errors import LedgerError, Origin
-from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.result import ADDED, Result
+from narrowcast.reports.results.verdicts import RECORDED, REFUSED
 
-SCHEMA = "narrowcast.ledger/1"
 LISTED = 100_000
 """So many casts are listed one by one; those after them are counted by kind, so that memory is bounded."""
 
@@ -48,15 +45,16 @@ class Ledger(Result):
     """
 
     WHAT: ClassVar[str] = "a ledger"
+    SCHEMA: ClassVar[str] = "narrowcast.ledger/1"
 
     casts: list[Cast] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     calls: dict[CallKind, Tally] = field(default_factory=dict)
-    edits: list[EditRecord] = field(default_factory=list)
-    advice: dict[Advice, int] = field(default_factory=dict)
-    matches: dict[str, dict[str, int]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    counted: dict[Cast, Tally] = field(default_factory=dict)
+    edits: list[EditRecord] = field(default_factory=list, metadata=ADDED)
+    advice: dict[Advice, int] = field(default_factory=dict, metadata=ADDED)
+    matches: dict[str, dict[str, int]] = field(default_factory=dict, metadata=ADDED)
+    notes: list[str] = field(default_factory=list, metadata=ADDED)
+    counted: dict[Cast, Tally] = field(default_factory=dict, metadata=ADDED)
 
     def add(self, cast: Cast) -> None:
         """Append one cast; or count it, once LISTED are there."""
@@ -158,80 +156,20 @@ class Ledger(Result):
         keys = [*before, *(k for k in after if k not in before)]
         return tuple(CastChange(*k, before[k], after[k]) for k in keys if before[k] != after[k])
 
-    # -- files --------------------------------------------------------------------------------------------------------
+    @property
+    def verdict(self) -> str:
+        """`refusals` where calls were refused, else `recorded`."""
+        return REFUSED if self.refusals else RECORDED
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
+        """What is written as JSON, with the sums."""
         totals = self.totals()
-        return {
-            "schema": SCHEMA,
-            "totals": {**asdict(totals), "share_of_casts": totals.share_of_casts},
-            "casts": [_row(c) for c in self.casts],
-            "counted": [{**_row(c), **_tally_row(tally)} for c, tally in self.counted.items()],
-            "refusals": [asdict(r) for r in self.refusals],
-            "calls": [{**_row(kind), **_tally_row(tally)} for kind, tally in self.calls.items()],
-            "edits": [_row(e) for e in self.edits],
-            "advice": [{**asdict(advice), "times": times} for advice, times in self.advice.items()],
-            "matches": self.matches,
-            "notes": self.notes,
-        }
-
-    @staticmethod
-    def from_json(text: str, file: str = "<string>") -> Ledger:
-        """The ledger in JSON text. LedgerError for other text, or another version of the schema."""
-        try:
-            data = json.loads(text)
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        except json.JSONDecodeError as error:
-            raise LedgerError("a ledger", f"not JSON: {error.msg}", (Origin(file, error.lineno),)) from None
-        if found != SCHEMA:
-            raise LedgerError(
-                "a ledger", f"schema {found!r} where {SCHEMA!r} is known", (Origin(file),), "Record it anew."
-            )
-        try:
-            ledger = Ledger(
-                [_record(Cast, row) for row in data["casts"]], [_record(Refusal, r) for r in data["refusals"]]
-            )
-            ledger.edits = [_record(EditRecord, row) for row in data.get("edits", ())]  # added later than the rest
-            ledger.advice = {_record(Advice, row): row["times"] for row in data.get("advice", ())}
-            ledger.notes = [str(note) for note in data.get("notes", ())]
-            ledger.matches = {rule: dict(modules) for rule, modules in data.get("matches", {}).items()}
-            for row in data.get("counted", ()):
-                ledger.counted[_record(Cast, {**row, "moved_bytes": 0})] = _tally(row)
-            for row in data["calls"]:
-                ledger.calls[_record(CallKind, row)] = _tally(row)
-        except (KeyError, TypeError) as error:
-            raise LedgerError("a ledger", f"a record lacks {error}", (Origin(file),), "Record it anew.") from None
-        return ledger
-
-    @staticmethod
-    def load(path: str | Path) -> Ledger:
-        """The ledger that `save` wrote into a file."""
-        return Ledger.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+        return {**Result.data(self), "totals": {**asdict(totals), "share_of_casts": totals.share_of_casts}}
 
     def __repr__(self) -> str:
         t = self.totals()
         share = f"{t.share_of_casts:.1%} of the bytes moved"
         return f"<Ledger: {t.casts} casts ({share}), {t.refusals} refusals, {t.calls} calls; print shows them>"
-
-
-def _record(kind: Any, row: dict[str, Any]) -> Any:
-    return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row or f.default is MISSING})
-
-
-def _row(record: Cast | CallKind | EditRecord) -> dict[str, Any]:
-    """As asdict, which copies what needs no copy and takes ten times as long; there may be 100,000."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
-def _tally_row(tally: Tally) -> dict[str, Any]:
-    return {name: getattr(tally, name) for name in ("calls", "moved_bytes", "multiplications")} | {
-        "numbers": sorted(tally.numbers)
-    }
-
-
-def _tally(row: dict[str, Any]) -> Tally:
-    return Tally(row["calls"], row["moved_bytes"], set(row.get("numbers", ())), row.get("multiplications"))
 
 
 def _groups(casts: Iterable[tuple[Cast, Tally]]) -> Counter[tuple[str, str, str, str, str, str]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.errors import LedgerError, Origin, RunError
+from narrowcast.errors import Origin, RunError
 from narrowcast.output.files import replace_text
 
 ROOT = "(root)"
@@ -26,7 +26,7 @@ class Entry:
 
     a: tuple[str, ...]
     b: tuple[str, ...]
-    line: int = 0
+    line: int = field(default=0, compare=False)
 
     @property
     def is_of_calls(self) -> bool:
@@ -42,18 +42,20 @@ class RunMapping:
     """Modules and calls of two runs by pairs. file: where it was read, for errors. comments: written below."""
 
     entries: tuple[Entry, ...] = ()
-    file: str = ""
+    file: str = field(default="", compare=False)
     comments: tuple[str, ...] = ()
 
     @staticmethod
     def parse(text: str, file: str = "<string>") -> RunMapping:
         """The mapping of that text. RunError with file and line for what is none."""
-        entries = []
+        entries, comments = [], []
         for number, line in enumerate(text.splitlines(), 1):
             content = line.strip()
-            if content and not content.startswith("#"):
+            if content.startswith("#") and content not in _HEAD:
+                comments.append(content.removeprefix("#").removeprefix(" "))
+            elif content and not content.startswith("#"):
                 entries.append(_entry(content, file, number))
-        return RunMapping(tuple(entries), file)
+        return RunMapping(tuple(entries), file, tuple(comments))
 
     @staticmethod
     def load(path: str | Path) -> RunMapping:
@@ -145,7 +147,7 @@ def _entry(content: str, file: str, number: int) -> Entry:
         for name in (*a, *b):
             try:
                 CallId.parse(name)
-            except LedgerError as error:
+            except RunError as error:
                 raise RunError(asked, f"{name!r}: {error.found}", where, error.advice) from None
     return entry
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from narrowcast.core.policy import Action, Policy, Rule, parse_action
-from narrowcast.reports.results.lines import without_specials
+from narrowcast.core.policy import Policy, Rule
 from narrowcast.reports.results.result import Result
-
-SCHEMA = "narrowcast.repair/1"
-
-CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of ideas", "not the policy's fault"
-"""Verdicts: the policy was right as it is; it is with these rules; not all could be mended; fp32 itself fails."""
+from narrowcast.reports.results.verdicts import CLEAN, REPAIRED
 
 RAISED, NOT_FINITE, ERROR, METRIC = "raised", "not finite", "error", "metric"
 """What is wrong with a run: it raises; it makes NaN or infinity; its output is too far off; the metric is worse."""
@@ -72,6 +67,7 @@ class Repair(Result):
     """
 
     WHAT: ClassVar[str] = "a repair"
+    SCHEMA: ClassVar[str] = "narrowcast.repair/1"
 
     subject: str
     device_type: str
@@ -100,57 +96,6 @@ class Repair(Result):
 
     def __repr__(self) -> str:
         return f"<Repair of {self.subject}: {self.verdict}, {len(self.rules)} rules, {self.runs} runs; print shows it>"
-
-    def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
-        said = {
-            key: getattr(self, key)
-            for key in (
-                "subject", "device_type", "low", "base", "asked", "verdict", "runs", "reference", "dropped", "untried",
-                "notes", "environment",
-            )
-        }  # fmt: skip
-        data = {
-            **said, "policy": self.policy.to_toml(), "rules": [_row(rule) for rule in self.rules],
-            "steps": [asdict(step) for step in self.steps], "before": asdict(self.before), "after": asdict(self.after),
-            "products_before": asdict(self.products_before), "products_after": asdict(self.products_after),
-        }  # fmt: skip
-        return {"schema": SCHEMA, **without_specials(data)}
-
-
-def _row(found: RepairRule) -> dict[str, Any]:
-    rule = found.rule
-    said = {"op": rule.op, "action": str(rule.action), "module": rule.module, "argument": rule.argument,
-            "reason": rule.reason, "source": rule.source}  # fmt: skip
-    return {**said, "cause": found.cause, "share": found.share, "calls": found.calls, "cost_ns": found.cost_ns,
-            "needed": found.needed}  # fmt: skip
-
-
-def repair_of(data: dict[str, Any]) -> Repair:
-    """The repair that such JSON data say. KeyError, TypeError or ValueError for others."""
-    rules = []
-    for row in data["rules"]:
-        action: Action = parse_action(row["action"])
-        rule = Rule(row["op"], action, module=row["module"], argument=row["argument"], reason=row["reason"],
-                    source=row["source"])  # fmt: skip
-        rules.append(
-            RepairRule(rule, row["cause"], float(row["share"]), row["calls"], float(row["cost_ns"]), row["needed"])
-        )
-    return Repair(
-        data["subject"], data["device_type"], data["low"], data["base"], Policy.parse(data["policy"]), data["asked"],
-        data["verdict"], rules, [_step(row) for row in data["steps"]], _step(data["before"]), _step(data["after"]),
-        {name: float(value) for name, value in data["reference"].items()}, Products(**data["products_before"]),
-        Products(**data["products_after"]), data["runs"], list(data["dropped"]), list(data["untried"]),
-        list(data["notes"]), dict(data["environment"]),
-    )  # fmt: skip
-
-
-def _step(row: dict[str, Any]) -> RepairStep:
-    metric = {name: float(value) for name, value in row["metric"].items()}
-    return RepairStep(
-        row["what"], row["found"], tuple(row["added"]), tuple(row["left_out"]), float(row["error"]), metric,
-        Products(**row.get("products", {})),
-    )  # fmt: skip
 
 
 def counted(number: int, what: str) -> str:

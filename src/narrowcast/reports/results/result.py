@@ -7,12 +7,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from narrowcast.output.files import save_result
 from narrowcast.output.screen import LINES
 
 T = TypeVar("T")
+ADDED = {"added": True}
+"""Metadata of a field that older files of the same schema lack."""
 
 
 def renderer(name: str) -> Any:
@@ -20,6 +22,11 @@ def renderer(name: str) -> Any:
     shown: most programs show nothing.
     """
     return importlib.import_module(f"narrowcast.reports.render.{name}")
+
+
+def codec() -> Any:
+    """The module that writes results and reads them, which knows all their classes. Loaded when one is saved."""
+    return importlib.import_module("narrowcast.reports.results.codec")
 
 
 def by_kind(known: Mapping[type[Any], T], found: Paged) -> T | None:
@@ -45,10 +52,30 @@ class Paged(ABC):
 
 
 class Result(Paged):
-    """What a look at a model has found. WHAT: what it is, for errors."""
+    """What a look at a model has found. WHAT: what it is, for errors. SCHEMA: of its file, with its version."""
 
     __slots__ = ()
     WHAT: ClassVar[str]
+    SCHEMA: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def verdict(self) -> str:
+        """What was found, in a word or a few of `verdicts.VERDICTS`: what a test in CI compares."""
+
+    @property
+    def todos(self) -> list[Any]:
+        """What is worth doing, most of all first: `what`, `why`, and the `rule` that does it, if one does."""
+        return list(importlib.import_module("narrowcast.reports.documents.of_results").document_of(self).todos)
+
+    def data(self) -> dict[str, Any]:
+        """What is written as JSON: the schema, and its fields."""
+        return {"schema": self.SCHEMA, **codec().to_data(self)}
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Self:
+        """The result that such data say. One of `codec.BROKEN` for others."""
+        return cast("Self", codec().of_data(cls, data, is_whole=True))
 
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns (80); or, with every, all that was found."""

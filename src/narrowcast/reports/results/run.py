@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.errors import Origin, RunError
+from narrowcast.errors import RunError
 from narrowcast.output.files import save_result
 from narrowcast.reports.results.result import Result, renderer
 from narrowcast.reports.results.run_records import (
@@ -25,8 +24,8 @@ from narrowcast.reports.results.run_records import (
     tensor_of,
     tensor_row,
 )
+from narrowcast.reports.results.verdicts import FINITE, NOT_FINITE
 
-SCHEMA = "narrowcast.run/1"
 ENDING = ".json.gz"
 
 
@@ -42,6 +41,7 @@ class Run(Result):
     """
 
     WHAT: ClassVar[str] = "a run"
+    SCHEMA: ClassVar[str] = "narrowcast.run/1"
 
     environment: dict[str, Any] = field(default_factory=dict)
     calls: list[CallRecord] = field(default_factory=list)
@@ -98,16 +98,21 @@ class Run(Result):
                 return call
         return None
 
+    @property
+    def verdict(self) -> str:
+        """`not finite` where a call made a NaN or an infinity, or was given a NaN; else `finite`."""
+        bad = self.not_finite()
+        has_nan = any(self.tensors[n].nan for call in bad for _, n in call.outputs)
+        return NOT_FINITE if bad and (has_nan or self.first_not_finite() is not None) else FINITE
+
     def __repr__(self) -> str:
         bad = len(self.not_finite())
         return f"<Run: {len(self.calls)} calls, {bad} of them not finite; print shows it>"
 
-    # -- files ---------------------------------------------------------------------------------------------------------
-
     def data(self) -> dict[str, Any]:
         """What is written as JSON, numbers with all their digits."""
         data: dict[str, Any] = {
-            "schema": SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
+            "schema": self.SCHEMA, "environment": self.environment, "notes": self.notes, "parameters": self.parameters,
             "tokens": self.tokens, "log_probabilities": self.log_probabilities,
             "tensor_columns": list(TENSOR_COLUMNS), "tensors": [tensor_row(t) for t in self.tensors],
             "call_columns": list(CALL_COLUMNS), "calls": [call_row(c) for c in self.calls],
@@ -128,36 +133,23 @@ class Run(Result):
         """
         return str(renderer("trace").run_trace(self))
 
-    @staticmethod
-    def from_json(text: str, file: str = "<string>") -> Run:
-        """The run in JSON text. RunError for other text, or another version of the schema."""
-        where = (Origin(file),)
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RunError("a saved run", f"not JSON: {error}", where, "Capture it anew.") from None
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        if found != SCHEMA:
-            raise RunError("a saved run", f"schema {found!r} where {SCHEMA!r} is known", where, "Capture it anew.")
-        try:
-            tensors = [tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
-            calls = [call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
-            parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
-            named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
-            named += [number for row in parameters.values() for number in row.values()]
-            if named and not 0 <= min(named) <= max(named) < len(tensors):
-                raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
-            run = Run(dict(data["environment"]), calls, tensors, parameters, list(map(str, data["notes"])))
-            run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
-            run.elapsed_ns = [int(ns) for ns in data.get("elapsed_ns", ())]
-            run.cast_elapsed_ns = [(int(n), str(a), str(b), int(ns)) for n, a, b, ns in data.get("cast_elapsed_ns", ())]
-            if run.elapsed_ns and len(run.elapsed_ns) != len(calls):
-                raise ValueError(f"{len(run.elapsed_ns)} times of {len(calls)} calls")
-            return run
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise RunError(
-                "a saved run", f"a record is broken: {type(error).__name__}: {error}", where, "Capture it anew."
-            ) from None
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Run:
+        """The run that such data say. One of `codec.BROKEN`, or RunError, for others."""
+        tensors = [tensor_of(dict(zip(data["tensor_columns"], row, strict=True))) for row in data["tensors"]]
+        calls = [call_of(dict(zip(data["call_columns"], row, strict=True))) for row in data["calls"]]
+        parameters = {str(k): {str(n): int(i) for n, i in v.items()} for k, v in data["parameters"].items()}
+        named = [number for call in calls for _, number in (*call.inputs, *call.outputs)]
+        named += [number for row in parameters.values() for number in row.values()]
+        if named and not 0 <= min(named) <= max(named) < len(tensors):
+            raise IndexError(f"tensor {max(named, key=abs)} of {len(tensors)}")
+        run = Run(dict(data["environment"]), calls, tensors, parameters, list(map(str, data["notes"])))
+        run.keep_tokens(data.get("tokens", []), data.get("log_probabilities", []))
+        run.elapsed_ns = [int(ns) for ns in data.get("elapsed_ns", ())]
+        run.cast_elapsed_ns = [(int(n), str(a), str(b), int(ns)) for n, a, b, ns in data.get("cast_elapsed_ns", ())]
+        if run.elapsed_ns and len(run.elapsed_ns) != len(calls):
+            raise ValueError(f"{len(run.elapsed_ns)} times of {len(calls)} calls")
+        return run
 
     def save(self, path: str | Path) -> Path:
         """Write it into a file, compressed, replacing it at once; the ending `.json.gz` is added where it lacks."""
@@ -165,22 +157,8 @@ class Run(Result):
         if not target.name.endswith((".gz", ".json")):
             target = target.with_name(target.name + ENDING)
         text = self.to_json().encode()
-        save_result(target, "a run", gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
+        save_result(target, self.WHAT, gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
         return target
-
-    @staticmethod
-    def load(path: str | Path) -> Run:
-        """The run that `save` wrote into a file. RunError for what is missing, cut off, or another kind of file."""
-        where = (Origin(str(path)),)
-        try:
-            raw = Path(path).read_bytes()
-            text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise RunError(
-                f"a saved run, {path}", f"{type(error).__name__}: {error}", where,
-                "Give the file that narrowcast capture -o, or run.save, wrote.",
-            ) from None  # fmt: skip
-        return Run.from_json(text, str(path))
 
 
 def _flat(values: Any) -> Iterator[Any]:

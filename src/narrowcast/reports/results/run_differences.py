@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.reports.results.lines import without_specials
 from narrowcast.reports.results.mapping import RunMapping
-from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.result import ADDED, Result
 from narrowcast.reports.results.run import Run
+from narrowcast.reports.results.verdicts import ALIKE, FORMATS_DIFFER, NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
-SCHEMA = "narrowcast.run-differences/1"
-
-EQUAL, ROUND_OFF, DIFFERS, INHERITED, NOT_COMPARED = "equal", "round-off", "differs", "inherited", "not compared"
+EQUAL, DIFFERS, INHERITED = "equal", "differs", "inherited"
 """Verdicts of a row: no difference was seen; within the band; the call makes a difference beyond it; beyond it, but
 what it was given differed already; nothing that both runs kept can be compared.
-"""
-ALIKE, FORMATS_DIFFER, VALUES_DIFFER = "alike", "formats differ", "values differ"
-"""Verdicts of the whole besides `ROUND_OFF`: equal wherever it was looked; other formats, and values within what these
-explain; values beyond it.
 """
 
 
@@ -127,6 +121,7 @@ class RunDifferences(Result):
     """
 
     WHAT: ClassVar[str] = "a comparison of runs"
+    SCHEMA: ClassVar[str] = "narrowcast.run-differences/1"
 
     a: str
     b: str
@@ -137,7 +132,7 @@ class RunDifferences(Result):
     tokens: TokenDifference | None = None
     notes: list[str] = field(default_factory=list)
     mapping: RunMapping = field(default_factory=RunMapping)
-    by_hand: RunMapping = field(default_factory=RunMapping)
+    by_hand: RunMapping = field(default_factory=RunMapping, metadata=ADDED)
     compared_runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -187,16 +182,5 @@ class RunDifferences(Result):
         return f"<RunDifferences of {self.a} and {self.b}: {self.verdict}; print shows them>"
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
-        data = {f: getattr(self, f) for f in ("a", "b", "environment", "notes")}
-        data["verdict"] = self.verdict
-        data["rows"] = [_with_names(asdict(row), row) for row in self.rows]
-        data["unaligned"] = [{**asdict(one), "id": str(one.id)} for one in self.unaligned]
-        data["gradients"] = [asdict(row) for row in self.gradients]
-        data["tokens"] = asdict(self.tokens) if self.tokens else None
-        data["mapping"], data["by_hand"] = str(self.mapping), str(self.by_hand)
-        return {"schema": SCHEMA, **without_specials(data)}
-
-
-def _with_names(data: dict[str, Any], row: RunRow) -> dict[str, Any]:
-    return {**data, "a": [str(name) for name in row.a], "b": [str(name) for name in row.b]}
+        """What is written as JSON, the verdict with it."""
+        return {**Result.data(self), "verdict": self.verdict}

@@ -1,18 +1,15 @@
-"""What became of each step under a scale, as data: rows, JSON lines, scalars for a writer of others."""
+"""What became of each step under a scale, as data: rows, and scalars for a writer of others."""
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
-from narrowcast.output.files import save_result
 from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.verdicts import NONE_SKIPPED, SKIPPED
 
-SCHEMA = "narrowcast.scaler/1"
 KEPT = 10_000
 """So many rows are kept, the latest: a few megabytes."""
 
@@ -46,6 +43,7 @@ class History(Result):
     """The latest steps, oldest first; how many there were in all, and how many of them were skipped."""
 
     WHAT: ClassVar[str] = "the scaler's history"
+    SCHEMA: ClassVar[str] = "narrowcast.scaler/1"
 
     rows: deque[ScaledStep] = field(default_factory=lambda: deque(maxlen=KEPT))
     steps: int = 0
@@ -66,16 +64,10 @@ class History(Result):
     def __repr__(self) -> str:
         return f"<History: {self.steps} steps, {self.skipped} skipped; print shows the last of these>"
 
-    def data(self) -> dict[str, Any]:
-        """Everything as plain data, under the schema `narrowcast.scaler/1`."""
-        rows = [{**asdict(row), "parameters": list(row.parameters)} for row in self.rows]
-        return {"schema": SCHEMA, "steps": self.steps, "skipped": self.skipped, "rows": rows}
-
-    def save(self, path: str | Path) -> Path:
-        """Write a JSON line for each row, replacing the file at once. RunError if it cannot be written."""
-        lines = "".join(json.dumps(row) + "\n" for row in self.data()["rows"])
-        save_result(Path(path), self.WHAT, lines)
-        return Path(path)
+    @property
+    def verdict(self) -> str:
+        """`skipped steps`, or `no step skipped`."""
+        return SKIPPED if self.skipped else NONE_SKIPPED
 
     def to_tensorboard(self, writer: ScalarWriter, prefix: str = "scaler", since: int = 0) -> None:
         """Hand `scale` and `skipped` (0 or 1) of each step after `since` to a writer that has `add_scalar`."""

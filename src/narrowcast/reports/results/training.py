@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from narrowcast.core.ledger import Advice
 from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.verdicts import COSTS_TIME, SOUND, WRONG
 
-SCHEMA = "narrowcast.training-check/1"
 COST_TIME = ("weights cast again",)
 """Kinds of findings that leave the numbers as they are."""
 
@@ -18,17 +17,28 @@ COST_TIME = ("weights cast again",)
 class TrainingCheck(Result):
     """What is wrong with the precision of a training loop.
 
-    findings: in the order in which they were met, each with how often. steps: how often the step ran. calls: how many
-    calls of the forward a region decided about, and how many that it would have lowered ran outside of any.
+    times: each finding, in the order in which they were met, with how often it was. steps: how often the step ran.
+    calls: how many calls of the forward a region decided about, and how many that it would have lowered ran outside of
+    any.
     """
 
     WHAT: ClassVar[str] = "the check of a training loop"
+    SCHEMA: ClassVar[str] = "narrowcast.training-check/1"
 
-    findings: tuple[Advice, ...] = ()
-    times: dict[Advice, int] = field(default_factory=dict)
+    times: dict[Advice, int] = field(default_factory=dict, metadata={"name": "findings"})
     steps: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> tuple[Advice, ...]:
+        """What is wrong, or costs time, in the order in which it was met."""
+        return tuple(self.times)
+
+    @property
+    def verdict(self) -> str:
+        """`sound`, `costs time` or `wrong`."""
+        return (COSTS_TIME if self.findings else SOUND) if self else WRONG
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -41,17 +51,3 @@ class TrainingCheck(Result):
 
     def __repr__(self) -> str:
         return f"<TrainingCheck: {len(self.findings)} findings in {self.steps} steps; print shows them>"
-
-    def data(self) -> dict[str, Any]:
-        """What is written as JSON."""
-        rows = [{**asdict(finding), "times": self.times.get(finding, 1)} for finding in self.findings]
-        return {"schema": SCHEMA, "steps": self.steps, "calls": self.calls, "findings": rows, "notes": self.notes}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> TrainingCheck:
-        """The check that JSON of that schema holds."""
-        times: dict[Advice, int] = {}
-        for row in data["findings"]:
-            names = ("kind", "what", "todo", "module_path", "file", "line")
-            times[Advice(**{name: row[name] for name in names})] = int(row["times"])
-        return TrainingCheck(tuple(times), times, int(data["steps"]), dict(data["calls"]), list(data["notes"]))

@@ -1,4 +1,4 @@
-"""The words for what a comparison says, of a call and of the whole, and the table that gives them."""
+"""The words in which results give their verdicts, and the table that gives a comparison's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ EXACT, ROUND_OFF, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, PASSED_ON, UNKNOW
     "exact", "round-off", "fault", "kernel", "nondeterministic", "not finite", "passed on", "not run alone",
     "not judged", "not compared",
 )  # fmt: skip
-"""Verdicts: no difference; within what one unit in the last place of its formats explains; outputs beyond that, or a
-call with other arguments than another model's; a kernel beyond what bounds its error; differs between two runs of the
-reference itself; NaN or infinity, made where the reference has none; the same that came with a call's inputs; random,
-so that it cannot be run alone; nothing bounds the error, and no band explains it; the reference computes in the
-same low formats.
+"""Of a comparison, and of its calls: no difference; within what one unit in the last place of its formats explains;
+outputs beyond that, or a call with other arguments than another model's; a kernel beyond what bounds its error; differs
+between two runs of the reference itself; NaN or infinity, made where the reference has none; the same that came with a
+call's inputs; random, so that it cannot be run alone; nothing bounds the error, and no band explains it; the reference
+computes in the same low formats, or no value of two runs could be compared.
 """
+ALIKE, FORMATS_DIFFER, VALUES_DIFFER = "alike", "formats differ", "values differ"
+"""Of two runs, besides `ROUND_OFF` and `NOT_COMPARED`: equal wherever it was looked; other formats, and values within
+what these explain; values beyond it.
+"""
+RAISES, EXPLAINED, RECORDED, REFUSED = "raises", "explained", "recorded", "refusals"
+"""Of an explanation: it raises, and does not in fp32; nothing was compared. Of a ledger: whether calls were refused."""
+FINITE, TREND, NOT_INSPECTED = "finite", "trend", "not inspected"
+"""Of a run and of a watched one, besides `NOT_FINITE`; of a watched one alone: figures that grow towards it; looking
+failed somewhere.
+"""
+FITS = {
+    (True, True): "fits", (False, True): "fits bf16", (True, False): "fits fp16", (False, False): "fits neither",
+}  # fmt: skip
+"""Of a fit: whether every call fits fp16, and bf16."""
+CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of ideas", "not the policy's fault"
+"""Of a repair: the policy was right as it is; it is with these rules; not all could be mended; fp32 itself fails."""
+SOUND, COSTS_TIME, WRONG = "sound", "costs time", "wrong"
+SKIPPED, NONE_SKIPPED = "skipped steps", "no step skipped"
+"""Of a training loop, and of a scaler's history."""
+VERDICTS = frozenset((
+    EXACT, ROUND_OFF, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, NOT_JUDGED, NOT_COMPARED, ALIKE, FORMATS_DIFFER,
+    VALUES_DIFFER, RAISES, EXPLAINED, RECORDED, REFUSED, FINITE, TREND, NOT_INSPECTED, *FITS.values(), CLEAN, REPAIRED,
+    OUT_OF_IDEAS, BEYOND, SOUND, COSTS_TIME, WRONG, SKIPPED, NONE_SKIPPED,
+))  # fmt: skip
+"""All that a result may say of itself as a whole."""
 AT_FAULT = (NOT_FINITE, FAULT, KERNEL)
 """Verdicts of which a program is told; the worst first."""
 

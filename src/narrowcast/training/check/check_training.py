@@ -95,7 +95,7 @@ def check_training(
         notes.append("no call was seen: what other threads and processes run is not looked at.")
     if looking.updates.skipped:
         notes.append(f"{looking.updates.skipped} steps were skipped: gradients were not finite at the scaler's scale.")
-    return TrainingCheck(tuple(found), found, ran, looking.calls, notes)
+    return TrainingCheck(found, ran, looking.calls, notes)
 
 
 def _refuse_what_has_not_run(given: Any) -> None:

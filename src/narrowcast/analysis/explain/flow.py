@@ -1,74 +1,66 @@
-"""What flows between the calls of a captured graph, as rows that JSON can have."""
+"""What an explanation says of a captured graph: its line, what flows between its calls, the casts of its results.
+
+Pure: read off its programs.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from narrowcast.core.policy import Site
 from narrowcast.programs.program import Program, Step
-from narrowcast.reports.results.graphs import CompiledGraph, floating_formats, parts_of, step_multiplications
+from narrowcast.reports.results.graphs import (
+    OUTSIDE,
+    CompiledGraph,
+    FlowEdge,
+    FlowStep,
+    GraphFlow,
+    GraphRow,
+    floating_formats,
+    parts_of,
+    step_multiplications,
+)
 
-OUTSIDE = -1
-"""Where a value begins that no step of the graph makes."""
 _LEARNED = ("weight", "bias", "running_mean", "running_var")
 FORWARD = "forward"
 
 
-class FlowStep(NamedTuple):
-    """A call of a graph: formats that came, were read and were given. direction: forward, backward; dgrad and wgrad,
-    where a gradient of an input or of a weight is made. multiplications: None where they are not known.
-    """
-
-    module_path: str
-    op: str
-    file: str
-    line: int
-    number: int
-    direction: str
-    came: str
-    computes: str
-    result: str
-    moved_bytes: int
-    multiplications: int | None
+def with_row_and_flow(graph: CompiledGraph) -> CompiledGraph:
+    """The graph, with what is said of its programs."""
+    graph.row, graph.flow, graph.returned = graph_row(graph), graph_flow(graph), returned_casts(graph)
+    return graph
 
 
-class FlowEdge(NamedTuple):
-    """A value, from which step to which (OUTSIDE: from none), with its format before and after a cast between them.
+def graph_row(graph: CompiledGraph) -> GraphRow:
+    """The line about one graph."""
+    kinds = Counter((e.kind, e.by) for e in graph.edits)
+    calls = len(graph.before.steps) if graph.before else 0
+    return GraphRow(
+        number=graph.number,
+        site=str(graph.site),
+        calls=calls,
+        assigned=kinds["insert", "assign"],
+        shared=kinds["share", "share"],
+        folded=kinds["fold", "fold"],
+        dropped=kinds["remove", "drop"],
+        casts=len(graph.after.casts()) if graph.after else 0,
+        joint_before=len(graph.joint_before.casts()) if graph.joint_before else 0,
+        joint_after=len(graph.joint_after.casts()) if graph.joint_after else 0,
+        backward=sum(c.direction != "forward" for c in graph.joint_after.casts()) if graph.joint_after else 0,
+        fallback=graph.fallback,
+        broken_by=graph.broken_by,
+        broken_at=graph.broken_at,
+    )
 
-    moved_bytes: of the cast, or the value. kind: `activation`, `weight` or `input`. how: `copied`, or `shared` with an
-    earlier edge.
-    """
 
-    start: int
-    end: int
-    argument: str
-    src: str
-    dst: str
-    moved_bytes: int
-    kind: str
-    how: str
-
-
-@dataclass(frozen=True, slots=True)
-class GraphFlow:
-    """What flows between the calls of one graph."""
-
-    steps: list[FlowStep] = field(default_factory=list)
-    edges: list[FlowEdge] = field(default_factory=list)
-
-    def data(self) -> dict[str, Any]:
-        """As rows under their columns."""
-        return {
-            "step_columns": FlowStep._fields, "steps": self.steps, "edge_columns": FlowEdge._fields,
-            "edges": self.edges,
-        }  # fmt: skip
-
-    @staticmethod
-    def of_data(data: Mapping[str, Any]) -> GraphFlow:
-        """The flow that such rows say."""
-        return GraphFlow([FlowStep(*row) for row in data["steps"]], [FlowEdge(*row) for row in data["edges"]])
+def returned_casts(graph: CompiledGraph) -> tuple[int, int]:
+    """The casts that were put on what the graph returns: how many, and the bytes that they write."""
+    if graph.before is None or graph.after is None:
+        return 0, 0
+    steps = [graph.after.steps[value] for value in graph.after.body.returns if value in graph.after.steps]
+    casts = [step for step in steps if step.is_cast and step.id not in graph.before.steps]
+    return len(casts), sum(cast.value.bytes for cast in casts)
 
 
 def graph_flow(graph: CompiledGraph) -> GraphFlow:

@@ -1,0 +1,121 @@
+"""Every result is saved by one codec, and read again by one function."""
+
+import ast
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import page_results
+import pytest
+
+import narrowcast as nc
+from narrowcast.core.ledger import Advice
+from narrowcast.errors import RunError
+from narrowcast.reports.documents.of_results import document_of
+from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.saved import KINDS, load, parse
+from narrowcast.reports.results.scaler_history import History, ScaledStep
+from narrowcast.reports.results.training import TrainingCheck
+from narrowcast.reports.results.verdicts import VERDICTS
+
+REPORTS = Path(nc.__file__).parent / "reports"
+
+
+def a_check():
+    """Of a loop in which two things are wrong, one of them twice."""
+    advice = [Advice("a loss that is not scaled", f"what {n}", "scale it", "", "train.py", n) for n in (3, 4)]
+    return TrainingCheck({advice[0]: 2, advice[1]: 1}, 3, {"inside": 4}, ["a note"])
+
+
+def a_history():
+    """Of three steps, one of them skipped."""
+    found = History()
+    for row in (ScaledStep(1, 4.0, False), ScaledStep(2, 4.0, True, "infinite", "", ("w",)), ScaledStep(3, 2.0, False)):
+        found.add(row)
+    return found
+
+
+RESULTS = {
+    **{name: made for name, made in page_results.all_results().items() if isinstance(made, Result)},
+    "training": a_check(),
+    "history": a_history(),
+}
+
+
+def test_every_kind_is_here():
+    """So that the tests below are about all of them."""
+    assert {type(made) for made in RESULTS.values()} == set(KINDS.values())
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_is_read_is_what_was_saved(name, tmp_path):
+    """But for what is live; its texts and its page say the same, and so does what is saved again."""
+    made = RESULTS[name]
+    read = load(made.save(tmp_path / "result.json"))
+    assert type(read) is type(made)
+    assert json.loads(read.to_json()) == json.loads(made.to_json())
+    assert read.verdict == made.verdict
+    live = {field.name for field in fields(made) if not field.compare}
+    assert live <= {"compared_runs", "timed"}
+    if name != "pair":  # its page shows both runs
+        assert document_of(read).data() == document_of(made).data()
+    for every in (False, True):
+        assert read.to_text(every=every) == made.to_text(every=every)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_it_is_equal_to_what_was_saved(name):
+    """Field by field, as equality has it. NaN equals nothing: what holds one is compared as text."""
+    made = RESULTS[name]
+    read = parse(made.to_json())
+    for field in fields(made):
+        before, after = getattr(made, field.name), getattr(read, field.name)
+        assert not field.compare or after == before or repr(after) == repr(before), field.name
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_verdict_is_one_of_a_closed_list_and_todos_are_the_documents(name):
+    """Which a test in CI may compare."""
+    made = RESULTS[name]
+    assert made.verdict in VERDICTS
+    assert made.todos == document_of(made).todos
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_file_that_lacks_a_field_is_refused(name):
+    """With its name; an empty result would be good news."""
+    data = json.loads(RESULTS[name].to_json())
+    with pytest.raises(RunError, match="lacks"):
+        parse(json.dumps({"schema": data["schema"]}))
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", [[]], {"a": {}}, [None], [{"id": 3}]])
+@pytest.mark.parametrize("name", RESULTS)
+def test_hostile_values_raise_a_run_error_or_are_read(name, value):
+    """Whatever stands in a field: no other error, and nothing that prints with one."""
+    data = json.loads(RESULTS[name].to_json())
+    for key in data:
+        if key != "schema":
+            try:
+                read = parse(json.dumps({**data, key: value}))
+            except RunError:
+                continue
+            assert isinstance(read, Result)
+
+
+def test_another_kind_than_was_asked_for_is_refused(tmp_path):
+    """By what it is."""
+    RESULTS["fit"].save(tmp_path / "fit.json")
+    with pytest.raises(RunError, match="it holds a fit"):
+        nc.load(tmp_path / "fit.json", nc.Run)
+
+
+def test_results_are_written_by_the_codec_alone():
+    """No other file of theirs makes JSON, but for the base and runs, whose tables are rows."""
+    allowed = {"result.py", "run.py", "saved.py"}
+    found = set()
+    for file in (REPORTS / "results").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dumps", "json.loads"):
+                found.add(file.name)
+    assert found <= allowed
