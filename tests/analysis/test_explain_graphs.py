@@ -14,7 +14,7 @@ import narrowcast as nc
 from narrowcast.analysis.record.graph_ledger import decision_differences
 from narrowcast.core.ledger import CallKind
 from narrowcast.programs.program import print_program
-from narrowcast.reports.render.graph_text import program_parts
+from narrowcast.reports.render.programs import program_parts
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.reports.results.saved import parse
 

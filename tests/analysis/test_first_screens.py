@@ -18,8 +18,6 @@ from rich.console import Console
 
 import narrowcast as nc
 from narrowcast.output import progress
-from narrowcast.output.console import print_all
-from narrowcast.reports.render.explain_text import explanation_parts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
@@ -32,9 +30,7 @@ GOLDEN = ROOT / "tests/golden"
 def explained():
     """Of MiniLM under native, on fake tensors."""
     model, args, kwargs = models.minilm()
-    console = Console(file=io.StringIO(), width=80, color_system=None, highlight=False)
-    print_all(console, explanation_parts(nc.explain(model, *args, **kwargs, dtype="bf16")))
-    return console.file.getvalue()
+    return nc.explain(model, *args, **kwargs, dtype="bf16").to_text(every=True, width=80) + "\n"
 
 
 def recorded():
@@ -63,10 +59,8 @@ def in_progress(monkeypatch):
 def demo():
     """What `make demo` shows first, without what it measures."""
     model, args, kwargs = models.minilm()
-    console = Console(file=io.StringIO(), width=80, color_system=None, highlight=False)
     found = nc.explain(model, *args, **kwargs, policy=str(ROOT / "examples/policies/minilm.toml"))
-    print_all(console, explanation_parts(found))
-    return console.file.getvalue()
+    return found.to_text(every=True, width=80) + "\n"
 
 
 SCREENS = {"explain-minilm": explained, "record": recorded, "progress": in_progress, "demo": demo}

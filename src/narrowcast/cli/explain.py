@@ -17,8 +17,7 @@ from narrowcast.observation.trial.subject import Subject
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.files import replace_text
 from narrowcast.output.screen import columns
-from narrowcast.reports.render.explain_text import explanation_parts
-from narrowcast.reports.render.graph_text import program_parts
+from narrowcast.reports.render.programs import program_parts
 from narrowcast.reports.results.explanation import Explanation
 
 
@@ -74,10 +73,7 @@ def explain_command(
         return
     if json_file is not None:
         replace_text(json_file, explanation.to_json(indent=1) + "\n")
-    if every:
-        print_all(terminal(), explanation_parts(explanation))
-    else:
-        print_text(explanation.to_text(width=columns()))
+    print_text(explanation.to_text(every, width=columns()))
     if show:
         print_all(terminal(), program_parts(explanation))
 

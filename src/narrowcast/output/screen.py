@@ -54,13 +54,17 @@ class Part:
 
 
 def first_screen(
-    parts: Sequence[Part], whole: Callable[[], str] | None = None, width: int = COLUMNS, room: int = LINES
-) -> str:
-    """The parts on at most `room` lines of `width` columns; what `whole` has besides is counted on the last one."""
+    parts: Sequence[Part], whole: Callable[[], str] | None = None, width: int = COLUMNS, room: int = LINES,
+    rows: int = 0,
+) -> str:  # fmt: skip
+    """The parts on at most `room` lines of `width` columns; what `whole` has besides is counted on the last one.
+
+    rows: that tables have which are not here, in place of `whole`.
+    """
     more = whole().count("\n") + 1 if whole is not None else 0
     shown = [list(part.lines) for part in parts]
     over = _count(shown) - room
-    if over > 0 or more > _count(shown):
+    if over > 0 or more > _count(shown) or rows:
         room -= 1  # for the line that says so
     while _count(shown) > room:
         _take(parts, shown)
@@ -70,7 +74,9 @@ def first_screen(
         for line in taken
     ]
     left = more - len(lines)
-    if left > 0:
+    if rows:
+        lines.append(f"{rows} {'row' if rows == 1 else 'rows'} of tables with --all, or to_text(every=True)")
+    elif left > 0:
         lines.append(f"{left} more {'line' if left == 1 else 'lines'} with --all, or to_text(every=True)")
     return "\n".join(lines)
 

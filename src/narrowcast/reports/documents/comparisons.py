@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from narrowcast.reports.documents.ledgers import ORDER, shares
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Table, Todo, label_of, node_of
@@ -39,11 +40,8 @@ def comparison_document(found: Differences) -> Document:
     page.todos = error_todos(_worst(found.rows))[:3]
     rules = [_rule(row) for row in found.rows]
     page.tables = [
-        *finding_table(nodes, rules), *_error_table(found.rows, rules, nodes), *op_table(nodes), *module_table(nodes),
-        *table("outputs", "Outputs", "output, reference, found, relative error:error, "
-               "SQNR:decibels, largest error:error",
-               [[o.name, o.reference, o.found, number(o.relative_error), number(o.sqnr_db), number(o.largest_error)]
-                for o in found.outputs]),
+        *finding_table(nodes, rules), *error_table(found, nodes), *op_table(nodes), *module_table(nodes),
+        *output_table(found),
         *table("gradients", "Gradients", "parameter, format:format, relative error:error, cosine:number, "
                "underflow:share, verdict",
                [[g.parameter, g.format, number(g.relative_error), number(g.cosine), number(g.underflow), g.verdict]
@@ -138,7 +136,18 @@ def _worst(rows: Iterable[CallError]) -> list[CallError]:
     return sorted((row for row in rows if row.own), key=key)
 
 
-def _error_table(rows: Iterable[CallError], rules: Iterable[Shown], nodes: Sequence[Node]) -> list[Table]:
+def output_table(found: Differences) -> list[Table]:
+    """The error of each output."""
+    rows = [
+        [o.name, o.reference, o.found, number(o.relative_error), number(o.sqnr_db), number(o.largest_error)]
+        for o in found.outputs
+    ]
+    columns = "output, reference, found, relative error:error, SQNR:decibels, largest error:error"
+    return table("outputs", "Outputs", columns, rows)
+
+
+def error_table(compared: Differences, nodes: Sequence[Node]) -> list[Table]:
+    """The errors of each call, in order; those most to blame are first to be looked at."""
     figures = ("own", "inherited", "total", "band", "kernel", "alone")
     columns = "module:module, op:op, call, direction, computes:format, verdict, " + ", ".join(
         f"{f}:error" for f in figures
@@ -146,9 +155,12 @@ def _error_table(rows: Iterable[CallError], rules: Iterable[Shown], nodes: Seque
     found = [
         [row.id.module_path, row.id.op, label_of(row.id), row.id.direction, row.computes, row.verdict,
          *(number(getattr(row, name)) for name in figures), place(row.file, row.line)]
-        for row in rows
+        for row in compared.rows
     ]  # fmt: skip
-    return table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes)
+    at = {id(row): n for n, row in enumerate(compared.rows)}
+    rules = map(_rule, compared.rows)
+    made = table("errors", "Each call: its errors", columns + ", line:line", found, rules, nodes)
+    return [replace(one, first=[at[id(row)] for row in compared.worst]) for one in made]
 
 
 def error_series(nodes: list[Node]) -> list[Series]:

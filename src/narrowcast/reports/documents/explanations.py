@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from narrowcast.core.ledger import CallKind
 from narrowcast.output.console import in_bytes
-from narrowcast.reports.documents.comparisons import add_errors, error_series, error_todos, output_figures
+from narrowcast.reports.documents.comparisons import (
+    add_errors,
+    error_series,
+    error_table,
+    error_todos,
+    output_figures,
+    output_table,
+)
 from narrowcast.reports.documents.ledgers import (
     advice_todos,
     cast_figures,
@@ -18,6 +25,7 @@ from narrowcast.reports.documents.placements import (
     add_costs,
     placement_bars,
     placement_figures,
+    placement_notes,
     placement_tables,
     placement_verdict,
 )
@@ -55,7 +63,7 @@ def explanation_document(found: Explanation) -> Document:
     verdict, tone = _verdict(found)
     page = Document("explanation", found.subject, verdict, tone, graph=graph)
     page.facts = _facts(found)
-    page.notes = [note for note in (found.note, *ledger.notes) if note]
+    page.notes = _notes(found)
     page.figures = [
         *placement_figures(found.graphs), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
         *_backward_figures(found.graph_rows()),
@@ -63,9 +71,48 @@ def explanation_document(found: Explanation) -> Document:
     page.figures += output_figures(comparison.differences) if comparison is not None else []
     page.bars = [*placement_bars(found.graphs), *format_bars(graph.nodes)]
     page.todos = _todos(found)[:3]
-    page.tables = [*ledger_tables(ledger, graph, found.rules), *_graph_tables(found), *_backward_casts(graph)]
+    page.tables = [
+        *_comparison_tables(comparison, graph), *ledger_tables(ledger, graph, found.rules), *_graph_tables(found),
+        *_backward_casts(graph),
+    ]  # fmt: skip
     page.series = [*error_series(graph.nodes), *cast_series(graph)]
     return page
+
+
+def _notes(found: Explanation) -> list[str]:
+    """What raised, what is a fault of ours, what is not finite, on what time is spent, and what a goal chose."""
+    failure, comparison = found.failure, found.comparison
+    notes = [found.note, *found.ledger.notes]
+    if failure is not None:
+        notes.append(f"{failure.text} What ran before is shown.")
+    notes += [
+        f"BUG: {d.op} in {d.module_path or '(root)'} computes in {d.computes} {d.eager} times in eager code, {d.graph} "
+        "times in the graph; please report this"
+        for d in found.differences
+    ]
+    if comparison is not None:
+        if comparison.reference_not_finite:
+            notes.append(f"fp32 itself is not finite: {comparison.reference_not_finite}")
+        if comparison.not_finite is not None:
+            notes.append(f"Not finite in the region, and finite in fp32: {comparison.not_finite.text}")
+        on = spent(comparison)
+        notes += [f"The time in {found.low}: {on}", *comparison.differences.notes] if on else []
+    notes += [f"{g.broken_by} ends graph {g.number}, {g.broken_at}" for g in found.graph_rows() if g.broken_by]
+    notes += [f"{g.site} runs as eager code would: {g.fallback}" for g in found.graph_rows() if g.fallback]
+    return [note for note in (*notes, *placement_notes(found.graphs)) if note]
+
+
+def _comparison_tables(comparison: Comparison | None, graph: Graph) -> list[Table]:
+    """Calls and outputs against fp32, and the model's own metric."""
+    if comparison is None:
+        return []
+    metrics = [
+        [name, before, comparison.metric_found.get(name)] for name, before in comparison.metric_reference.items()
+    ]
+    return [
+        *error_table(comparison.differences, graph.nodes), *output_table(comparison.differences),
+        *table("metrics", "The model's own metric", "metric, fp32:number, region:number", metrics),
+    ]  # fmt: skip
 
 
 def _facts(found: Explanation) -> list[tuple[str, str]]:
@@ -110,8 +157,10 @@ def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure
     weights = f" + weights {in_bytes(comparison.weight_bytes)}" if comparison.weight_bytes else ""
     peaks = f"{in_bytes(comparison.region_peak_bytes)}{weights}, fp32 {in_bytes(comparison.reference_peak_bytes)}"
     peaks += "; with gradients" if gradients else "; no_grad"
+    times = f"{_time(comparison.region_ms)}, fp32 {_time(comparison.reference_ms)}; quartiles {low:.2f} to {high:.2f}"
+    times += f" of {comparison.repeats} alternating pairs"
     found = [
-        Figure("time", ratio, f"{_time(comparison.region_ms)}; quartiles {low:.2f} to {high:.2f}", tone, "times fp32"),
+        Figure("time", ratio, times, tone, "times fp32"),
         Figure("peak memory", memory, peaks, "good" if memory < 1 else "", "times fp32"),
     ]
     for name, before in comparison.metric_reference.items():

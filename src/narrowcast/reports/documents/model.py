@@ -77,6 +77,7 @@ class Column:
 class Table:
     """A table that can be sorted and filtered. rules: for each row the rule that would change it, empty
     where none does; or none at all. shared: ops, and globs on modules that stand for all rules of alike modules.
+    first: numbers of the rows to be looked at first; none where that is their own order.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Table:
     rows: list[list[Any]]
     rules: list[Mapping[str, str]] = field(default_factory=list)
     shared: list[tuple[str, str]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from narrowcast.programs.placement.place import PlacedCall, Placement
+from narrowcast.core.goals import MEMORY
+from narrowcast.output.console import in_bytes, short_place
+from narrowcast.programs.placement.place import GIVEN, PlacedCall, Placement
 from narrowcast.reports.documents.model import Bar, Figure, Node, Table
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import counted, in_unit, place
-from narrowcast.reports.results.graphs import CompiledGraph
+from narrowcast.reports.documents.words import counted, in_time, in_unit, place
+from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 
 
 def _placements(graphs: Sequence[CompiledGraph]) -> list[tuple[CompiledGraph, Placement]]:
@@ -65,24 +67,88 @@ def placement_bars(graphs: Sequence[CompiledGraph]) -> list[Bar]:
     return [Bar("Time, as the policy says", "ns", tuple(sorted(sums.items(), key=lambda part: -part[1])))]
 
 
-def placement_tables(graphs: Sequence[CompiledGraph]) -> list[Table]:
-    """Each call that could choose, and each way that was considered."""
-    calls = [
-        [c.site.module_path, c.op, c.formats[0].name, c.chosen.name, c.saved, place(c.site.file, c.site.line)]
-        for c in _calls(graphs)
+def placement_notes(graphs: Sequence[CompiledGraph]) -> list[str]:
+    """Of each graph what is proved of its choice, what it is predicted to hold at most, and where that is wrong."""
+    return [note for graph, placement in _placements(graphs) for note in _notes(graph, placement)]
+
+
+def _notes(graph: CompiledGraph, placement: Placement) -> list[str]:
+    timed = next((c for c in graph.candidates if c.name == graph.chosen and c.measured_ns), None)
+    earlier = ", chosen earlier" if graph.from_disk else ""
+    found = [
+        f"Graph {graph.number}, goal {graph.goal}: {graph.chosen} is kept{earlier}: {_proof(graph, placement)}; "
+        f"choosing took {graph.candidates_seconds:.1f} s",
+        *_held(graph),
     ]
-    columns = "module:module, op:op, policy says:format, chosen:format, saved:ns, line:line"
+    returned, written_bytes = graph.returned
+    if returned and placement.raised == len(placement.calls):
+        found.append(
+            f"Every call runs high; results keep the formats that the policy gives them: {returned} casts of results, "
+            f"{in_bytes(written_bytes)} written"
+        )
+    if timed is not None and timed.measured_ns and not 0.5 < timed.predicted_ns / timed.measured_ns < 2:
+        found.append("The cost model is wrong here by more than half")
+    return found
+
+
+def _proof(graph: CompiledGraph, placement: Placement) -> str:
+    if graph.goal == MEMORY:  # no bound: its time is not what was minimised
+        return f"of {len(graph.candidates)} it holds fewest bytes at once in the time that it may take"
+    if placement.method == GIVEN:
+        return "it was measured to be fastest, whatever the cost model says"
+    proof = f"{placement.method}, gap {placement.gap * 100:.1f} %"
+    if placement.kept_bytes is not None and placement.policy_kept_bytes is not None:
+        kept, policy = in_bytes(placement.kept_bytes), in_bytes(placement.policy_kept_bytes)
+        return f"predicted to keep {kept} for the backward and in casts, {policy} as the policy says; {proof}"
+    return proof
+
+
+def _held(graph: CompiledGraph) -> list[str]:
+    """What the chosen candidate is predicted to hold at most, of what, and where; where memory is what counts."""
+    peaks = {c.name: c.peak for c in graph.candidates if c.peak is not None}
+    peak = peaks.get(graph.chosen)
+    if peak is None:
+        return []
+    backward = "the backward of " if peak.in_backward else ""
+    where = f", reached in {backward}{peak.op.removeprefix('aten.')}" if peak.op else ""
+    line = f", {short_place(peak.site.file, peak.site.line)}" if peak.op and peak.site.file else ""
+    parts = [f"{in_bytes(peak.kept)} kept for the backward"] if peak.kept else []
+    parts += [f"{in_bytes(peak.workspace)} of its kernel's own"] if peak.workspace else []
+    of_these = f" (of these {', '.join(parts)})" if parts else ""
+    policy = peaks.get("policy")
+    against = f"; {in_bytes(policy.bytes)} as the policy says" if policy is not None and policy is not peak else ""
+    return [f"It is predicted to hold at most {in_bytes(peak.bytes)} at once{of_these}{where}{line}{against}"]
+
+
+def placement_tables(graphs: Sequence[CompiledGraph]) -> list[Table]:
+    """Each call that could choose, the costliest first, and each way that was considered."""
+    ordered = sorted(_calls(graphs), key=lambda call: (-max(call.costs), call.step))
+    calls = [
+        [c.site.module_path, c.op, c.formats[0].name, c.chosen.name, "x".join(map(str, c.shape or ())),
+         ", ".join(f"{format.name} {in_time(cost)}" for format, cost in zip(c.formats, c.costs, strict=True)), c.saved,
+         place(c.site.file, c.site.line)]
+        for c in ordered
+    ]  # fmt: skip
+    columns = "module:module, op:op, policy says:format, chosen:format, shape, costs, saved:ns, line:line"
     ways = [
         [graph.number, c.name, c.name == graph.chosen, c.casts, c.predicted_ns, c.measured_ns or None,
-         c.spread if c.measured_ns else None, c.dropped]
+         c.spread if c.measured_ns else None, c.predicted_ns / c.measured_ns if c.measured_ns else None, c.sure,
+         None if c.peak is None else c.peak.bytes, c.dropped or ("" if c.measured_ns else _untimed(c))]
         for graph, _ in _placements(graphs)
         for c in graph.candidates
     ]  # fmt: skip
-    said = "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, dropped"
+    said = (
+        "graph:number, candidate, kept, casts:number, predicted:ns, measured:ns, spread:share, "
+        "predicted over measured:number, measured call by call:share, held at most:bytes, dropped"
+    )
     return [
-        *table("placement", "Formats chosen by cost", columns, calls),
-        *table("candidates", "Each way that was considered", said, ways),
+        *table("placement", "Calls that could choose, the costliest first", columns, calls),
+        *table("candidates", "Candidates: each way that was considered", said, ways),
     ]
+
+
+def _untimed(candidate: CandidateTime) -> str:
+    return "ruled out" if candidate.casts is None else "not timed"
 
 
 def add_costs(nodes: Sequence[Node], placement: Placement) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from narrowcast.output.console import in_bytes
 from narrowcast.reports.documents.ledgers import format_bars
 from narrowcast.reports.documents.model import Document, Exponents, Figure, Node, Table, Todo
@@ -84,4 +86,5 @@ def _tensors(nodes: list[Node], flow: RunFlow) -> list[Table]:
         "module:module, op:op, call, result, format:format, shape, lowest:number, highest:number, rms:number, "
         "zeros:share, subnormal:share, saturated:share, nan:share, infinite:share"
     )
-    return table("tensors", "What each call gave", columns, rows)
+    largest = sorted(range(len(rows)), key=lambda n: -flow.results[n][2].largest)
+    return [replace(one, first=largest) for one in table("tensors", "What each call gave", columns, rows)]

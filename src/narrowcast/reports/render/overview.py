@@ -22,16 +22,35 @@ def overview_parts(page: Document, head: str, rows: list[Part], width: int) -> l
     """
     first = [*wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width)]
     notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
-    figures = [(f.name, f.value, f.detail) for f in page.figures]
-    column = max((len(value) for _, value, _ in figures), default=0)
-    said = [f"{_WORDS.get(bar.unit, bar.title.split()[0].lower()):{_NAME}}{_shares(bar)}" for bar in page.bars]
-    said += [f"{name:{_NAME - 1}} {value:{column}}  {detail}" for name, value, detail in figures if name != "calls"]
     return [
         Part(first),
         Part(notes, rank=2, least=2),
-        Part(["", *said], rank=1, heading=1, least=7),
+        Part(["", *_figures(page, width)], rank=1, heading=1, least=7),
         *rows,
         *_todos(page.todos[:TODOS], width),
+    ]
+
+
+def overview_lines(page: Document, width: int) -> list[str]:
+    """All of the overview: what was looked at, the verdict, notes, figures, shares by format, and what to do."""
+    head = "; ".join(f"{name}: {value}" for name, value in page.facts)
+    notes = [line for note in page.notes for line in wrapped(f"note: {note}", width=width)]
+    todos = [line for part in _todos(page.todos, width, len(page.todos)) for line in part.lines]
+    return [
+        *wrapped(head, width=width), *wrapped(f"VERDICT: {page.verdict}", width=width), *notes, "",
+        *_figures(page, width), *todos,
+    ]  # fmt: skip
+
+
+def _figures(page: Document, width: int) -> list[str]:
+    """A line for each share by format, and for each figure, or two."""
+    figures = [(f.name, f.value, f.detail) for f in page.figures if f.name != "calls"]
+    column, name_column = (max((len(f[n]) for f in figures), default=0) for n in (1, 0))
+    said = [f"{_WORDS.get(bar.unit, bar.title.split()[0].lower()):{_NAME}}{_shares(bar)}" for bar in page.bars]
+    return said + [
+        line
+        for name, value, detail in figures
+        for line in wrapped(f"{name:{max(name_column, _NAME - 1)}} {value:{column}}  {detail}", " " * _NAME, width)
     ]
 
 
@@ -48,13 +67,13 @@ def _amount(unit: str, amount: float) -> str:
     return f"{amount / 1e6:.3g} ms" if unit == "ns" else f"{amount:.0f}"
 
 
-def _todos(todos: Sequence[Todo], width: int) -> list[Part]:
-    """What to do, and why; the first one has its rule, to copy."""
+def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]:
+    """What to do, and why; the first ones have their rules, to copy."""
     parts = []
     for number, todo in enumerate(todos, 1):
         said = wrapped(f"{number}. {todo.what.rstrip('.')}: {todo.why}", "   ", width)
         lines = ["", *said] if number == 1 else said
         parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
-        rule = rule_text(todo.rule).split("\n") if number == 1 and todo.rule else []
+        rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
         parts += [Part(rule, 2, step=len(rule), is_copied=True)] if rule else []
     return parts

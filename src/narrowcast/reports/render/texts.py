@@ -2,46 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.output.screen import COLUMNS, PIPED
-from narrowcast.reports.render.comparison_text import differences_text
-from narrowcast.reports.render.explain_text import explanation_text
-from narrowcast.reports.render.fit_text import fit_text
-from narrowcast.reports.render.ledger_text import ledger_screen, ledger_text
-from narrowcast.reports.render.repair_text import repair_text
-from narrowcast.reports.render.run_differences_text import run_differences_text
-from narrowcast.reports.render.run_text import run_text
-from narrowcast.reports.render.scaler_text import history_text
-from narrowcast.reports.render.training_text import training_text
-from narrowcast.reports.render.watch_text import watching_text
-from narrowcast.reports.results.differences import Differences
-from narrowcast.reports.results.explanation import Explanation
-from narrowcast.reports.results.findings import Watching
-from narrowcast.reports.results.fit import Fit
-from narrowcast.reports.results.ledger import Ledger
-from narrowcast.reports.results.repair import Repair
-from narrowcast.reports.results.result import Result, by_kind
-from narrowcast.reports.results.run import Run
-from narrowcast.reports.results.run_differences import RunDifferences
-from narrowcast.reports.results.scaler_history import History
-from narrowcast.reports.results.training import TrainingCheck
+from narrowcast.output.console import as_text
+from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, shortened, wrapped
+from narrowcast.reports.documents.model import Document, Table
+from narrowcast.reports.documents.of_results import document_of
+from narrowcast.reports.documents.rules import alike_module
+from narrowcast.reports.render.every import cell, document_parts, is_text
+from narrowcast.reports.render.overview import overview_parts
+from narrowcast.reports.results.result import Result
+
+LISTED = 25
+"""So many rows of a table are put into words for a first screen; it has no room for more."""
+FIGURES = 3
+LEAST_OF_PATH = 12
+"""So many letters of a module's path are shown, however narrow it is."""
 
 
 def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
     """At most so many lines and columns; or, with every, all of it. width: None for 80 columns, of tables 120."""
-    if isinstance(found, Explanation):
-        return explanation_text(found, every, width, lines)
-    if isinstance(found, Ledger):
-        return ledger_text(found, width or PIPED) if every else ledger_screen(found, width or COLUMNS, lines)
-    render = by_kind(_TEXTS, found)
-    if render is None:
-        raise TypeError(f"no text is known of a {type(found).__name__}")
-    return render(found, every, width or COLUMNS, lines)
+    page = document_of(found)
+    return whole_text(page, width or PIPED) if every else screen_text(page, width or COLUMNS, lines)
 
 
-_TEXTS: dict[type[Result], Callable[[Any, bool, int, int], str]] = {
-    Differences: differences_text, Fit: fit_text, History: history_text, Repair: repair_text, Run: run_text,
-    RunDifferences: run_differences_text, TrainingCheck: training_text, Watching: watching_text,
-}  # fmt: skip
+def whole_text(page: Document, width: int) -> str:
+    """The overview and every row of every table."""
+    return as_text(document_parts(page, width), width).rstrip("\n")
+
+
+def screen_text(page: Document, width: int, room: int) -> str:
+    """What was looked at, the verdict, figures, the first rows of the table that says most, and what to do."""
+    head = "; ".join(f"{name}: {value}" for name, value in page.facts)
+    shown = next((table for name in FIRST for table in page.tables if table.name == name), None)
+    rows = [] if shown is None else [rows_part(shown, width)]
+    return first_screen(
+        overview_parts(page, head, rows, width), None, width, room, sum(len(t.rows) for t in page.tables)
+    )
+
+
+FIRST = ("findings", "errors", "differences", "skipped", "tensors", "fit", "pairs", "casts", "rules", "steps", "ops")
+"""Tables of which the first that a document has says most."""
+
+
+def rows_part(found: Table, width: int) -> Part:
+    """The first rows of a table: the call, formats, figures, its line, and below why."""
+    first = [found.rows[n] for n in found.first] or _alike(found)
+    lines = [line for row in first[:LISTED] for line in _row(found, row, width)]
+    return Part(["", found.title, *lines], 3, 2, least=4)
+
+
+def _alike(found: Table) -> list[list[Any]]:
+    """The rows; those of modules that differ by the number of their layer alone, and that say the same, as one, if what
+    they count can be added.
+    """
+    if found.columns[0].kind != "module" or any(column.kind in ("error", "share") for column in found.columns):
+        return found.rows
+    counts = [n for n, column in enumerate(found.columns) if not is_text(column.kind)]
+    groups: dict[tuple[Any, ...], list[list[Any]]] = {}
+    for row in found.rows:
+        words = tuple(alike_module(str(value)) if not n else value for n, value in enumerate(row) if n not in counts)
+        groups.setdefault(words, []).append(row)
+    rows = []
+    for (pattern, *_), alike in groups.items():
+        made = list(alike[0]) if len(alike) == 1 else [pattern, *alike[0][1:]]
+        for n in counts:
+            made[n] = sum(row[n] or 0 for row in alike)
+        rows.append(made)
+    return sorted(rows, key=lambda row: -sum(row[n] for n in counts)) if counts else rows
+
+
+def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
+    """On one line, if there is room; else the calls on the first ones, and below what is said of them."""
+    said = [(column, cell(value, column.kind)) for column, value in zip(found.columns, row, strict=True)]
+    known = [(column, text) for column, text in said if text]
+    calls = [f"{column.name}: {text}" for column, text in known if column.kind in ("call", "call_b")]
+    names = [text for column, text in known if column.kind in ("module", "op") or column.name in _NAMES]
+    formats = [text for column, text in known if column.kind == "format"]
+    figures = [f"{column.name} {text}" for column, text in known if not is_text(column.kind) and text != "0"]
+    others = [text for column, text in known if column.name in _WORDS and text != FORWARD]
+    places = [text for column, text in known if column.kind == "line"]
+    rest = "  ".join(filter(None, [" -> ".join(formats[:2]), *figures[:FIGURES], *others, *places]))
+    if names:
+        room = width - len(" ".join(names[1:])) - 1
+        calls.append(" ".join([shortened(names[0], max(room, LEAST_OF_PATH)), *names[1:]]))
+    fits = len(calls) == 1 and len(calls[0]) + len(rest) + 2 <= width
+    lines = [f"{calls[0]}  {rest}"] if fits else [*calls, *wrapped(f"    {rest}", "    ", width)]
+    why = [text for column, text in known if column.name in _WHY]
+    return [*lines, *(f"    {line}" for text in why for line in wrapped(text, "", width - 4)[:2])]
+
+
+_NAMES = ("call", "argument", "result", "loss")
+_WORDS = ("verdict", "direction", "action", "mends")
+_WHY = ("finding", "why", "under what", "found", "then adds", "given")
+FORWARD = "forward"
