@@ -63,7 +63,11 @@ def test_the_first_screen_says_what_was_compared_and_what_differs():
     """In the words of the terminal; formats of both sides, and what came of it."""
     found = a_pair()
     made = page(found)
-    assert made.verdict in str(found) and made.tone == "bad" and made.facts[:2] == [("a", SCRIPT), ("b", "engine")]
+    assert (
+        made.verdict in " ".join(str(found).split())
+        and made.tone == "bad"
+        and made.facts[:2] == [("a", SCRIPT), ("b", "engine")]
+    )
     assert ("packages.layers", f"- / {SCRIPT}") in made.facts
     figures = {figure.name: (figure.value, figure.detail) for figure in made.figures}
     assert figures["without a partner"] == ("6", "3 of a, 3 of b")
@@ -71,11 +75,11 @@ def test_the_first_screen_says_what_was_compared_and_what_differs():
     assert made.todos[0].path == "blocks.1.proj" and "eps 1e-05 / 0.01" in made.todos[0].why
     bars = {bar.title: dict(bar.parts) for bar in made.bars}
     assert bars["Calls by format, a"] == {"fp32": 7, "bf16": 1}
-    assert bars["Calls by format, b"] == {"fp32": 14, "bf16": 2}
+    assert bars["Calls by format, b"] == {"fp32": 7, "bf16": 1}
     assert bars["Pairs by verdict"] == {"equal": 2, "inherited": 2, "differs": 1}
     lower = compare_runs(a_side("x", "tanh"), a_side("x", "tanh", eps="1"))
     changed, advice = page(lower).bars[-2], page(lower).todos
-    assert changed.parts == (("fp32 → bf16", 1),) and advice[0].what.startswith("First in format")
+    assert changed.parts == (("fp32 → bf16", 1),) and "the formats are not meant" in advice[0].what
 
 
 def test_tables_have_pairs_differences_and_what_has_no_partner():

@@ -169,7 +169,7 @@ class TestFit:
         calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
                             outputs=(("result", n),)) for n in range(9)]  # fmt: skip
         lines = str(fit(Run({}, calls, tensors))).splitlines()
-        assert len(lines) <= 25 and "fp16, 9 calls" in "\n".join(lines)
+        assert len(lines) <= 25 and "fp16           9  calls would lose something" in lines
 
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         with pytest.raises(RunError, match="share"):
@@ -221,8 +221,8 @@ class TestSaved:
             found = Differences("m", "cpu", "native", "bf16", "fp32", rows, (), gradients, notes=notes_shown)
             lines = str(found).splitlines()
             assert len(lines) <= 25 and max(map(len, lines)) <= 80, found
-            assert "FAULT: its kernel" in str(found) and "[[rule]]" in lines
-        assert "more lines with --all" in str(found)
+            assert "it is at fault: its kernel is off" in str(found) and "[[rule]]" in lines
+        assert "rows of tables with --all" in str(found)
 
     @pytest.mark.parametrize(("alone", "is_spread"), [(1e-3, True), (9e-3, False), (math.nan, False)])
     def test_where_no_op_makes_the_most_of_the_error_it_says_so(self, alone, is_spread):

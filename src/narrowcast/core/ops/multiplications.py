@@ -49,7 +49,7 @@ def multiplications(
     made = [[int(size) for size in shape] for shape in results]
     try:
         return count(name, given, made, transposed or "transpose" in name)
-    except (IndexError, ZeroDivisionError):
+    except (IndexError, ValueError, ZeroDivisionError):  # not all of them were seen
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -10,9 +11,12 @@ from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Se
 from narrowcast.reports.documents.rules import Shown, is_low, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, module_table, op_table, table
 from narrowcast.reports.documents.words import number, place
-from narrowcast.reports.results.differences import CallError, Differences
+from narrowcast.reports.results.differences import CallError, Differences, GradientError
 from narrowcast.reports.results.lines import number_text, or_infinity
-from narrowcast.reports.results.verdicts import AT_FAULT, PASSED_ON
+from narrowcast.reports.results.verdicts import AT_FAULT, NOT_FINITE, PASSED_ON
+
+HALF_OF_ITS_SQUARE = math.sqrt(0.5)
+"""Errors that have nothing to do with each other add up as squares do."""
 
 
 def comparison_document(found: Differences) -> Document:
@@ -28,19 +32,22 @@ def comparison_document(found: Differences) -> Document:
         ("reference", found.reference),
         ("runs", str(found.runs)),
     ]
-    page.notes = list(found.notes)
+    page.notes = _notes(found)
     differ = sum(bool(row.total) for row in found.rows)
     faults = len(found.faults)
     page.figures = [
         *output_figures(found),
         Figure("faults", faults, "calls beyond round-off", "bad" if faults else "good"),
         Figure("calls", len(nodes), f"{differ} differ, {len(found.unmatched)} without a partner"),
+        *_compiler_figures(found),
+        *_gradient_figures(found.gradients),
     ]
     page.bars = [bar for bar in [shares(nodes, "calls", "Calls by format")] if bar.parts]
-    page.todos = error_todos(_worst(found.rows))[:3]
+    page.todos = _todos(found)[:3]
     rules = [_rule(row) for row in found.rows]
+    modules, calls = module_table(nodes), [*finding_table(nodes, rules), *error_table(found, nodes), *op_table(nodes)]
     page.tables = [
-        *finding_table(nodes, rules), *error_table(found, nodes), *op_table(nodes), *module_table(nodes),
+        *([*modules, *calls] if found.by == "module" else [*calls, *modules]),
         *output_table(found),
         *table("gradients", "Gradients", "parameter, format:format, relative error:error, cosine:number, "
                "underflow:share, verdict",
@@ -61,6 +68,63 @@ def comparison_verdict(found: Differences) -> str:
     band = f"; round-off may make {number_text(found.band)}" if found.band else ""
     first = f"; first {found.not_finite.text}" if found.not_finite is not None else ""
     return f"{found.verdict.capitalize()}: {error}{band}{first}"
+
+
+def _notes(found: Differences) -> list[str]:
+    """What was noted; what the reference itself gives; and how little it helps to keep the worst call high, where no
+    call makes the most of the output's error.
+    """
+    notes = [f"{found.reference} itself: {found.reference_not_finite}"] if found.reference_not_finite else []
+    low = [row for row in found.worst if row.is_low]
+    total = max((o.relative_error for o in found.outputs), default=0.0)
+    if low and low[0].verdict not in AT_FAULT and low[0].alone < HALF_OF_ITS_SQUARE * total < math.inf:
+        ops = {(row.id.module_path, row.id.op) for row in found.rows if row.is_low and row.own and not row.forward}
+        worst = f"the worst makes {number_text(low[0].alone)} of {number_text(total)}"
+        notes.append(f"the error is spread over {len(ops)} ops: {worst}")
+    return [*found.notes, *notes]
+
+
+def _compiler_figures(found: Differences) -> list[Figure]:
+    said = "off what these calls give one by one"
+    return [Figure("the compiler", found.compiled, said, "bad", "relative")] if found.compiled else []
+
+
+def _gradient_figures(rows: Sequence[GradientError]) -> list[Figure]:
+    """The gradient that is furthest off, of those that are not zero but for round-off."""
+    zero = [row for row in rows if row.is_round_off_alone and row.verdict != NOT_FINITE]
+    others = [row for row in rows if row not in zero]
+    said = []
+    if others:
+        worst = max(others, key=lambda row: or_infinity(row.relative_error))
+        said.append(f"furthest off: {worst.parameter} ({worst.format}), {number_text(worst.relative_error)}")
+        said += [f"cosine {worst.cosine:.4f}"]
+        said += [f"{worst.underflow:.0%} underflow"] if worst.underflow >= 0.005 else []
+    if zero:
+        names = f"{zero[0].parameter}{', ...' if len(zero) > 1 else ''}"
+        said.append(f"as good as zero, round-off alone: {len(zero)} ({names})")
+    return [Figure("gradients", len(rows), "; ".join(said))] if rows else []
+
+
+def _todos(found: Differences) -> list[Todo]:
+    """Keep the worst calls high, and before these what rounds the input of a call at fault that does not compute in a
+    low format itself; of a compiler whose code is off, nothing but that.
+    """
+    if found.compiled:
+        return [Todo("Compile with backend='aot_eager'", "if that is right, the backend's code is not: report it")]
+    return [*_before_fault(found), *error_todos(_worst(found.rows))]
+
+
+def _before_fault(found: Differences) -> list[Todo]:
+    first = next((n for n, row in enumerate(found.rows) if row.verdict in AT_FAULT), None)
+    if first is None or found.rows[first].is_low:
+        return []
+    before = next((row for row in reversed(found.rows[:first]) if row.is_low), None)
+    why = "it rounds what the call at fault reads"
+    rule = _rule(before, why) if before is not None else {}
+    if before is None or not rule:
+        return []
+    call = before.forward or before.id
+    return [Todo(keeping(call.op, call.module_path), why, rule, call.module_path)]
 
 
 def _node(row: CallError) -> Node:

@@ -145,7 +145,8 @@ def _verdict(found: Explanation) -> tuple[str, str]:
     chosen = placement_verdict(found.graphs)
     if chosen:
         return chosen, ""
-    return f"{totals.casts} casts move {in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes", ""
+    share = f"{totals.share_of_casts:.0%} of all bytes"
+    return f"{counted(totals.casts, 'cast')} move {in_bytes(totals.cast_bytes)}, {share}", ""
 
 
 def _cost_figures(comparison: Comparison | None, gradients: bool) -> list[Figure]:

@@ -19,6 +19,7 @@ from narrowcast.reports.documents.tables import (
     op_table,
     refusal_table,
 )
+from narrowcast.reports.documents.words import counted
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
 
@@ -29,7 +30,7 @@ def ledger_document(ledger: Ledger) -> Document:
     """The page of a ledger."""
     graph, totals = ledger_graph(ledger), ledger.totals()
     verdict = (
-        f"{totals.casts} casts moved {in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes"
+        f"{counted(totals.casts, 'cast')} moved {in_bytes(totals.cast_bytes)}, {totals.share_of_casts:.0%} of all bytes"
         if totals.casts
         else "No tensor was cast."
     )
@@ -135,7 +136,8 @@ def cast_todos(ledger: Ledger, in_graph: bool = False, gradients: bool = True) -
     again = [cast for cast in copied if cast.repeated]
     if again and not in_graph:
         wasted = in_bytes(sum(cast.moved_bytes for cast in again))
-        why = f"{len(again)} casts of tensors that were cast to the same format before move {wasted} for nothing"
+        casts = counted(len(again), "cast")
+        why = f"tensors that were cast to the same format before are cast again: {casts}, {wasted}"
         found.append(
             Todo("Compile the model with nc.compile: it makes such a cast once.", why, {}, again[0].module_path)
         )

@@ -11,7 +11,7 @@ from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.lines import number_text
 from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep, counted
-from narrowcast.reports.results.verdicts import BEYOND, CLEAN, REPAIRED
+from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 
 def repair_document(found: Repair) -> Document:
@@ -27,7 +27,7 @@ def repair_document(found: Repair) -> Document:
     page.figures = [*_figures(found), *_product_figures(found)]
     page.bars = _bars(found)
     rules = [_rule(row.rule) for row in found.rules]
-    page.todos = [_todo(row, rule) for row, rule in zip(found.rules, rules, strict=True)][:3]
+    page.todos = [*_use(found), *(_todo(row, rule) for row, rule in zip(found.rules, rules, strict=True))][:4]
     page.notes = list(found.notes)
     page.tables = [*_rule_table(found.rules, rules), *_step_table(found.steps), *_others(found)]
     page.series = _series(found)
@@ -103,6 +103,15 @@ def _rule(rule: Rule) -> dict[str, str]:
     said = {"op": rule.op, "module": rule.module, "argument": rule.argument, "action": str(rule.action),
             "reason": rule.reason}  # fmt: skip
     return {key: value for key, value in said.items() if value or (key == "module" and value is not None)}
+
+
+def _use(found: Repair) -> list[Todo]:
+    if found.verdict == BEYOND:
+        return [Todo("Run it in fp32 under nc.watch()", "no rule mends that; the watch shows the calls")]
+    if found.verdict == OUT_OF_IDEAS:
+        return [Todo("Look at the notes and at each run", "what is left no rule of an op or a module mends")]
+    how = 'nc.autocast(..., policy=result.policy); result.policy.save("fixed.toml") keeps it'
+    return [Todo("Use the policy", how)] if found.verdict == REPAIRED else []
 
 
 def _todo(row: RepairRule, shown: Mapping[str, str]) -> Todo:

@@ -7,18 +7,27 @@ from collections.abc import Iterable
 from typing import Any
 
 from narrowcast.core.ledger.identity import CallId
-from narrowcast.reports.documents.ledgers import shares
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_sides import SideGraph
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import counted, number
-from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.run_differences import DIFFERS, EQUAL, INHERITED, RunDifferences, RunRow, Unaligned
+from narrowcast.reports.results.lines import number_text, or_infinity
+from narrowcast.reports.results.run_differences import (
+    DIFFERS,
+    EQUAL,
+    INHERITED,
+    GradientRow,
+    RunDifferences,
+    RunRow,
+    TokenDifference,
+    Unaligned,
+)
 from narrowcast.reports.results.verdicts import NOT_COMPARED, ROUND_OFF, VALUES_DIFFER
 
 ENVIRONMENT = 6
 """So many differences of the environments are told on the first screen; the table has all."""
 LETTERS = 40
+ALONE = 3
 VERDICTS = (EQUAL, ROUND_OFF, INHERITED, DIFFERS, NOT_COMPARED)
 
 
@@ -35,7 +44,7 @@ def run_differences_document(found: RunDifferences) -> Document:
     page.pair = Pair((found.a, found.b), sides[1].graph, kept, str(found.by_hand))
     page.facts = _facts(found)
     page.figures = _figures(found)
-    page.bars = _bars(found, sides)
+    page.bars = _bars(found)
     page.todos = _todos(found)
     page.tables = _tables(found)
     page.series = _series(rows)
@@ -107,22 +116,30 @@ def _figures(found: RunDifferences) -> list[Figure]:
         figures.append(Figure("largest difference", max(known), "relative, of what a call gives", unit="relative"))
     if found.gradients:
         far = [g for g in found.gradients if g.is_beyond or number(g.difference) is None]
-        tone = "bad" if far else "good"
-        figures.append(Figure("gradients", len(found.gradients), f"{len(far)} beyond round-off", tone))
+        said = f"{len(far)} beyond round-off; furthest apart: {_furthest(found.gradients)}"
+        figures.append(Figure("gradients", len(found.gradients), said, "bad" if far else "good"))
     tokens = found.tokens
     if tokens and tokens.count:
-        detail = f"rms, in nats, of {counted(tokens.count, 'token')}; largest {number_text(tokens.largest)}"
-        figures.append(Figure("log-probabilities", tokens.rms, detail, unit="relative"))
+        figures.append(Figure("log-probabilities", tokens.rms, _of_tokens(tokens), unit="relative"))
+    elif tokens:
+        figures.append(Figure("log-probabilities", "not compared", "no token is the same"))
     return figures
 
 
-def _bars(found: RunDifferences, sides: tuple[SideGraph, SideGraph]) -> list[Bar]:
-    """Calls and bytes by format in either run, then what changed from one to the other, and what came of it."""
-    bars = [
-        shares(side.graph.nodes, unit, f"{title} by format, {name}")
-        for unit, title in (("calls", "Calls"), ("bytes", "Bytes"))
-        for side, name in zip(sides, "ab", strict=True)
-    ]
+def _furthest(rows: Iterable[GradientRow]) -> str:
+    worst = max(rows, key=lambda row: or_infinity(row.difference))
+    return f"{' + '.join(worst.a)}, {number_text(worst.difference)}"
+
+
+def _of_tokens(found: TokenDifference) -> str:
+    said = f"rms, in nats, of {counted(found.count, 'token')}; p99 {number_text(found.p99)}, largest "
+    said += f"{number_text(found.largest)} at {found.at}, mean {found.mean:+.1e}"
+    return f"{said}; from token {found.first_other} on they are others" if found.first_other >= 0 else said
+
+
+def _bars(found: RunDifferences) -> list[Bar]:
+    """Calls by format in either run, then what changed from one to the other, and what came of it."""
+    bars = [Bar(f"Calls by format, {run}", "calls", _counts(_formats(found, run))) for run in "ab"]
     changes = _counts(f"{row.format_a} → {row.format_b}" for row in found.formats)
     verdicts = _counts(row.verdict for row in found.rows)
     bars.append(Bar("What changed: pairs in other formats, a → b", "pairs", changes))
@@ -137,17 +154,42 @@ def _counts(names: Iterable[str]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(found.items(), key=lambda part: -part[1]))
 
 
+def _formats(found: RunDifferences, run: str) -> Iterable[str]:
+    """The format of each call of a run."""
+    for row in found.rows:
+        calls, format = (row.a, row.format_a) if run == "a" else (row.b, row.format_b)
+        yield from [format] * len(calls)
+    yield from (one.format for one in found.unaligned if one.run == run)
+
+
 def _todos(found: RunDifferences) -> list[Todo]:
-    """What the first screen advises; the first call in another value; the first in another format."""
+    """Where to look, and what to change: at calls of one run alone, at the first call in another value, and at the
+    first in another format; else at what is left that differs.
+    """
     value, format, todos = found.first_value, found.first_format, []
+    if found.alone:
+        calls = "; ".join(f"{one.id} of {one.run}, {number_text(one.apart)} apart" for one in found.alone[:ALONE])
+        more = len(found.alone) - ALONE
+        said = f"{calls}; and {more} more" if more > 0 else calls
+        todos.append(Todo("Look at what one program alone calls, between calls that agree", said))
     if value is not None:
-        why = f"{value.why}; {_given(value)}" if value.given else value.why
-        todos.append(Todo(f"First in value: {_names(value.a)}", why, path=value.a[0].module_path))
+        at = _names(value.a)
+        what = f"Give both runs the same {value.given[0][0]} in {at}" if value.given else f"Look at both lines of {at}"
+        why = f"the first that makes a difference: {value.why}"
+        why = f"{why}; {_given(value)}" if value.given else why
+        todos.append(Todo(what, why, path=value.a[0].module_path))
+    if not todos and found.tokens is not None and found.tokens.is_beyond:
+        what = "Look at what is done with the last calls' results before tokens are drawn"
+        todos.append(Todo(what, "a temperature, say"))
+    elif not todos and any(row.is_beyond for row in found.gradients):
+        todos.append(Todo("Look at how gradients are made", "the loss's scale, what is averaged over ranks or steps"))
     if format is not None:
-        said = f"{format.format_a or 'no format'} in a, {format.format_b or 'no format'} in b"
-        todos.append(Todo(f"First in format: {_names(format.a)}", said, path=format.a[0].module_path))
-    said = advice(found).removeprefix("What to do: ")
-    return [*todos, Todo(said[:1].upper() + said[1:], "")] if said else todos
+        said = f"it computes in {format.format_a or 'no format'} in a, in {format.format_b or 'no format'} in b"
+        what = f"If the formats are not meant, name {_names(format.a)} in a rule, or pin its module"
+        todos.append(Todo(what, said, path=format.a[0].module_path))
+    if not todos and len(found.unaligned) > len(found.rows):
+        todos.append(Todo("Pair their modules by hand, --mapping FILE", "most calls have no partner"))
+    return todos
 
 
 def _names(calls: Iterable[CallId]) -> str:
@@ -183,8 +225,15 @@ def _tables(found: RunDifferences) -> list[Table]:
 
 
 def _alone(found: RunDifferences, run: str, kind: str) -> list[Table]:
-    rows = [[str(one.id), one.after, one.why, one.place] for one in found.unaligned if one.run == run]
-    columns = f"call:{kind}, after:{kind}, why, line:line"
+    rows = [
+        [str(one.id), one.after, one.why, number(one.apart or None), one.place]
+        for one in found.unaligned
+        if one.run == run
+    ]
+    columns = f"call:{kind}, after:{kind}, why, what comes of it differs by:error, line:line"
+    if not any(row[3] for row in rows):
+        columns = columns.replace(", what comes of it differs by:error", "")
+        rows = [[*row[:3], row[4]] for row in rows]
     return table(f"only in {run}", f"Calls of {run} without a partner", columns, rows)
 
 
@@ -213,23 +262,3 @@ def run_differences_verdict(found: RunDifferences) -> str:
         largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
         said.append(f"no call beyond round-off, largest {number_text(largest)}")
     return f"{found.verdict.upper()}: {'; '.join(said)}"
-
-
-def advice(found: RunDifferences) -> str:
-    """What to do, in a sentence; nothing where there is nothing to do."""
-    first = found.first_value
-    if found.alone:
-        return "What to do: look at the calls that one program alone makes, between calls that agree: --all lists them."
-    if first is not None and first.given:
-        return f"What to do: give both runs the same {first.given[0][0]} there."
-    if first is not None:
-        return "What to do: look at that call's line in both programs; --all lists what inherits from it."
-    if found.tokens is not None and found.tokens.is_beyond:
-        return "What to do: look at what is done with the last calls' results before tokens are drawn: a temperature."
-    if any(row.is_beyond for row in found.gradients):
-        return "What to do: look at how gradients are made: the loss's scale, what is averaged over ranks or steps."
-    if found.first_format is not None:
-        return "What to do: if the formats are not meant, name that call in a rule of the policy, or pin its module."
-    if len(found.unaligned) > len(found.rows):
-        return "What to do: most calls have no partner; pair their modules by hand, --mapping FILE."
-    return ""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from narrowcast.reports.documents.model import Document, Figure, Series
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.results.scaler_history import History
+
+LATEST = 5
 
 
 def scaler_document(found: History) -> Document:
@@ -21,5 +25,6 @@ def scaler_document(found: History) -> Document:
         lines: list[tuple[str, list[float | None]]] = [("scale", [row.scale for row in own])]
         page.series.append(Series(title, "step", "scale", [row.step for row in own], lines, "whole", log=True))
     lost = [[row.step, row.loss, row.scale, ", ".join(row.parameters), row.why] for row in rows if row.skipped]
-    page.tables = table("skipped", "Skipped steps", "step:number, loss, scale:number, parameters, why", lost, [])
+    made = table("skipped", "Skipped steps", "step:number, loss, scale:number, parameters, why", lost)
+    page.tables = [replace(one, first=list(range(len(lost)))[-LATEST:]) for one in made]
     return page

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from narrowcast.reports.documents.ledgers import ORDER
-from narrowcast.reports.documents.model import Document, Figure, Graph, Series, Todo, node_of
+from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Todo, node_of
 from narrowcast.reports.documents.rules import Shown, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import counted, number
@@ -15,8 +16,8 @@ from narrowcast.reports.results.verdicts import TREND
 
 def watch_document(found: Watching) -> Document:
     """The page of what a watch found."""
-    nodes = []
-    for finding in found.findings:
+    nodes, findings = [], sorted(found.findings, key=lambda finding: finding.made_by == TREND)
+    for finding in findings:
         node = node_of(finding.id, finding.formats, finding.file, finding.line)
         node.verdict = finding.made_by
         node.finding = f"{finding.what}, step {finding.step}: {finding.sentence}"
@@ -33,11 +34,11 @@ def watch_document(found: Watching) -> Document:
     ]
     page.notes = list(found.notes)
     page.todos = [
-        Todo(_advice(finding), finding.sentence, _format_rule(finding), finding.id.module_path)
-        for finding in found.findings
+        Todo(what, finding.sentence if what != finding.sentence else "", _format_rule(finding), finding.id.module_path)
+        for finding, what in zip(findings, map(_advice, findings), strict=True)
     ][:3]
     page.tables = [
-        *finding_table(nodes, map(_format_rule, found.findings)),
+        *finding_table([_with_values(node) for node in nodes], map(_format_rule, findings)),
         *table(
             "meant", "Infinities that were meant", "times:number, why", [[n, why] for why, n in found.meant.items()]
         ),
@@ -46,12 +47,18 @@ def watch_document(found: Watching) -> Document:
     return page
 
 
+def _with_values(node: Node) -> Node:
+    """What it was, and what it read and gave."""
+    values = ", ".join(f"{name} {said}" for name, said in node.facts)
+    return replace(node, finding=f"{node.finding} ({values})") if values else node
+
+
 def watch_verdict(found: Watching) -> tuple[str, str]:
     """In a sentence, and its tone."""
     made = sum(finding.made_by != TREND for finding in found.findings)
     if made:
-        passed = f"; {found.spread} later calls passed it on" if found.spread else ""
-        again = f", {found.repeated} times more" if found.repeated else ""
+        passed = f"; {counted(found.spread, 'later call')} passed it on" if found.spread else ""
+        again = f", {counted(found.repeated, 'time')} more" if found.repeated else ""
         return f"{counted(made, 'call')} made a NaN or an infinity{again}{passed}", "bad"
     if found.not_inspected:
         return f"No NaN or infinity was seen, but {found.not_inspected} times looking failed: see the notes", ""

@@ -17,17 +17,6 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def lowered(sentence: str) -> str:
-    """The sentence where it does not begin a line."""
-    return sentence[:1].lower() + sentence[1:]
-
-
-def shouted(sentence: str) -> str:
-    """`FAULT: why` of `Fault: why`, as a terminal shows a verdict."""
-    word, colon, why = sentence.partition(":")
-    return f"{word.upper()}{colon}{why}"
-
-
 def counted(count: int, one: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {one}" if count == 1 else f"{count} {one}s"

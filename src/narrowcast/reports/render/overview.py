@@ -71,9 +71,11 @@ def _todos(todos: Sequence[Todo], width: int, with_rules: int = 1) -> list[Part]
     """What to do, and why; the first ones have their rules, to copy."""
     parts = []
     for number, todo in enumerate(todos, 1):
-        said = wrapped(f"{number}. {todo.what.rstrip('.')}: {todo.why}", "   ", width)
+        why = f": {todo.why}" if todo.why else ""
+        said = wrapped(f"{number}. {todo.what.rstrip('.')}{why}", "   ", width)
         lines = ["", *said] if number == 1 else said
         parts.append(Part(lines, min(number, 2), step=len(lines), least=len(lines) if number == 1 else 0))
         rule = rule_text(todo.rule).split("\n") if number <= with_rules and todo.rule else []
-        parts += [Part(rule, 2, step=len(rule), is_copied=True)] if rule else []
+        least = len(rule) if number == 1 else 0
+        parts += [Part(rule, min(number, 2), step=len(rule), least=least, is_copied=True)] if rule else []
     return parts

@@ -35,13 +35,16 @@ def whole_text(page: Document, width: int) -> str:
 def screen_text(page: Document, width: int, room: int) -> str:
     """What was looked at, the verdict, figures, the first rows of the table that says most, and what to do."""
     head = "; ".join(f"{name}: {value}" for name, value in page.facts)
-    shown = next((table for name in FIRST for table in page.tables if table.name == name), None)
+    named = {table.name: table for table in reversed(page.tables)}
+    names = [BY_MODULE] if page.tables and page.tables[0].name == BY_MODULE else FIRST
+    shown = next((named[name] for name in names if name in named), None)
     rows = [] if shown is None else [rows_part(shown, width)]
     return first_screen(
         overview_parts(page, head, rows, width), None, width, room, sum(len(t.rows) for t in page.tables)
     )
 
 
+BY_MODULE = "modules"
 FIRST = ("findings", "errors", "differences", "skipped", "tensors", "fit", "pairs", "casts", "rules", "steps", "ops")
 """Tables of which the first that a document has says most."""
 
