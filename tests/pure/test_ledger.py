@@ -133,7 +133,7 @@ def test_many_casts_are_printed_by_kind():
     """One line each with their number, those that move most."""
     text = str(many(3000))
     assert "VERDICT: 3000 casts moved" in text and "layer.* aten.linear weight" in text and "times 3000" in text
-    assert many(3000).to_text(every=True).partition("Each module")[0].count("layer.") == 3
+    assert many(3000).to_text(every=True).partition("Each module")[0].count("layer.*") == 1
 
 
 def test_the_representation_is_one_line_and_a_notebook_s_a_small_table():

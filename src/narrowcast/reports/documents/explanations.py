@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from narrowcast.core.ledger import CallKind
-from narrowcast.output.console import in_bytes
+from narrowcast.output.console import in_bytes, short_place
 from narrowcast.reports.documents.comparisons import (
     add_errors,
     error_series,
@@ -66,7 +66,7 @@ def explanation_document(found: Explanation) -> Document:
     page.notes = _notes(found)
     page.figures = [
         *placement_figures(found.graphs), *_cost_figures(comparison, found.gradients), *cast_figures(ledger.totals()),
-        *_backward_figures(found.graph_rows()),
+        *_pass_figures(found.graph_rows()),
     ]  # fmt: skip
     page.figures += output_figures(comparison.differences) if comparison is not None else []
     page.bars = [*placement_bars(found.graphs), *format_bars(graph.nodes)]
@@ -190,7 +190,7 @@ def _todos(found: Explanation) -> list[Todo]:
     todos += _break_todos(found.graph_rows())
     for row in found.rules:
         if not row.calls:
-            todos.append(Todo(f"Mend or delete the rule {row.rule}", f"it matched nothing ({row.origin or 'no file'})"))
+            todos.append(Todo(f"Mend or delete the rule {row.rule}", f"it matched nothing ({_short_site(row.origin)})"))
     todos += advice_todos(found.ledger)
     of_casts = cast_todos(found.ledger, found.front_end in ("compile", "export"), found.gradients)
     if comparison is not None and comparison.time_ratio > SLOWER:
@@ -209,6 +209,11 @@ def _todos(found: Explanation) -> list[Todo]:
     return todos
 
 
+def _short_site(site: str) -> str:
+    file, _, line = site.rpartition(":")
+    return short_place(file, line) if file else site or "no file"
+
+
 def _break_todos(graphs: list[GraphRow]) -> list[Todo]:
     """Code that is in no graph: it runs as eager code, and this page shows nothing of it."""
     said = "what stands there runs as eager code, in the same region, and is not on this page"
@@ -220,15 +225,16 @@ def _break_todos(graphs: list[GraphRow]) -> list[Todo]:
     return found
 
 
-def _backward_figures(graphs: list[GraphRow]) -> list[Figure]:
-    """Casts of the joint graphs: the ledger is that of the forward."""
+def _pass_figures(graphs: list[GraphRow]) -> list[Figure]:
+    """Casts that the passes left, and those of the joint graphs: the ledger is that of the forward."""
     before, after, backward = (
         sum(getattr(graph, name) for graph in graphs) for name in ("joint_before", "joint_after", "backward")
     )
-    if not before:
-        return []
+    captured = [graph for graph in graphs if graph.calls]
+    said = f"in {counted(len(captured), 'graph')}, where eager code makes {sum(g.assigned for g in captured)}"
+    found = [Figure("casts left", sum(g.casts for g in captured), said)] if captured else []
     detail = f"forward and backward: {after}, {before} as autograd made them"
-    return [Figure("casts of the backward", backward, detail)]
+    return [*found, *([Figure("casts of the backward", backward, detail)] if before else [])]
 
 
 def _graph_tables(found: Explanation) -> list[Table]:

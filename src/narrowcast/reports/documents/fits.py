@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from narrowcast.core.ledger.identity import CallId
@@ -11,7 +12,7 @@ from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Ta
 from narrowcast.reports.documents.rules import Shown, call_rule, keeping
 from narrowcast.reports.documents.tables import finding_table, table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.fit import FORMATS, UNSCALED, Fit, TensorFit
+from narrowcast.reports.results.fit import FORMATS, SCALES, UNSCALED, Fit, TensorFit
 
 NAMES = tuple(format.name for format in FORMATS)
 
@@ -32,17 +33,23 @@ def fit_document(found: Fit) -> Document:
     page = Document("fit", "Would it fit?", verdict, "bad" if unfit else "good")
     page.graph = Graph(list(nodes.values()), [], note=f"A call has the first of {', '.join(NAMES)} that it fits.")
     page.facts = [("calls", str(len(nodes))), ("may underflow", f"{found.tolerance:.0%} of a tensor")]
-    page.figures = [
-        Figure(name, len(calls), "calls would lose something", "bad" if calls else "good")
-        for name, calls in lost.items()
-    ]
+    page.figures = [_figure(found, name, len(calls)) for name, calls in lost.items()]
     page.bars = [
         bar for bar in [shares(nodes.values(), "calls", "Calls by the first format that they fit")] if bar.parts
     ]
-    page.todos = [_todo(nodes[call]) for call in dict.fromkeys(row.id for row in worst)][:3]
+    keep = Todo("Keep all of them in fp32", "fit.policy('fp16'), or narrowcast fit TARGET -o FILE.toml, does that")
+    page.todos = [*([keep] if worst else []), *(_todo(nodes[call]) for call in dict.fromkeys(r.id for r in worst))][:4]
     page.notes = list(found.notes)
     page.tables = [*finding_table(list(nodes.values()), map(_rule, nodes.values())), *_tensor_table(rows, nodes)]
     return page
+
+
+def _figure(found: Fit, format: str, unfit: int) -> Figure:
+    """How many calls would lose something in a format, and how many with scales."""
+    scaled = ", ".join(f"{len(found.calls(format, scale))} with a scale {scale}" for scale in SCALES[1:])
+    rooms = [row.headroom_bits for row in found.rows if row.format == format and row.scale == UNSCALED]
+    detail = f"calls would lose something, {scaled}; least headroom {min(rooms, default=math.inf):+.1f} bits"
+    return Figure(format, unfit, detail, "bad" if unfit else "good")
 
 
 def _node(call: CallId, at: str) -> Node:

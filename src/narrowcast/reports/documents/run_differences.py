@@ -261,4 +261,4 @@ def run_differences_verdict(found: RunDifferences) -> str:
     else:
         largest = max((r.difference for r in found.rows if not math.isnan(r.difference)), default=0.0)
         said.append(f"no call beyond round-off, largest {number_text(largest)}")
-    return f"{found.verdict.upper()}: {'; '.join(said)}"
+    return f"{found.verdict.capitalize()}: {'; '.join(said)}"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.output.console import as_text
 from narrowcast.output.screen import COLUMNS, PIPED, Part, first_screen, shortened, wrapped
 from narrowcast.reports.documents.model import Document, Table
 from narrowcast.reports.documents.of_results import document_of
-from narrowcast.reports.documents.rules import alike_module
-from narrowcast.reports.render.every import cell, document_parts, is_text
+from narrowcast.reports.render.every import alike_rows, cell, is_text, whole_text
 from narrowcast.reports.render.overview import overview_parts
 from narrowcast.reports.results.result import Result
 
@@ -25,11 +23,6 @@ def text_of(found: Result, every: bool, width: int | None, lines: int) -> str:
     """At most so many lines and columns; or, with every, all of it. width: None for 80 columns, of tables 120."""
     page = document_of(found)
     return whole_text(page, width or PIPED) if every else screen_text(page, width or COLUMNS, lines)
-
-
-def whole_text(page: Document, width: int) -> str:
-    """The overview and every row of every table."""
-    return as_text(document_parts(page, width), width).rstrip("\n")
 
 
 def screen_text(page: Document, width: int, room: int) -> str:
@@ -51,29 +44,9 @@ FIRST = ("findings", "errors", "differences", "skipped", "tensors", "fit", "pair
 
 def rows_part(found: Table, width: int) -> Part:
     """The first rows of a table: the call, formats, figures, its line, and below why."""
-    first = [found.rows[n] for n in found.first] or _alike(found)
+    first = [found.rows[n] for n in found.first] or alike_rows(found)
     lines = [line for row in first[:LISTED] for line in _row(found, row, width)]
     return Part(["", found.title, *lines], 3, 2, least=4)
-
-
-def _alike(found: Table) -> list[list[Any]]:
-    """The rows; those of modules that differ by the number of their layer alone, and that say the same, as one, if what
-    they count can be added.
-    """
-    if found.columns[0].kind != "module" or any(column.kind in ("error", "share") for column in found.columns):
-        return found.rows
-    counts = [n for n, column in enumerate(found.columns) if not is_text(column.kind)]
-    groups: dict[tuple[Any, ...], list[list[Any]]] = {}
-    for row in found.rows:
-        words = tuple(alike_module(str(value)) if not n else value for n, value in enumerate(row) if n not in counts)
-        groups.setdefault(words, []).append(row)
-    rows = []
-    for (pattern, *_), alike in groups.items():
-        made = list(alike[0]) if len(alike) == 1 else [pattern, *alike[0][1:]]
-        for n in counts:
-            made[n] = sum(row[n] or 0 for row in alike)
-        rows.append(made)
-    return sorted(rows, key=lambda row: -sum(row[n] for n in counts)) if counts else rows
 
 
 def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
@@ -96,7 +69,7 @@ def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
     return [*lines, *(f"    {line}" for text in why for line in wrapped(text, "", width - 4)[:2])]
 
 
-_NAMES = ("call", "argument", "result", "loss")
+_NAMES = ("call", "argument", "tensor", "result", "loss")
 _WORDS = ("verdict", "direction", "action", "mends")
 _WHY = ("finding", "why", "under what", "found", "then adds", "given")
 FORWARD = "forward"

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.core.ops import NORM, op_kind
+from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import Kind, Policy, Rule
 from narrowcast.core.policy.rules import Action, naming
 from narrowcast.errors import RunError
@@ -122,7 +123,7 @@ def fit(run: Run, tolerance: float = 0.01) -> Fit:
             continue
         for argument, number in (*call.inputs, *call.outputs):
             facts = run.tensors[number]
-            if facts.format not in ("fp32", "fp64") or not facts.elements or _stays_high(call, argument):
+            if facts.format not in ("fp32", "fp64") or not facts.elements or _is_no_value(call, argument, facts):
                 continue
             sampled += facts.looked_at < facts.elements
             if number not in known:
@@ -139,13 +140,21 @@ def fit(run: Run, tolerance: float = 0.01) -> Fit:
     return found
 
 
-def _stays_high(call: CallRecord, argument: str) -> bool:
-    """Whether a tensor is in fp32 though the call computes in a low format: a normalization keeps what it is scaled
-    by, its statistics, and what it returns besides its result.
+def _is_no_value(call: CallRecord, argument: str, facts: TensorFacts) -> bool:
+    """Whether no format is to hold a tensor: what is about to be overwritten; masks with the lowest number of the wide
+    format, which is made of the dtype at hand; and what is in fp32 though the call computes in a low format: a
+    normalization keeps what it is scaled by, its statistics, and what it returns besides its result.
     """
+    if argument == "out" or (argument == "self" and _fills(call.id.op)) or facts.low == -parse_format(facts.format).max:
+        return True
     op = call.id.op.replace("_backward.", ".")
     moving = ("input", "grad_out", "grad_output", "result", "result.0")
     return op_kind(op).family == NORM and argument not in moving
+
+
+def _fills(op: str) -> bool:
+    name = op.split(".")[1]
+    return name.endswith("_") and name.removesuffix("_") in named("memory.fills")
 
 
 def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, float, float, float, float]:

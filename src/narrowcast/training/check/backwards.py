@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.core.ops.facts import named
 from narrowcast.core.policy import NOWHERE, Site
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
@@ -28,7 +29,6 @@ from narrowcast.training.check.gradients import Found
 from narrowcast.training.scaler.gradients import parameters_of
 
 _LOW = (torch.float16, torch.bfloat16)
-_CLEARS = ("zero", "fill", "copy", "_foreach_zero", "_foreach_copy")
 _FACTORS = ("mul", "_foreach_mul")
 
 
@@ -183,7 +183,7 @@ class Backwards:
 
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
         """Something outside of backwards is about to be written to."""
-        clears = op_name(call.facts.op).removesuffix("_") in _CLEARS
+        clears = op_name(call.facts.op).removesuffix("_") in named("memory.fills")
         for tensor in targets:
             for lies in self._scaled.values():
                 lies.discard(storage_key(tensor))
