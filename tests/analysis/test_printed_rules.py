@@ -160,7 +160,7 @@ def wrong_rules(found, ledger):
     texts = set(filter(None, printed(found)))
     policies = [Policy.parse(text) for text in texts]
     wrong = [
-        policy.to_text() for policy in policies
+        policy.to_toml() for policy in policies
         if not policy.rules or lint_policy(policy) or not all(matches(rule, calls) for rule in policy.rules)
     ]  # fmt: skip
     return texts, wrong

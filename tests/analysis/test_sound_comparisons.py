@@ -276,7 +276,7 @@ def test_a_backend_whose_code_is_off_is_named(dtype, factor):
         found = nc.compare(model, (X,), dtype=dtype, isolate=0)
     assert found.verdict == (FAULT if factor != 1 else EXACT if dtype is None else ROUND_OFF), found
     assert not found.faults and found.compiled == pytest.approx(factor - 1, abs=3e-3)
-    assert ("the compiler: " in str(found)) == (factor != 1)
+    assert ("the compiler " in str(found)) == (factor != 1)
 
 
 class Angled(nn.Module):

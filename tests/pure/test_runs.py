@@ -169,7 +169,7 @@ class TestFit:
         calls = [CallRecord(CallId("a." * 30 + str(n), "aten.mul.Tensor"), "/a/model.py", 3, "fp32", "fp32",
                             outputs=(("result", n),)) for n in range(9)]  # fmt: skip
         lines = str(fit(Run({}, calls, tensors))).splitlines()
-        assert len(lines) <= 25 and "fp16           9  calls would lose something" in lines
+        assert len(lines) <= 25 and any(line.startswith("fp16           9  calls would lose") for line in lines)
 
     def test_a_share_or_format_that_cannot_be_is_refused(self):
         with pytest.raises(RunError, match="share"):

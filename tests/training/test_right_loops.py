@@ -255,7 +255,7 @@ def test_accumulation_with_a_region_for_each_part_is_right_and_costs_time() -> N
     found = nc.check_training(as_documented)
     assert found.kinds == ("weights cast again",)
     assert found
-    assert "Nothing is wrong with the precision of this loop, and 1 thing costs time." in str(found).replace("\n", " ")
+    assert "Nothing is wrong with the precision of this loop, and 1 thing costs time" in " ".join(str(found).split())
     assert nc.check_training(as_advised).findings == ()
 
 

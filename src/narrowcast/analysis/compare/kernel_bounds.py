@@ -157,14 +157,14 @@ def _sign(x: torch.Tensor, y64: torch.Tensor, slack: torch.Tensor, format: Forma
     is_normal = y64.abs() >= format.smallest_normal  # what is smaller may flush to zero
     is_exact = (y64 == round_to(y64, format).double()) & (x == y64)  # in whatever direction a kernel rounds
     settled = is_normal & ~is_exact & (e.abs() <= _ROUNDING) & ((away_from_tie > slack) | is_tie | is_twice)
-    e, y64 = e[settled], y64[settled]
+    e, y64, x = e[settled], y64[settled], x[settled]
     firsts = _firsts_of(y64)
-    e, y64 = e[firsts], y64[firsts]
+    e, y64, x = e[firsts], y64[firsts], x[firsts]
     if e.numel() < _VALUES:
         return 0.0
-    means = []
+    means, steps = [], torch.unique(x).numel()  # what is rounded to one number is rounded the same way
     for signed in (e, torch.where(y64 < 0, -e, e)):
-        mean, spread = float(signed.mean()), float(signed.std()) / math.sqrt(signed.numel())
+        mean, spread = float(signed.mean()), float(signed.std()) / math.sqrt(steps)
         means.append(mean if abs(mean) > max(_BIAS, _SIGMAS * spread) else 0.0)
     return max(means, key=abs)
 

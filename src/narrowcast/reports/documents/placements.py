@@ -48,10 +48,10 @@ def placement_figures(graphs: Sequence[CompiledGraph]) -> list[Figure]:
         return []
     (chosen, policy), unit = _costs(graphs), placed[0][1].unit
     found = [Figure("predicted", chosen, f"as the policy says: {in_unit(policy, unit)}", unit=unit)]
-    kept = [c for graph, _ in placed for c in graph.candidates if c.name == graph.chosen and c.measured_ns]
-    if kept and len(kept) == len(placed):
-        names = ", ".join(dict.fromkeys(c.name for c in kept))
-        found.append(Figure("measured", sum(c.measured_ns or 0.0 for c in kept), f"kept: {names}", unit="ns"))
+    names = ", ".join(dict.fromkeys(graph.chosen for graph, _ in placed))
+    kept = [c.measured_ns for graph, _ in placed for c in graph.candidates if c.name == graph.chosen and c.measured_ns]
+    is_timed = len(kept) == len(placed)
+    found.append(Figure("measured", sum(kept) if is_timed else "not timed", f"kept: {names}", unit="ns" * is_timed))
     return found
 
 

@@ -22,7 +22,7 @@ def watch_document(found: Watching) -> Document:
         node.verdict = finding.made_by
         node.finding = f"{finding.what}, step {finding.step}: {finding.sentence}"
         seen = {**dict(finding.inputs), **dict(finding.outputs)}
-        node.facts = tuple((name, f"{facts.format} {facts.low}..{facts.high}") for name, facts in seen.items())
+        node.facts = tuple((name, f"{facts.format} {facts.low:.4g}..{facts.high:.4g}") for name, facts in seen.items())
         nodes.append(node)
     made = [n for n in nodes if n.verdict != TREND]
     page = Document("watch", "A watched run", *watch_verdict(found), graph=Graph(nodes, [], note=ORDER))

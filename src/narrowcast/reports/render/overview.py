@@ -46,12 +46,16 @@ def _figures(page: Document, width: int) -> list[str]:
     """A line for each share by format, and for each figure, or two."""
     figures = [(f.name, f.value, f.detail) for f in page.figures if f.name != "calls"]
     column, name_column = (max((len(f[n]) for f in figures), default=0) for n in (1, 0))
-    said = [f"{_WORDS.get(bar.unit, bar.title.split()[0].lower()):{_NAME}}{_shares(bar)}" for bar in page.bars]
+    said = [f"{_name(bar):{_NAME}}{_shares(bar)}" for bar in page.bars]
     return said + [
         line
         for name, value, detail in figures
         for line in wrapped(f"{name:{max(name_column, _NAME - 1)}} {value:{column}}  {detail}", " " * _NAME, width)
     ]
+
+
+def _name(bar: Bar) -> str:
+    return _WORDS.get(bar.unit, bar.title.split()[0].rstrip(",").lower())
 
 
 def _shares(bar: Bar) -> str:
