@@ -133,7 +133,8 @@ class TestPlacement:
     def test_the_first_screen_says_it(self):
         made = page(a_placed())
         assert made.verdict == (
-            "Goal fast: 1 of 2 calls run higher than the policy asks; predicted 4 ms, against 6 ms as the policy says"
+            "Goal fast: 1 of 2 calls run higher than the policy asks; predicted 4 ms, against 6 ms as the policy says; "
+            "measured 4.5 ms"
         )
         assert figures(made)["predicted"] == "4 ms" and figures(made)["measured"] == "4.5 ms"
         assert made.bars[0].parts == (("bf16", 6e6),)

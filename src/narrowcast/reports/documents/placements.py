@@ -32,7 +32,9 @@ def placement_verdict(graphs: Sequence[CompiledGraph]) -> str:
     raised = sum(call.chosen != call.formats[0] for call in calls)
     said = f"Goal {found[0][0].goal}: {raised} of {counted(len(calls), 'call')} run higher than the policy asks"
     chosen, policy = (in_unit(cost, found[0][1].unit) for cost in _costs(graphs))
-    return f"{said}; predicted {chosen}, against {policy} as the policy says"
+    time = _measured(found)
+    timed = "not timed" if time is None else f"measured {in_time(time)}"
+    return f"{said}; predicted {chosen}, against {policy} as the policy says; {timed}"
 
 
 def _costs(graphs: Sequence[CompiledGraph]) -> tuple[float, float]:
@@ -48,11 +50,18 @@ def placement_figures(graphs: Sequence[CompiledGraph]) -> list[Figure]:
         return []
     (chosen, policy), unit = _costs(graphs), placed[0][1].unit
     found = [Figure("predicted", chosen, f"as the policy says: {in_unit(policy, unit)}", unit=unit)]
-    names = ", ".join(dict.fromkeys(graph.chosen for graph, _ in placed))
+    names, time = ", ".join(dict.fromkeys(graph.chosen for graph, _ in placed)), _measured(placed)
+    kept = f"kept: {names}"
+    return [
+        *found,
+        Figure("measured", "not timed", kept) if time is None else Figure("measured", time, kept, unit="ns"),
+    ]
+
+
+def _measured(placed: Sequence[tuple[CompiledGraph, Placement]]) -> float | None:
+    """The time of the candidates that are kept, of all graphs; None if one was not timed."""
     kept = [c.measured_ns for graph, _ in placed for c in graph.candidates if c.name == graph.chosen and c.measured_ns]
-    is_timed = len(kept) == len(placed)
-    found.append(Figure("measured", sum(kept) if is_timed else "not timed", f"kept: {names}", unit="ns" * is_timed))
-    return found
+    return sum(kept) if len(kept) == len(placed) else None
 
 
 def placement_bars(graphs: Sequence[CompiledGraph]) -> list[Bar]:

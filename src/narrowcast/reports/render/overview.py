@@ -45,17 +45,16 @@ def overview_lines(page: Document, width: int) -> list[str]:
 def _figures(page: Document, width: int) -> list[str]:
     """A line for each share by format, and for each figure, or two."""
     figures = [(f.name, f.value, f.detail) for f in page.figures if f.name != "calls"]
-    column, name_column = (max((len(f[n]) for f in figures), default=0) for n in (1, 0))
-    said = [f"{_name(bar):{_NAME}}{_shares(bar)}" for bar in page.bars]
-    return said + [
-        line
-        for name, value, detail in figures
-        for line in wrapped(f"{name:{max(name_column, _NAME - 1)}} {value:{column}}  {detail}", " " * _NAME, width)
+    titles = [_WORDS.get(bar.unit, bar.title.split()[0].rstrip(",").lower()) for bar in page.bars]
+    names = [
+        title if titles.count(title) == 1 else bar.title.lower() for title, bar in zip(titles, page.bars, strict=True)
     ]
-
-
-def _name(bar: Bar) -> str:
-    return _WORDS.get(bar.unit, bar.title.split()[0].rstrip(",").lower())
+    column = max((len(value) for _, value, _ in figures), default=0)
+    names_column = max(map(len, (*names, *(name for name, _, _ in figures))), default=0)
+    names_column = max(names_column, _NAME - 1)
+    said = [f"{name:{names_column}} {_shares(bar)}" for name, bar in zip(names, page.bars, strict=True)]
+    said += [f"{name:{names_column}} {value:{column}}  {detail}" for name, value, detail in figures]
+    return [line for text in said for line in wrapped(text, " " * _NAME, width)]
 
 
 def _shares(bar: Bar) -> str:
