@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from narrowcast.analysis.compare_runs.aligned_values import (
@@ -19,9 +18,18 @@ from narrowcast.analysis.compare_runs.aligned_values import (
 from narrowcast.analysis.compare_runs.alignment import Aligned, align, mapping_of
 from narrowcast.analysis.compare_runs.conditions import jump, moves
 from narrowcast.analysis.compare_runs.environments import environments
+from narrowcast.analysis.compare_runs.gradients import band_along, band_of_alike, gradients, gradients_are_alike
 from narrowcast.analysis.compare_runs.kept_tensors import KeptTensors
 from narrowcast.analysis.compare_runs.makers import Makers, Upstream
+from narrowcast.analysis.compare_runs.outcomes import (
+    OF_OTHERS,
+    UNEXPLAINED,
+    Outcome,
+    Outcomes,
+    are_written_otherwise,
+)
 from narrowcast.analysis.compare_runs.sides import Bundle, Side, read_name
+from narrowcast.analysis.compare_runs.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.errors import RunError
@@ -31,10 +39,8 @@ from narrowcast.reports.results.run_differences import (
     DIFFERS,
     EQUAL,
     INHERITED,
-    GradientRow,
     RunDifferences,
     RunRow,
-    TokenDifference,
     Unaligned,
 )
 from narrowcast.reports.results.saved import load
@@ -67,16 +73,32 @@ def compare_runs(
     judging = _Judging(Values(sides[0], sides[1], kept), pairs)
     found = RunDifferences(*names, environment=environments(*(side.runs[0].environment for side in sides)))
     found.rows = [judging.row(pair) for pair in pairs]
-    found.rows = judging.ends(found.rows)
+    _let_agree(found, judging, pairs, left_out)
     found.unaligned = _unaligned(sides, pairs, left_out, judging.apart)
-    found.gradients = _gradients(judging.values, pairs, _band_of_gradients(found.rows))
-    found.tokens = _tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
+    found.tokens = tokens(sides[0].runs[0], sides[1].runs[0], judging.band_of_tokens(found.rows))
     found.notes = [*_notes(sides, found), *kept.notes]
     comments = tuple(f"only in {one.run}: {one.id}" for one in found.unaligned if not one.why)
     found.mapping = RunMapping(tuple(generalised(mapping_of(pairs))), comments=comments)
     found.by_hand = asked or RunMapping()
     found.compared_runs = tuple(side.runs[0] for side in sides)
     return found
+
+
+def _let_agree(found: RunDifferences, judging: _Judging, pairs: list[Aligned], left_out: Collection[Bundle]) -> None:
+    """Compare what the programs come to; where that is alike, what differs on the way is another step."""
+    sides = judging.values.sides
+    known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
+    unpaired = sum(x.id.direction == FORWARD and x not in known for side in sides for x in side.bundles)
+    outcomes = Outcomes(judging.outputs(found.rows), are_written_otherwise(found.rows, unpaired))
+    is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in found.rows)
+    found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
+    band = max((judging.values.band(pair) for pair in pairs), default=0.0)
+    found.gradients = gradients(judging.values, pairs, band_of_alike(band))
+    parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
+    if outcomes.are_alike and gradients_are_alike(found.gradients, parameters):
+        found.rows, judging.apart = outcomes.backward(found.rows, judging.apart, judging.of_inputs(pairs), band)
+    else:
+        found.gradients = gradients(judging.values, pairs, band_along(found.rows))
 
 
 def _name_of(given: Runs, otherwise: str) -> str:
@@ -171,7 +193,7 @@ class _Judging:
         if self._chosen_by(pair) and (self._largest or is_among_others or self._is_fed_back(pair, band)):
             is_by_place = is_among_others and not self._largest
             return INHERITED, "it chooses among other rows" if is_by_place else "it chooses by values that differ"
-        return DIFFERS, _UNEXPLAINED
+        return DIFFERS, UNEXPLAINED
 
     def _chosen_by(self, pair: Aligned) -> list[float]:
         """How far apart the floats are of which the conditions and places were made that the calls read."""
@@ -202,7 +224,7 @@ class _Judging:
         if not a.known and not b.known and pair.a[0].id.direction == FORWARD:
             return "its inputs differ already, and no call of the runs made them"
         made = [{self._paired[n][x] for x in side.known} for n, side in enumerate((a, b))]
-        return "" if made[0] & made[1] or not all(made) else "its inputs are what other calls gave"
+        return "" if made[0] & made[1] or not all(made) else OF_OTHERS
 
     def _upstream(self, numbers: Sequence[Sequence[int]]) -> tuple[Upstream, Upstream]:
         """What made these tensors of both runs."""
@@ -233,40 +255,56 @@ class _Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
-    def ends(self, rows: list[RunRow]) -> list[RunRow]:
-        """Outputs of both runs that are not made by calls that are pairs: what else comes to them. Gives the rows:
-        where all outputs agree, programs go other ways to the same, and what differs on the way is another quantity.
-        """
+    def outputs(self, rows: Sequence[RunRow]) -> list[Outcome]:
+        """What both runs come to. Where that is not made by calls that are pairs, what else comes to it is noted."""
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
-        if len(left[0]) != len(left[1]):
-            left = [found[-1:] for found in left]
-        agree = []
-        for a, b in zip(*left, strict=False):
+        outcomes = []
+        for a, b in self._nearest(*left):
             if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                agree.append(False)  # one program goes on, to probabilities or a loss
+                outcomes.append(Outcome(math.inf))  # one program goes on, to probabilities or a loss
                 continue
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
-            agree.append(found.is_known and _agrees(found.relative, self.values.band(pair) * found.growth))
+            known = Outcome.of(found.relative, self.values.band(pair), found.growth)
+            outcomes.append(known if found.is_known else Outcome(math.inf))
             made = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
             )
             if found.is_known and found.relative > self._explained(pair, *made):
                 for bundle in (*made[0].alone, *made[1].alone):
                     self.apart.setdefault(bundle, found.relative)
-        agreed = {row.a: row.verdict in (EQUAL, ROUND_OFF) and _agrees(row.difference, row.band) for row in rows}
+        by_calls = {row.a: row for row in rows}
         for pair in [self._paired[0][x] for x in ends[0] if self._is_end(0, x, ends[1])]:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
             read, apart = [[number] for number in last], self.values.between(*last).relative
-            agree.append(agreed[_ids(pair.a)])
+            row = by_calls[_ids(pair.a)]
+            is_alike = row.verdict in (EQUAL, ROUND_OFF)
             if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
-                agree.append(False)
-        is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in rows)
-        if is_low or not agree or not all(agree):  # in low formats a fault may hide in what rounding makes
-            return rows
-        self.apart = {bundle: apart for bundle, apart in self.apart.items() if bundle.id.direction == BACKWARD}
-        return [replace(row, verdict=NOT_COMPARED, why=_OTHER_WAY) if _is_other_step(row) else row for row in rows]
+                is_alike = False
+            growth = row.band / self.values.band(pair)
+            outcomes.append(
+                Outcome.of(row.difference, self.values.band(pair), growth) if is_alike else Outcome(math.inf)
+            )
+        return outcomes
+
+    def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:
+        """In order; where one run has more, for each of the other what it is nearest to: some may be read by nobody."""
+        if len(a) == len(b):
+            return list(zip(a, b, strict=True))
+
+        def distance(x: Bundle, y: Bundle) -> float:
+            found = self.values.results(Aligned((x,), (y,), ""))
+            return found.relative if found.is_known and x.elements == y.elements else math.inf
+
+        if len(a) < len(b):
+            return [(x, min(reversed(b), key=lambda y: distance(x, y))) for x in a]
+        return [(min(reversed(a), key=lambda x: distance(x, y)), y) for y in b]
+
+    def of_inputs(self, pairs: Sequence[Aligned]) -> set[object]:
+        """The calls of a backward, and the names of those that are pairs, that give the gradient of an input."""
+        calls: set[object] = set(self._makers[0].of_inputs | self._makers[1].of_inputs)
+        return calls | {_ids(pair.a) for pair in pairs if any(x in calls for x in (*pair.a, *pair.b))}
 
     def band_of_tokens(self, rows: Sequence[RunRow]) -> float:
         """How far apart log-probabilities may be: they move as the logits do, which are the last that is compared."""
@@ -281,23 +319,6 @@ class _Judging:
         """Whether its partner is an output, too."""
         pair = self._paired[side].get(bundle)
         return pair is not None and any(x in others for x in (pair.b, pair.a)[side])
-
-
-_UNEXPLAINED = "its inputs do not explain that"
-_OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
-
-
-def _agrees(difference: float, band: float) -> bool:
-    """Whether outputs say that two programs are the same: within a wide band faults lie, too."""
-    return difference == 0 or difference <= band < _BAND_OF_LOW
-
-
-def _is_other_step(row: RunRow) -> bool:
-    """Whether calls that make a difference may be no pair, or a choice that is made up for elsewhere (another factor of
-    a product): of their inputs nothing is known, or they differ, too; or they were given something else.
-    """
-    is_unknown = math.isnan(row.inputs) or row.why != _UNEXPLAINED
-    return row.verdict == DIFFERS and row.a[0].direction != BACKWARD and is_unknown
 
 
 def _ids(bundles: Sequence[Bundle]) -> tuple[CallId, ...]:
@@ -329,44 +350,6 @@ def _unaligned(
             format, before = _formats([bundle]), "" if bundle.call.is_cast else after
             found.append(Unaligned(name, bundle.id, _place([bundle]), before, why, format, apart.get(bundle, 0.0)))
     return found
-
-
-def _band_of_gradients(rows: list[RunRow]) -> float:
-    """They are made of all calls, one after the other."""
-    differences = [row.difference for row in rows if not math.isnan(row.difference)]
-    return GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
-
-
-def _gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
-    """Of parameters with one name, or of modules that are pairs."""
-    a, b = (side.runs[0].parameters for side in values.sides)
-    modules = {x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b)) for pair in pairs for x in pair.a}
-    rows: dict[tuple[tuple[str, ...], tuple[str, ...]], None] = {}
-    for name in a:
-        path, _, leaf = name.rpartition(".")
-        paths = ((path,), (path,)) if name in b else modules.get(path, ((), ()))
-        names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
-        if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
-            rows[names[0], names[1]] = None
-    found = [(row, *values.gradients(*row)) for row in rows]
-    return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
-
-
-def _tokens(a: Run, b: Run, band: float) -> TokenDifference | None:
-    pairs = list(zip(a.tokens, b.tokens, strict=False))
-    if not pairs:
-        return None
-    first_other = next((n for n, (one, other) in enumerate(pairs) if one != other), -1)
-    count = len(pairs) if first_other < 0 else first_other
-    apart = [b.log_probabilities[n] - a.log_probabilities[n] for n in range(count)]
-    apart = [math.inf if math.isnan(value) else value for value in apart]
-    if not apart:
-        return TokenDifference(0, math.nan, math.nan, math.nan, math.nan, -1, first_other)
-    sizes = sorted(map(abs, apart))
-    rms = math.sqrt(math.fsum(size * size for size in sizes) / count)
-    p99 = sizes[min(count - 1, math.ceil(0.99 * count) - 1)]
-    at = max(range(count), key=lambda n: abs(apart[n]))
-    return TokenDifference(count, rms, p99, sizes[-1], sum(apart) / count, at, first_other, band)
 
 
 def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:

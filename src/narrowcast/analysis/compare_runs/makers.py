@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowcast.analysis.compare_runs.sides import Bundle, Side
-from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.core.ledger.identity import BACKWARD, FORWARD
 from narrowcast.formats import FORMATS
 
 
@@ -72,6 +72,27 @@ class Makers:
         forward = [b for b in self._bundles if b.id.direction == FORWARD]
         read = {self.of(number) for b in forward for number in self.read(b)}
         return [b for b in forward if b not in read and b.call.outputs and self._is_floating(b.call.outputs[0][1])]
+
+    @cached_property
+    def of_inputs(self) -> frozenset[Bundle]:
+        """The calls of a backward that may give the gradient of an input: no call is seen to read what they give, no
+        parameter has it, and the call of the forward that they belong to reads what comes from outside of the run.
+        """
+        read = {self.of(number) for b in self._bundles for number in self.read(b)}
+        gradients = [row["gradient"] for row in self._side.runs[0].parameters.values() if "gradient" in row]
+        known = read | {self.of(number) for number in gradients}
+        outside = {b.id for b in self._bundles if any(map(self._is_from_outside, self._floats_of(b)))}
+        backward = [b for b in self._bundles if b.id.direction == BACKWARD and b not in known]
+        return frozenset(b for b in backward if b.call.forward is None or b.call.forward in outside)
+
+    def _floats_of(self, bundle: Bundle) -> list[int]:
+        """The floating tensors that a call read first that are no weight or buffer."""
+        first = bundle.turns[0][0]
+        named = [(name, n) for name, n in first.call.inputs if self._is_floating(n)]
+        return [number for name, number in named if not self._side.is_given(first, name)]
+
+    def _is_from_outside(self, number: int) -> bool:
+        return self.of(number) is None
 
     def choosers(self, bundle: Bundle) -> list[Bundle]:
         """The calls that made whole numbers or flags which a call reads (places, conditions, counts) of floats that

@@ -1,0 +1,52 @@
+"""Gradients of parameters in two runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from narrowcast.analysis.compare_runs.aligned_values import GAIN, Values
+from narrowcast.analysis.compare_runs.alignment import Aligned
+from narrowcast.core.ledger.identity import FORWARD
+from narrowcast.reports.results.run_differences import GradientRow, RunRow
+
+_STEPS, _WIDEST = 8.0, 0.05
+"""Rounding explains of gradients so many times what it explains of one call; in low formats so much at most."""
+
+
+def band_along(rows: list[RunRow]) -> float:
+    """They are made of all calls, one after the other."""
+    differences = [row.difference for row in rows if not math.isnan(row.difference)]
+    return GAIN * (max((row.band for row in rows), default=0.0) + max(differences, default=0.0))
+
+
+def gradients(values: Values, pairs: list[Aligned], band: float) -> list[GradientRow]:
+    """Of parameters with one name, or of modules that are pairs."""
+    a, b = (side.runs[0].parameters for side in values.sides)
+    modules = {
+        x.path: (tuple(y.path for y in pair.a), tuple(y.path for y in pair.b))
+        for pair in pairs
+        for x in pair.a
+        if x.id.direction == FORWARD
+    }
+    rows: dict[tuple[tuple[str, ...], tuple[str, ...]], None] = {}
+    for name in a:
+        path, _, leaf = name.rpartition(".")
+        paths = ((path,), (path,)) if name in b else modules.get(path, ((), ()))
+        names = tuple(tuple(f"{p}.{leaf}" if p else leaf for p in dict.fromkeys(side)) for side in paths)
+        if names[0] and all(n in a for n in names[0]) and all(n in b for n in names[1]):
+            rows[names[0], names[1]] = None
+    found = [(row, *values.gradients(*row)) for row in rows]
+    return [GradientRow(*row, apart.relative, apart.by, band * grown) for row, apart, grown in found if apart.is_known]
+
+
+def band_of_alike(widest: float) -> float:
+    """What rounding explains of gradients, which are made of all calls. widest: of the bands of these calls."""
+    return min(_STEPS * widest, _WIDEST)
+
+
+def gradients_are_alike(found: Sequence[GradientRow], parameters: Sequence[Iterable[str]]) -> bool:
+    """Whether each parameter of either run that has a gradient is compared, and is alike. parameters: their names."""
+    compared = ({n for row in found for n in row.a}, {n for row in found for n in row.b})
+    are_all = all(set(names) <= those for names, those in zip(parameters, compared, strict=True))
+    return bool(found) and are_all and all(row.difference <= row.band for row in found)

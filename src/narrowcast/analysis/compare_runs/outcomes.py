@@ -1,0 +1,105 @@
+"""Where two programs come to the same: what differs on the way is then a step of one of them, and no fault.
+
+A cache, a fused projection, a factor that stands elsewhere: programs that are written otherwise have other quantities
+inside. Whether they are the same is said by what they come to, outputs and gradients of parameters. A difference so
+large that it would be seen there, and is not, is made up for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from narrowcast.analysis.compare_runs.sides import Bundle
+from narrowcast.core.ledger.identity import BACKWARD
+from narrowcast.reports.results.run_differences import DIFFERS, RunRow
+from narrowcast.reports.results.verdicts import NOT_COMPARED
+
+UNEXPLAINED = "its inputs do not explain that"
+OF_OTHERS = "its inputs are what other calls gave"
+_OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
+_PLAIN = 8.0
+"""A difference of so many times the widest band of what programs come to would be seen there."""
+_BAND_OF_LOW, _WIDEST = 1e-3, 0.05
+"""Bands of low formats are wider than that, and a fault may lie within; within one that is wider still, anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far apart an output is, relative, and what rounding explains of that. Infinite: not known, or not the same
+    output.
+    """
+
+    difference: float
+    band: float = 0.0
+
+    @classmethod
+    def of(cls, difference: float, band: float, growth: float) -> Outcome:
+        """growth: how many times larger errors come out of what makes it; it is asked where they need that."""
+        return cls(difference, band if difference <= band else band * growth)
+
+
+class Outcomes:
+    """What two programs come to. outputs: of the forward; are_others: whether they are written otherwise."""
+
+    def __init__(self, outputs: Sequence[Outcome], are_others: bool) -> None:
+        self._band = max((one.band for one in outputs), default=0.0)
+        self._are_others = are_others
+        self.are_alike = bool(outputs) and all(one.difference <= one.band <= _WIDEST for one in outputs)
+        self.are_exact = bool(outputs) and all(
+            one.difference == 0 or one.difference <= one.band < _BAND_OF_LOW for one in outputs
+        )
+
+    def forward(self, rows: Sequence[RunRow], is_low: bool) -> list[RunRow]:
+        """Where outputs are alike: calls that may be no pair, or a choice that is made up for elsewhere (another factor
+        of a product), since of their inputs nothing is known, or they differ, too; or they were given something else.
+        Of other programs, all calls. is_low: in low formats a fault may hide in what rounding makes.
+        """
+        return [_other_way(row) if _differs(row, False) and self._is_a_step(row, is_low) else row for row in rows]
+
+    def _is_a_step(self, row: RunRow, is_low: bool) -> bool:
+        if self.are_exact and not is_low and (math.isnan(row.inputs) or row.why != UNEXPLAINED):
+            return True
+        return self.are_alike and self._are_others and self._would_be_seen(row.difference)
+
+    def _would_be_seen(self, difference: float) -> bool:
+        return difference > _PLAIN * self._band
+
+    def alone(self, apart: dict[Bundle, float], is_low: bool) -> dict[Bundle, float]:
+        """Of how far apart is what comes of calls without a partner, what does not end in the same outputs."""
+        if self.are_exact and not is_low:
+            return {bundle: one for bundle, one in apart.items() if bundle.id.direction == BACKWARD}
+        if not (self.are_alike and self._are_others):
+            return apart
+        return {b: one for b, one in apart.items() if b.id.direction == BACKWARD or not self._would_be_seen(one)}
+
+    @staticmethod
+    def backward(
+        rows: Sequence[RunRow], apart: dict[Bundle, float], of_inputs: Collection[object], band: float
+    ) -> tuple[list[RunRow], dict[Bundle, float]]:
+        """The same of a backward whose gradients are alike. of_inputs: rows, and calls, that give the gradient of an
+        input: nothing is known of what that comes to. band: the widest of all calls.
+        """
+        least = _PLAIN * min(band, _WIDEST)
+        kept = {b: d for b, d in apart.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}
+        steps = (_differs(row, True) and row.a not in of_inputs and row.difference > least for row in rows)
+        return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
+
+
+def are_written_otherwise(rows: Iterable[RunRow], unpaired: int) -> bool:
+    """Whether the forwards of two programs are. unpaired: their calls without a partner."""
+    return unpaired > 0 or any(_is_otherwise(row) for row in rows if row.a[0].direction != BACKWARD)
+
+
+def _is_otherwise(row: RunRow) -> bool:
+    ops = {frozenset(call.op.split(".")[1] for call in calls) for calls in (row.a, row.b)}
+    return len(row.a) != len(row.b) or len(ops) > 1 or row.why == OF_OTHERS
+
+
+def _differs(row: RunRow, is_backward: bool) -> bool:
+    return row.verdict == DIFFERS and (row.a[0].direction == BACKWARD) is is_backward
+
+
+def _other_way(row: RunRow) -> RunRow:
+    return replace(row, verdict=NOT_COMPARED, why=_OTHER_WAY)
