@@ -211,6 +211,27 @@ def test_statistics_of_modules_that_a_function_calls_are_restored(real):
     assert norm.num_batches_tracked == 1
 
 
+def test_what_a_forward_writes_to_attributes_is_put_back():
+    """Also where the model itself is timed: new attributes, counts, and what is in lists."""
+
+    class Writes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.calls, self.seen = torch.nn.Linear(8, 8), 0, [torch.ones(2)]
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.append(x)
+            self.input_dtype = x.dtype
+            return self.layer(x)
+
+    model = Writes()
+    seen = model.seen
+    nc.explain(model, x, dtype="bf16", run=True)
+    assert model.calls == 0 and not hasattr(model, "input_dtype")
+    assert model.seen is seen and len(seen) == 1
+
+
 def test_scripted_code_is_said_to_be_out_of_reach():
     """torch casts it by its own pass."""
     net = torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(8, 8), x), torch.nn.Linear(8, 8))

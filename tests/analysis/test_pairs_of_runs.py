@@ -349,3 +349,77 @@ def test_modules_of_one_name_are_kept_apart_and_a_rounding_after_the_last_is_fou
     assert nc.compare_runs(run(False), run(False)).verdict == "alike"
     found = nc.compare_runs(run(False), run(True))
     assert found.verdict == "values differ" and "_to_copy" in str(found), str(found)
+
+
+class Scored(nn.Module):
+    """Attention with a factor on the queries, on the scores, or on the queries and off by some of it."""
+
+    def __init__(self, way="queries", factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.way, self.factor = way, factor
+
+    def forward(self, x):
+        if self.way == "queries":
+            return ((self.q(x) * (self.factor * 32**-0.5)) @ self.k(x).mT).softmax(-1) @ self.v(x)
+        return ((self.q(x) @ self.k(x).mT) * (self.factor * 32**-0.5)).softmax(-1) @ self.v(x)
+
+
+class Stepwise(nn.Module):
+    """A batch at once, or one by one; `wrong`: of how much the gradient in the middle is off."""
+
+    def __init__(self, is_batched=True, wrong=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.is_batched, self.wrong = nn.Linear(24, 48), nn.Linear(48, 6), is_batched, wrong
+
+    def _one(self, x):
+        h = self.a(x)
+        if self.wrong:
+            h = h * (1 + self.wrong) - h.detach() * self.wrong
+        return self.b(torch.relu(h))
+
+    def forward(self, x):
+        return self._one(x) if self.is_batched else torch.cat([self._one(i[None]) for i in x])
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
+def test_a_factor_that_stands_elsewhere_is_no_fault_where_outputs_agree(dtype):
+    x = torch.randn(2, 9, 32)
+    a, b = (nc.capture(Scored(way), (x,), dtype=dtype) for way in ("queries", "scores"))
+    assert nc.compare_runs(a, b).verdict != "values differ"
+    wrong = nc.capture(Scored("scores", 1.5), (x,), dtype=dtype)
+    assert nc.compare_runs(a, wrong).verdict == "values differ"
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
+def test_a_batch_and_its_rows_one_by_one_have_one_backward(dtype):
+    """Inside there are other quantities; the gradients are the same. A gradient that is not is found."""
+    x, goal = torch.randn(5, 24), torch.randn(5, 6)
+    loss = lambda y: F.mse_loss(y.float(), goal)
+    runs = [nc.capture(m, (x,), dtype=dtype, backward=loss) for m in (Stepwise(), Stepwise(False))]
+    assert nc.compare_runs(*runs).verdict != "values differ"
+    wrong = nc.capture(Stepwise(False, 0.5), (x,), dtype=dtype, backward=loss)
+    assert nc.compare_runs(runs[0], wrong).verdict == "values differ"
+
+
+def test_an_output_is_told_from_what_nobody_reads():
+    """The last of two results has no reader in one program; the other never makes it."""
+
+    class Waste(nn.Module):
+        def __init__(self, wastes):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.wastes = nn.Linear(8, 8), wastes
+
+        def forward(self, x):
+            y = self.layer(x).sigmoid()
+            out = torch.stack([y[0], y[1]]) if not self.wastes else torch.cat([y[:1], y[1:2]])
+            if self.wastes:
+                y = y[:2] * y[2:4]
+            return out
+
+    x = torch.randn(4, 8)
+    found = nc.compare_runs(*(nc.capture(Waste(wastes), (x,)) for wastes in (False, True)))
+    assert found.verdict in ("alike", "round-off"), str(found)

@@ -9,6 +9,7 @@ import pytest
 
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
+from narrowcast.formats import fp32
 from narrowcast.reports.results.differences import CallError, Differences, GradientError, NotFinite, OutputError
 from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.fit import PER_ROW, PER_TENSOR, UNSCALED, fit
@@ -163,6 +164,23 @@ class TestFit:
         call = CallRecord(norm, "model.py", 3, "fp32", "fp32", inputs=kept, outputs=(("result.0", 0), ("result.2", 1)))
         assert not fit(Run({}, [call], tensors)).unfit("fp16")
         assert fit(Run({}, [replace(call, inputs=(("input", 1),))], tensors)).calls("fp16") == [norm]
+
+    def test_what_is_about_to_be_overwritten_is_no_value(self):
+        """Dropout draws into memory that nobody has written to."""
+        junk = facts(0.0, 1e9, Histogram(20, (1,)))
+        drawn = CallRecord(CallId("drop", "aten.bernoulli_.float"), "m.py", 3, "fp32", "fp32", inputs=(("self", 0),),
+                           outputs=(("result", 1),))  # fmt: skip
+        assert not fit(Run({}, [drawn], [junk, facts()])).unfit("fp16")
+        halved = replace(drawn, id=CallId("drop", "aten.div_.Scalar"))
+        assert fit(Run({}, [halved], [junk, facts()])).calls("fp16") == [halved.id]
+
+    def test_a_mask_of_the_lowest_number_is_no_value_and_another_large_one_is(self):
+        lowest = -fp32.max
+        call = CallRecord(LINEAR, "m.py", 1, "fp32", "fp32", inputs=(("x", 0),))
+        mask, large = (facts(low, 0.0, Histogram(20, (1,))) for low in (lowest, -1e9))
+        assert fit(Run({}, [call], [large])).calls("fp16") == [LINEAR]
+        with pytest.raises(RunError, match="none of its 1 calls has an fp32 tensor"):
+            fit(Run({}, [call], [mask]))
 
     def test_the_first_screen_of_a_fit_has_room_for_the_worst(self):
         tensors = [facts(-1e38, 1e38, Histogram(120, (1,)))] * 9

@@ -88,9 +88,10 @@ def _let_agree(found: RunDifferences, judging: _Judging, pairs: list[Aligned], l
     """Compare what the programs come to; where that is alike, what differs on the way is another step."""
     sides = judging.values.sides
     known = {bundle for pair in pairs for bundle in (*pair.a, *pair.b)}.union(left_out)
-    unpaired = sum(x.id.direction == FORWARD and x not in known for side in sides for x in side.bundles)
-    outcomes = Outcomes(judging.outputs(found.rows), are_written_otherwise(found.rows, unpaired))
+    unpaired = [sum(x.id.direction == FORWARD and x not in known for x in side.bundles) for side in sides]
     is_low = any({"bf16", "fp16"} & set(f"{row.format_a},{row.format_b}".split(",")) for row in found.rows)
+    are_others = are_written_otherwise(pairs, found.rows, unpaired, is_low)
+    outcomes = Outcomes(judging.outputs(found.rows), are_others)
     found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
     band = max((judging.values.band(pair) for pair in pairs), default=0.0)
     found.gradients = gradients(judging.values, pairs, band_of_alike(band))

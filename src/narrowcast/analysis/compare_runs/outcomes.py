@@ -8,9 +8,10 @@ large that it would be seen there, and is not, is made up for.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from narrowcast.analysis.compare_runs.alignment import Aligned
 from narrowcast.analysis.compare_runs.sides import Bundle
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.reports.results.run_differences import DIFFERS, RunRow
@@ -87,14 +88,23 @@ class Outcomes:
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
 
 
-def are_written_otherwise(rows: Iterable[RunRow], unpaired: int) -> bool:
-    """Whether the forwards of two programs are. unpaired: their calls without a partner."""
-    return unpaired > 0 or any(_is_otherwise(row) for row in rows if row.a[0].direction != BACKWARD)
+def are_written_otherwise(
+    pairs: Sequence[Aligned], rows: Sequence[RunRow], unpaired: Sequence[int], is_low: bool
+) -> bool:
+    """Whether the forwards of two programs are: either has calls that the other lacks, or what is a pair is no longer
+    the same call. In low formats one that has all of the other's calls, and more, is the same with a step put in, if
+    nothing else is given to them. unpaired: how many calls of each have no partner.
+    """
+    if any(unpaired) and (not is_low or any(row.given for row in rows)):
+        return True
+    return all(unpaired) or any(_is_otherwise(pair, row) for pair, row in zip(pairs, rows, strict=True))
 
 
-def _is_otherwise(row: RunRow) -> bool:
-    ops = {frozenset(call.op.split(".")[1] for call in calls) for calls in (row.a, row.b)}
-    return len(row.a) != len(row.b) or len(ops) > 1 or row.why == OF_OTHERS
+def _is_otherwise(pair: Aligned, row: RunRow) -> bool:
+    sides, is_backward = (pair.a, pair.b), row.a[0].direction == BACKWARD
+    ops = {tuple(bundle.id.op.split(".")[1] for bundle in bundles) for bundles in sides}
+    turns = {tuple(len(bundle.turns) for bundle in bundles) for bundles in sides}
+    return not is_backward and (len(ops) > 1 or len(turns) > 1 or row.why == OF_OTHERS)
 
 
 def _differs(row: RunRow, is_backward: bool) -> bool:

@@ -163,12 +163,11 @@ def _restored_attributes() -> Iterator[None]:
     """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     scripts: list[ScriptState] = []
-    before: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
+    before: dict[int, _Attributes] = {}
 
     def keep(module: torch.nn.Module, args: Any) -> None:
         if id(module) not in before:
-            kept = {name: dict(v) if type(v) is dict else v for name, v in module.__dict__.items()}
-            before[id(module)] = (module, kept)
+            before[id(module)] = _Attributes(module)
             with without_modes():
                 own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
                 buffers.extend((b, b.detach().clone()) for b in own)
@@ -180,30 +179,53 @@ def _restored_attributes() -> Iterator[None]:
         yield
     finally:
         hook.remove()
-        for module, kept in before.values():
-            for name in [name for name in module.__dict__ if name not in kept]:
-                del module.__dict__[name]
-            for name, value in kept.items():
-                if type(value) is dict and type(module.__dict__.get(name)) is dict:
-                    module.__dict__[name].clear()
-                    module.__dict__[name].update(value)
-                else:
-                    module.__dict__[name] = value
+        for attributes in before.values():
+            attributes.put_back()
         for script in scripts:
             script.put_back()
         _write_back(buffers)
 
 
+class _Attributes:
+    """The attributes of a module as they are now, with what is in its own dicts, lists and sets."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._kept = {n: (v, copy.copy(v) if type(v) in (dict, list, set) else v) for n, v in vars(module).items()}
+
+    def put_back(self) -> None:
+        """Give the module what it had, the same objects."""
+        attributes = vars(self._module)
+        for name in [name for name in attributes if name not in self._kept]:
+            del attributes[name]
+        for name, (value, kept) in self._kept.items():
+            attributes[name] = value
+            if value is not kept and not _has_the_same(value, kept):
+                value.clear()
+                (value.extend if type(value) is list else value.update)(kept)
+
+
+def _has_the_same(value: Any, kept: Any) -> bool:
+    """Whether both have the same objects in the same order; tensors cannot be asked whether they are equal."""
+    if len(value) != len(kept) or type(value) is set:
+        return bool(len(value) == len(kept) and value == kept)
+    of = [[*each.keys(), *each.values()] if type(each) is dict else each for each in (value, kept)]
+    return all(one is other for one, other in zip(*of, strict=True))
+
+
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
-    """Buffers (batch norm statistics), what scripts keep and the random state are as they were afterwards."""
+    """Attributes, buffers (batch norm statistics), what scripts keep, and the random state are as before afterwards."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     kept = [(b, b.detach().clone()) for b in buffers]
     scripts = ScriptState(model) if isinstance(model, torch.nn.Module) else None
+    attributes = [_Attributes(m) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
     try:
         with random_state_kept():
             yield
     finally:
+        for one in attributes:
+            one.put_back()
         if scripts is not None:
             scripts.put_back()
         _write_back(kept)
