@@ -311,8 +311,8 @@ class TestTimes:
         assert not list(tmp_path.iterdir())
 
     def test_a_profile_prices_them(self, x, tmp_path, monkeypatch):
+        from narrowcast.reports.results.profile import Profile, Sample
         from narrowcast.runtime.devices.device import device_now
-        from narrowcast.runtime.devices.profile import Profile, Sample
 
         monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
         profile = Profile(device_now("cpu"))

@@ -6,9 +6,9 @@ from importlib import import_module
 import pytest
 
 from narrowcast.cli.app import app, policy_app, profile_app
+from narrowcast.reports.results.profile import Profile, Sample, profile_path
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.measure import measure
-from narrowcast.runtime.devices.profile import Profile, Sample, profile_path
 from narrowcast.runtime.devices.sweep import sweep
 
 LINES = 25

@@ -15,9 +15,9 @@ from narrowcast.core.goals import as_goal
 from narrowcast.errors import EnergyError, GoalError, ProfileError
 from narrowcast.frontends.graphs.compiled import watch_graphs
 from narrowcast.frontends.race import placing
+from narrowcast.reports.results.profile import Device, Profile
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.known import known_profile
-from narrowcast.runtime.devices.profile import Device, Profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 

@@ -17,8 +17,8 @@ from narrowcast.reports.results.findings import Finding, Watching
 from narrowcast.reports.results.fit import fit
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import RAISED, Products, Repair, RepairRule, RepairStep
-from narrowcast.reports.results.result import Paged
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_records import CallRecord, Histogram, TensorFacts
 from narrowcast.reports.results.verdicts import OUT_OF_IDEAS, REPAIRED
@@ -222,18 +222,10 @@ def not_repaired():
     return replace(a_repair(), verdict=OUT_OF_IDEAS, rules=[], before=step, after=step)
 
 
-class Given(Paged):
-    """A result that is only known as its JSON."""
-
-    def __init__(self, data):
-        self._data = data
-
-    def data(self):
-        return self._data
-
-
 def a_profile():
-    """Products of which bf16 loses the small ones and wins the large ones, fp16 by less than what times are spread."""
+    """Products of which bf16 loses the small ones and wins the large ones, fp16 by less than what times are spread; a
+    convolution that fp16 only emulates.
+    """
     samples = {}
     for size, times in ((64, (10, 40, 11)), (256, (100, 200, 100)), (1024, (1e4, 2500, 9.9e3))):
         for name, us in zip(("fp32", "bf16", "fp16"), times, strict=True):
@@ -242,17 +234,15 @@ def a_profile():
     for name, us in (("fp32", 5.0), ("bf16", 4.0)):
         text = f"aten.mm.default({name}[1, 4096], {name}[4096, 4096])"
         samples[text] = {**a_sample("gemm", name, 2 * 4096**2, 4096**2, us), "moved_bytes": 4 * 4096.0**2}
+    for name, us in (("fp32", 2e3), ("fp16", 9e3)):
+        samples[f"aten.conv2d.default({name}[8])"] = a_sample("conv", name, 8, 8, us)
     samples["cast(fp32[16]) -> bf16"] = a_sample("copy", "bf16", 16, 16, 1)
     device = {"type": "cpu", "name": f"a cpu {SCRIPT}", "units": ["avx2"], "threads": 2, "torch": "2.13.0"}
     asked = [
         {"op": LINEAR, "format": "bf16", "direction": "forward", "state": "runs", "ratio": 0.0, "error": ""},
         {"op": LINEAR, "format": "fp16", "direction": "forward", "state": "raises", "ratio": 0.0, "error": SCRIPT},
     ]
-    emulated = [{"family": "gemm", "format": "fp16", "ratio": 4.5}]
-    return Given(
-        {"schema": "narrowcast.profile/1", "device": device, "samples": samples, "abilities": asked,
-         "emulated": emulated}
-    )  # fmt: skip
+    return Profile.of_data({"device": device, "samples": samples, "abilities": asked})
 
 
 def a_sample(family, name, flops, elements, us):

@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from page_results import (
     ADD,
     LINEAR,
-    Given,
     a_comparison,
     a_failure,
     a_ledger,
@@ -109,21 +108,20 @@ class TestProfile:
     def test_a_matrix_and_a_vector_are_a_family_of_their_own(self):
         rows = table(page(a_profile()), "faster").rows
         assert [(row[0], row[2], row[3]) for row in rows] == [
-            ("gemm", "bf16", 3), ("gemm", "fp16", 3), ("gemm, one row", "bf16", 1),
+            ("gemm", "bf16", 3), ("gemm", "fp16", 3), ("gemm, one row", "bf16", 1), ("conv", "fp16", 1),
         ]  # fmt: skip
         assert page(a_profile()).verdict == "Against fp32, bf16 is faster in gemm, one row and slower in gemm; " + (
-            "fp16 is as fast everywhere"
+            "fp16 is slower in conv"
         )
 
     def test_what_the_device_refuses_or_emulates_comes_first(self):
         made = page(a_profile())
         assert [row[3] for row in table(made, "capabilities").rows] == ["raises", "runs"]
-        assert figures(made)["refused"] == "1" and figures(made)["fp16 gemm"] == "emulated"
-        assert "goal" in made.todos[0].what and "gemm in fp16" in made.todos[0].why
+        assert figures(made)["refused"] == "1" and figures(made)["fp16 conv"] == "emulated"
+        assert "goal" in made.todos[0].what and "conv in fp16" in made.todos[0].why
 
     def test_an_empty_one_has_a_page_too(self):
-        data = {**a_profile().data(), "samples": {}, "abilities": [], "emulated": []}
-        made = page(Given(data))
+        made = page(replace(a_profile(), samples={}, abilities={}))
         assert made.verdict == "No call was measured in two formats" and made.series == [] and made.todos == []
 
 

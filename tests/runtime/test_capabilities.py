@@ -15,10 +15,10 @@ import narrowcast as nc
 from narrowcast import formats
 from narrowcast.core.policy.capabilities import EMULATED, RAISES, RUNS, Ability, Capabilities
 from narrowcast.errors import NarrowcastError, ProfileError, RegionError
+from narrowcast.reports.results.profile import Device, Profile, profile_path
 from narrowcast.reports.results.saved import parse
 from narrowcast.runtime.devices import abilities
 from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.profile import Device, Profile, profile_path
 from narrowcast.runtime.torch_surface.fx import FakeTensorMode
 
 BF16, F16 = torch.bfloat16, torch.float16

@@ -16,11 +16,7 @@ from narrowcast.formats import bf16, fp16, fp32
 from narrowcast.frontends.race.remembered import Choice, choice_key, load_choice, save_choice
 from narrowcast.programs.program import Operand as Read
 from narrowcast.programs.program import Step, Value
-from narrowcast.runtime.devices.device import device_now
-from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
-from narrowcast.runtime.devices.measure import Measurable, Operand, measure
-from narrowcast.runtime.devices.model import CostModel
-from narrowcast.runtime.devices.profile import (
+from narrowcast.reports.results.profile import (
     Device,
     Profile,
     Sample,
@@ -29,6 +25,10 @@ from narrowcast.runtime.devices.profile import (
     profile_path,
     set_aside,
 )
+from narrowcast.runtime.devices.device import device_now
+from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
+from narrowcast.runtime.devices.measure import Measurable, Operand, measure
+from narrowcast.runtime.devices.model import CostModel
 from narrowcast.runtime.devices.signature import Signature, cast_signature, known_shape, signature_of
 from narrowcast.runtime.devices.sweep import basics, sweep
 
@@ -60,7 +60,7 @@ def test_a_profile_is_read_back(folder):
 def test_two_writers_lose_nothing(folder):
     """Two processes that measured other things both find everything in the file."""
     program = (
-        "import sys; from narrowcast.runtime.devices.profile import Profile, Device, Sample\n"
+        "import sys; from narrowcast.reports.results.profile import Profile, Device, Sample\n"
         "d = Device('cuda', 'NVIDIA H200', ('sm_90',), 1, '2.13.0')\n"
         "for n in range(15):\n"
         "    p = Profile(d, {f'{sys.argv[1]}{n}': Sample('gemm', 'fp32', False, 1, 1, 1, 5, 4, 6, 3)})\n"

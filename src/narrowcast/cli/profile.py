@@ -14,16 +14,14 @@ from narrowcast.cli.target import AllOption, check_folder, write_page
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.console import print_all, print_text, terminal
 from narrowcast.output.screen import LINES, Part, columns, first_screen, shortened, wrapped
+from narrowcast.reports.results.profile import Profile, load_profile, profile_path
 from narrowcast.runtime.devices.abilities import capabilities
 from narrowcast.runtime.devices.device import device_now, is_here
 from narrowcast.runtime.devices.measure import machine_load, measure
-from narrowcast.runtime.devices.profile import Profile, load_profile, profile_path
 from narrowcast.runtime.devices.show import (
     comparison_parts,
     comparison_screen,
     plot_profile,
-    profile_parts,
-    profile_screen,
 )
 from narrowcast.runtime.devices.sweep import sweep
 
@@ -93,10 +91,7 @@ def show(
             found = "its folder does not exist" if not plot.parent.is_dir() else "that names no file with an ending"
             raise ProfileError(f"--plot {plot}", found, advice="Name a file in a folder that is there: costs.png.")
         plot_profile(profile, plot)
-    if every:
-        print_all(terminal(), profile_parts(profile))
-    else:
-        print_text(profile_screen(profile, columns(), LINES - (plot is not None)))
+    print_text(profile.to_text(every, columns(), LINES - (plot is not None)))
     if plot is not None:
         print_text(shortened(f"plot written to {plot}", columns()))
 

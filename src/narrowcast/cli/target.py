@@ -16,7 +16,7 @@ from narrowcast.errors import Origin, TargetError
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.output.files import replace_text
 from narrowcast.reports.results.explanation import Explanation
-from narrowcast.reports.results.result import Paged
+from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
 
 AllOption = Annotated[bool, typer.Option("--all", help="All of it, not only the first screen.")]
@@ -60,7 +60,7 @@ def write_page(found: object, html: Path | None) -> None:
     """The page of what was found, if one is asked for. TargetError for what has no page."""
     if html is None:
         return
-    if not isinstance(found, Paged):
+    if not isinstance(found, Result):
         what = type(found).__name__
         raise TargetError(f"--html {html}", f"there is no page of a {what} yet", advice="Omit --html; --all shows all.")
     replace_text(html, found.to_html())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -49,3 +50,24 @@ def save_result(path: Path, what: str, content: str | bytes) -> None:
             f"saving {what} as {path}", f"{type(error).__name__}: {error}", (Origin(str(path)),),
             "Give a folder that exists and has room; nothing was written.",
         ) from error  # fmt: skip
+
+
+def set_aside(path: Path) -> str:
+    """Give a file that cannot be read another name, so that nothing in it is lost; what became of it, for a reader."""
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        moved = path.with_name(f"{path.name}.unreadable-{digest}")
+        path.rename(moved)
+    except OSError as error:
+        return f"could not be moved ({type(error).__name__})"
+    return f"is now {moved}"
+
+
+def cache_folder() -> Path:
+    """Where profiles and choices are kept: NARROWCAST_CACHE_DIR, or the user's cache folder."""
+    given = os.environ.get("NARROWCAST_CACHE_DIR")
+    if given:
+        return Path(given)
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("narrowcast"))

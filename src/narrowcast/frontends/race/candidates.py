@@ -35,11 +35,11 @@ from narrowcast.programs.placement.place import Chooser, Placement, as_given, as
 from narrowcast.programs.placement.prices import CastBytes
 from narrowcast.programs.placement.question import FREE, Question, find_choices
 from narrowcast.programs.program import Edit, Program, Step, Value, element_bytes, print_program
+from narrowcast.reports.results.profile import Profile
 from narrowcast.runtime.devices.abilities import slow_families
 from narrowcast.runtime.devices.measure import Measurable, Operand, measure
 from narrowcast.runtime.devices.model import CostModel
 from narrowcast.runtime.devices.prices import TimePrices, costs_time
-from narrowcast.runtime.devices.profile import Profile
 from narrowcast.runtime.devices.signature import known_shape
 from narrowcast.runtime.devices.workspaces import Workspaces
 from narrowcast.runtime.torch_bridge import id_with_dtype

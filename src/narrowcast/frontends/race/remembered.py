@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from narrowcast.output.files import is_there, replace_text
-from narrowcast.runtime.devices.profile import Device, cache_folder, set_aside
+from narrowcast.output.files import cache_folder, is_there, replace_text, set_aside
+from narrowcast.reports.results.profile import Device
 
 SCHEMA = "narrowcast.choice/1"
 

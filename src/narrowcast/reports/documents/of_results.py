@@ -22,21 +22,25 @@ from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.fit import Fit
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import Repair
-from narrowcast.reports.results.result import Paged, by_kind
+from narrowcast.reports.results.result import Result, by_kind
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import RunDifferences
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.reports.results.training import TrainingCheck
 
-_DOCUMENTS: dict[type[Paged], Callable[[Any], Document]] = {
+_DOCUMENTS: dict[type[Result], Callable[[Any], Document]] = {
     Differences: comparison_document, Explanation: explanation_document, Fit: fit_document,
-    History: scaler_document, Ledger: ledger_document, Repair: repair_document, Run: run_document,
-    RunDifferences: run_differences_document, TrainingCheck: training_document, Watching: watch_document,
+    History: scaler_document, Ledger: ledger_document, Profile: profile_document, Repair: repair_document,
+    Run: run_document, RunDifferences: run_differences_document, TrainingCheck: training_document,
+    Watching: watch_document,
 }  # fmt: skip
 
 
-def document_of(found: Paged) -> Document:
+def document_of(found: Result) -> Document:
     """What a result says: its verdict, figures, tables and graphs, and what to do."""
     make = by_kind(_DOCUMENTS, found)
-    return profile_document(found.data()) if make is None else make(found)  # a profile stands above, with the devices
+    if make is None:
+        raise TypeError(f"{type(found).__name__} has no document")
+    return make(found)

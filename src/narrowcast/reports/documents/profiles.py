@@ -11,11 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
+from narrowcast.core.policy.capabilities import RAISES, RUNS, Ability
 from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import counted, in_count, without_format
+from narrowcast.reports.results.profile import Profile, Sample
 
-Data = Mapping[str, Any]
 HIGH = "fp32"
 LEAST_DIFFERENCE = 0.05
 """Times that differ by less than that are as good as equal; by more, where the quartiles of both are further apart."""
@@ -31,7 +32,7 @@ class Call:
 
     text: str
     size: float
-    samples: Mapping[str, Data]
+    samples: Mapping[str, Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +46,31 @@ class Crossing:
     above: str
 
 
-def profile_document(data: Data) -> Document:
-    """The page of a saved profile."""
-    device = data["device"]
-    groups = _groups(data["samples"])
+def profile_document(found: Profile) -> Document:
+    """The page of a profile."""
+    device = found.device
+    groups = _groups(found.samples)
     ratios = _ratios(groups)
-    page = Document("profile", device["name"], _verdict(ratios))
+    page = Document("profile", device.name, _verdict(ratios))
     page.facts = [
-        ("device", f"{device['name']} ({device['type']})"),
-        ("units", ", ".join(device["units"]) or "unknown"),
-        ("threads", str(device["threads"])),
-        ("torch", device["torch"]),
+        ("device", f"{device.name} ({device.type})"),
+        ("units", ", ".join(device.units) or "unknown"),
+        ("threads", str(device.threads)),
+        ("torch", device.torch),
     ]
-    page.figures = _figures(data, ratios)
-    page.todos = _todos(data)
+    page.figures = _figures(found, ratios)
+    page.todos = _todos(found)
     crossings: list[list[Any]] = []
     for (family, backward), calls in groups.items():
-        series, found = _plot(family, backward, calls)
+        series, crossed = _plot(family, backward, calls)
         page.series += series
-        crossings += [_crossing_row(family, backward, one) for one in found]
+        crossings += [_crossing_row(family, backward, one) for one in crossed]
     page.tables = [
         *table("faster", "A low format's time over fp32's, by family", "family, direction, format:format, "
                "calls:number, median:number, least:number, most:number", ratios),
         *table("crossings", "Where lines cross: the faster format below and above that size", "family, direction, "
                "format:format, size:number, of, time:ns, faster below:format, faster above:format", crossings),
-        *_abilities(data["abilities"]), *_calls(groups),
+        *_abilities(found.abilities.values()), *_calls(groups),
     ]  # fmt: skip
     return page
 
@@ -82,20 +83,20 @@ _ORDER = [name for family in FAMILIES for name in ((GEMM, ONE_ROW) if family == 
 _MULTIPLY = (GEMM, ONE_ROW, CONV, ATTENTION)
 
 
-def _groups(samples: Mapping[str, Data]) -> Groups:
+def _groups(samples: Mapping[str, Sample]) -> Groups:
     """Calls by family and direction, families in their order; of copies the formats that they are between. Products
     that read more bytes than they multiply (a matrix and a vector) are as slow as memory is: a family of their own.
     """
-    found: dict[tuple[str, bool], dict[str, dict[str, Data]]] = {}
-    for text, sample in samples.items():
-        family, name = sample["family"], sample["format"]
+    found: dict[tuple[str, bool], dict[str, dict[str, Sample]]] = {}
+    for text, sample in sorted(samples.items()):  # in whatever order they were measured
+        family, name = sample.family, sample.format
         plain = without_format(text, name)
-        if family == GEMM and sample["flops"] < 2 * sample["moved_bytes"]:
+        if family == GEMM and sample.flops < 2 * sample.moved_bytes:
             family = ONE_ROW
         if family == COPY:
             src = text.partition("(")[2].partition("[")[0]
             name, plain = f"{src} to {name}", plain.replace(f"{src}[", "[")
-        found.setdefault((family, sample["backward"]), {}).setdefault(plain, {})[name] = sample
+        found.setdefault((family, sample.backward), {}).setdefault(plain, {})[name] = sample
     known = sorted((key for key in found if key[0] in _ORDER), key=lambda key: (_ORDER.index(key[0]), key[1]))
     return {
         key: [Call(text, _size(key[0], next(iter(each.values()))), each) for text, each in found[key].items()]
@@ -103,9 +104,9 @@ def _groups(samples: Mapping[str, Data]) -> Groups:
     }
 
 
-def _size(family: str, sample: Data) -> float:
+def _size(family: str, sample: Sample) -> float:
     """What a time is drawn over: two operations are one multiplication."""
-    return sample["flops"] / 2 if family in _MULTIPLY else float(sample["elements"])
+    return sample.flops / 2 if family in _MULTIPLY else float(sample.elements)
 
 
 def _unit(family: str) -> str:
@@ -121,7 +122,7 @@ def _ratios(groups: Groups) -> list[list[Any]]:
     rows = []
     for (family, backward), calls in groups.items():
         for low in dict.fromkeys(name for call in calls for name in call.samples):
-            found = [c.samples[low]["ns"] / c.samples[HIGH]["ns"] for c in calls if {low, HIGH} <= set(c.samples)]
+            found = [c.samples[low].ns / c.samples[HIGH].ns for c in calls if {low, HIGH} <= set(c.samples)]
             if low != HIGH and found:
                 median = statistics.median(found)
                 rows.append([family, _direction(backward), low, len(found), median, min(found), max(found)])
@@ -140,23 +141,23 @@ def _verdict(ratios: list[list[Any]]) -> str:
     return f"Against fp32, {'; '.join(parts)}" if parts else "No call was measured in two formats"
 
 
-def _figures(data: Data, ratios: list[list[Any]]) -> list[Figure]:
-    found = [Figure("samples", len(data["samples"]), "calls in one format and direction")]
+def _figures(profile: Profile, ratios: list[list[Any]]) -> list[Figure]:
+    found = [Figure("samples", len(profile.samples), "calls in one format and direction")]
     for family, direction, low, calls, median, *_ in ratios:
         if family == GEMM and direction == "forward":
             tone = "good" if median < 1 else "bad"
             found.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
-    for row in data.get("emulated", ()):
+    for row in profile.emulated():
         found.append(Figure(f"{row['format']} {row['family']}", "emulated", f"{row['ratio']:.1f} x fp32's time", "bad"))
-    raises = sum(row["state"] == "raises" for row in data["abilities"])
-    if data["abilities"]:
+    raises = sum(one.state == RAISES for one in profile.abilities.values())
+    if profile.abilities:
         tone = "bad" if raises else "good"
-        found.append(Figure("refused", raises, f"of {len(data['abilities'])} asked: op, format, direction", tone))
+        found.append(Figure("refused", raises, f"of {len(profile.abilities)} asked: op, format, direction", tone))
     return found
 
 
-def _todos(data: Data) -> list[Todo]:
-    emulated = data.get("emulated", ())
+def _todos(profile: Profile) -> list[Todo]:
+    emulated = profile.emulated()
     if not emulated:
         return []
     which = ", ".join(f"{row['family']} in {row['format']}" for row in emulated)
@@ -178,10 +179,8 @@ def _plot(family: str, backward: bool, calls: list[Call]) -> tuple[list[Series],
         return [], []
     points = [bins[key] for key in sorted(bins)]
     xs = [statistics.geometric_mean(call.size for call in inside) for inside in points]
-    times = {name: [statistics.median(c.samples[name]["ns"] for c in inside) for inside in points] for name in order}
-    unsure = {
-        name: [statistics.median(_spread(c.samples[name]) for c in inside) for inside in points] for name in order
-    }
+    times = {name: [statistics.median(c.samples[name].ns for c in inside) for inside in points] for name in order}
+    unsure = {name: [statistics.median(c.samples[name].spread for c in inside) for inside in points] for name in order}
     crossings = [
         crossing
         for low in order
@@ -195,10 +194,6 @@ def _plot(family: str, backward: bool, calls: list[Call]) -> tuple[list[Series],
         title, _unit(family), "time", xs, lines, "multiplications", "ns", log=True, log_x=True, marks=marks, note=POINTS
     )
     return [series], crossings
-
-
-def _spread(sample: Data) -> float:
-    return float((sample["upper_ns"] - sample["lower_ns"]) / 2 / sample["ns"])
 
 
 def _crossings(
@@ -222,10 +217,10 @@ def _crossing_row(family: str, backward: bool, at: Crossing) -> list[Any]:
     return [family, _direction(backward), at.low, at.size, _unit(family), at.ns, at.below, at.above]
 
 
-def _abilities(rows: Iterable[Data]) -> list[Table]:
+def _abilities(rows: Iterable[Ability]) -> list[Table]:
     """What the device says of each op, what it refuses first."""
-    cells = [[r["op"], r["format"], r["direction"], r["state"], r["error"]] for r in rows]
-    cells.sort(key=lambda row: row[3] == "runs")
+    cells = [[r.op, r.format, r.direction, r.state, r.error] for r in rows]
+    cells.sort(key=lambda row: row[3] == RUNS)
     columns = "op:op, format:format, direction, state, it says"
     return table("capabilities", "What the device runs, by the smallest call of each op", columns, cells)
 
@@ -237,8 +232,8 @@ def _calls(groups: Groups) -> list[Table]:
         for call in sorted(calls, key=lambda each: each.size):
             for name, sample in call.samples.items():
                 high = call.samples.get(HIGH)
-                ratio = sample["ns"] / high["ns"] if high is not None and name != HIGH else None
-                rows.append([family, _direction(backward), call.text, name, call.size, sample["ns"], ratio,
-                             _spread(sample)])  # fmt: skip
+                ratio = sample.ns / high.ns if high is not None and name != HIGH else None
+                rows.append([family, _direction(backward), call.text, name, call.size, sample.ns, ratio,
+                             sample.spread])  # fmt: skip
     columns = "family, direction, call, format:format, size:number, time:ns, over fp32:number, spread:share"
     return table("samples", "Every call that was measured", columns, rows)

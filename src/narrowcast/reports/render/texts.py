@@ -38,7 +38,20 @@ def screen_text(page: Document, width: int, room: int) -> str:
 
 
 BY_MODULE = "modules"
-FIRST = ("findings", "errors", "differences", "skipped", "tensors", "fit", "pairs", "casts", "rules", "steps", "ops")
+FIRST = (
+    "findings",
+    "errors",
+    "differences",
+    "skipped",
+    "tensors",
+    "fit",
+    "pairs",
+    "casts",
+    "rules",
+    "steps",
+    "faster",
+    "ops",
+)
 """Tables of which the first that a document has says most."""
 
 
@@ -69,7 +82,7 @@ def _row(found: Table, row: Sequence[Any], width: int) -> list[str]:
     return [*lines, *(f"    {line}" for text in why for line in wrapped(text, "", width - 4)[:2])]
 
 
-_NAMES = ("call", "argument", "tensor", "result", "loss")
+_NAMES = ("call", "argument", "tensor", "result", "loss", "family")
 _WORDS = ("verdict", "direction", "action", "mends")
 _WHY = ("finding", "why", "under what", "found", "then adds", "given")
 FORWARD = "forward"

@@ -29,29 +29,12 @@ def codec() -> Any:
     return importlib.import_module("narrowcast.reports.results.codec")
 
 
-def by_kind(known: Mapping[type[Any], T], found: Paged) -> T | None:
+def by_kind(known: Mapping[type[Any], T], found: Result) -> T | None:
     """What is known of the first of its classes; None if of none."""
     return next((known[kind] for kind in type(found).__mro__ if kind in known), None)
 
 
-class Paged(ABC):
-    """What has a page."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def data(self) -> Mapping[str, Any]:
-        """What its JSON text says, as Python has it; parts of it may be its own: copy before you change."""
-
-    def to_html(self) -> str:
-        """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
-        return str(renderer("pages").html_of(self))
-
-    def _repr_html_(self) -> str:
-        return str(renderer("pages").notebook_of(self))
-
-
-class Result(Paged):
+class Result(ABC):
     """What a look at a model has found. WHAT: what it is, for errors. SCHEMA: of its file, with its version."""
 
     __slots__ = ()
@@ -69,13 +52,20 @@ class Result(Paged):
         return list(importlib.import_module("narrowcast.reports.documents.of_results").document_of(self).todos)
 
     def data(self) -> dict[str, Any]:
-        """What is written as JSON: the schema, and its fields."""
+        """What is written as JSON: the schema, and its fields; parts of it may be its own: copy before you change."""
         return {"schema": self.SCHEMA, **codec().to_data(self)}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Self:
         """The result that such data say. One of `codec.BROKEN` for others."""
         return cast("Self", codec().of_data(cls, data, is_whole=True))
+
+    def to_html(self) -> str:
+        """One HTML file that needs nothing else: overview, graph, tables, plots (docs/reference/page.md)."""
+        return str(renderer("pages").html_of(self))
+
+    def _repr_html_(self) -> str:
+        return str(renderer("pages").notebook_of(self))
 
     def to_text(self, every: bool = False, width: int | None = None, lines: int = LINES) -> str:
         """The first screen, at most so many lines and columns (80); or, with every, all that was found."""

@@ -15,6 +15,7 @@ from narrowcast.reports.results.explanation import Explanation
 from narrowcast.reports.results.findings import Watching
 from narrowcast.reports.results.fit import Fit
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.profile import Profile
 from narrowcast.reports.results.repair import Repair
 from narrowcast.reports.results.result import Result
 from narrowcast.reports.results.run import Run
@@ -26,7 +27,7 @@ R = TypeVar("R", bound=Result)
 KINDS: dict[str, type[Result]] = {
     kind.SCHEMA: kind
     for kind in (
-        Differences, Explanation, Fit, History, Ledger, Repair, Run, RunDifferences, TrainingCheck, Watching,
+        Differences, Explanation, Fit, History, Ledger, Profile, Repair, Run, RunDifferences, TrainingCheck, Watching,
     )
 }  # fmt: skip
 

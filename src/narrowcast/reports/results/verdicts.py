@@ -31,10 +31,12 @@ CLEAN, REPAIRED, OUT_OF_IDEAS, BEYOND = "nothing to repair", "repaired", "out of
 SOUND, COSTS_TIME, WRONG = "sound", "costs time", "wrong"
 SKIPPED, NONE_SKIPPED = "skipped steps", "no step skipped"
 """Of a training loop, and of a scaler's history."""
+MEASURED = "measured"
+"""Of a device's profile."""
 VERDICTS = frozenset((
     EXACT, ROUND_OFF, FAULT, KERNEL, NONDETERMINISTIC, NOT_FINITE, NOT_JUDGED, NOT_COMPARED, ALIKE, FORMATS_DIFFER,
     VALUES_DIFFER, RAISES, EXPLAINED, RECORDED, REFUSED, FINITE, TREND, NOT_INSPECTED, *FITS.values(), CLEAN, REPAIRED,
-    OUT_OF_IDEAS, BEYOND, SOUND, COSTS_TIME, WRONG, SKIPPED, NONE_SKIPPED,
+    OUT_OF_IDEAS, BEYOND, SOUND, COSTS_TIME, WRONG, SKIPPED, NONE_SKIPPED, MEASURED,
 ))  # fmt: skip
 """All that a result may say of itself as a whole."""
 AT_FAULT = (NOT_FINITE, FAULT, KERNEL)

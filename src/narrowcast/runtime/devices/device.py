@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from narrowcast.runtime.devices.profile import Device
+from narrowcast.reports.results.profile import Device
 from narrowcast.runtime.torch_surface.autograd import has_saved_tensors_hooks
 
 

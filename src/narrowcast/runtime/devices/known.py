@@ -8,9 +8,9 @@ from pathlib import Path
 
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.progress import long_work
+from narrowcast.reports.results.profile import Device, Profile, load_profile
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.measure import measure
-from narrowcast.runtime.devices.profile import Device, Profile, load_profile
 from narrowcast.runtime.devices.sweep import basics
 
 _profiles: dict[Device, Profile] = {}

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from narrowcast.runtime.devices.profile import Profile, Sample
+from narrowcast.reports.results.profile import Profile, Sample
 from narrowcast.runtime.devices.signature import Signature, Work
 
 NEIGHBOURS = 3

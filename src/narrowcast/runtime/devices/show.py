@@ -1,21 +1,19 @@
-"""Profiles for people: tables, a comparison, a plot."""
+"""Profiles side by side, and their plot."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.markup import escape
 
 from narrowcast.core.ops import FAMILIES
-from narrowcast.core.policy.capabilities import RAISES
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.output.console import as_text, table
-from narrowcast.output.screen import LINES, Part, first_screen, wrapped
+from narrowcast.output.screen import Part, first_screen
 from narrowcast.reports.documents.words import without_format
-from narrowcast.runtime.devices.profile import Profile, Sample
+from narrowcast.reports.results.profile import Profile, Sample
 
 _ORDER = ("fp32", "bf16", "fp16")
 Row = tuple[str, dict[str, Sample]]
@@ -33,98 +31,10 @@ def rows_of(profile: Profile) -> dict[str, list[Row]]:
     return {f: sorted(rows[f], key=lambda row: next(iter(row[1].values())).elements) for f in ordered}
 
 
-def profile_screen(profile: Profile, width: int, room: int = LINES) -> str:
-    """At most `room` lines of `width` columns: the device, and which formats win per family."""
-    head = [
-        f"{profile.device}",
-        f"units {', '.join(profile.device.units) or 'unknown'}; {len(profile.samples)} samples",
-    ]
-    raises = [f"{ability.op} in {ability.format}" for ability in profile.abilities.values() if ability.state == RAISES]
-    head += [f"it does not run: {', '.join(raises)}"] if raises else []
-    head += _winners(rows_of(profile))
-    lines = [line for said in head for line in wrapped(said, width=width)]
-    families = as_text([_families(rows_of(profile))], width).rstrip("\n").split("\n")
-    parts = [Part(lines, rank=2, least=3), Part(["", *(line for line in families if line.strip())], rank=1)]
-    return first_screen(parts, lambda: as_text(profile_parts(profile)).rstrip("\n"), width, room)
-
-
-def _winners(rows: dict[str, list[Row]]) -> list[str]:
-    """Of each low format: in which families it is faster, by the median over their calls, and where it is not."""
-    said = []
-    for low in ("bf16", "fp16"):
-        medians = {}
-        for family, calls in rows.items():
-            if found := [s[low].ns / s["fp32"].ns for _, s in calls if {low, "fp32"} <= set(s)]:
-                medians[family] = statistics.median(found)
-        faster, slower = ([f for f, m in medians.items() if (m < 1) == wins] for wins in (True, False))
-        if medians:
-            said.append(f"{low} is faster in: {', '.join(faster) or 'none'}; not in: {', '.join(slower) or 'none'}")
-    return said
-
-
 def comparison_screen(a: Profile, b: Profile, width: int) -> str:
     """At most 25 lines of `width` columns: b over a by family and format. ProfileError as of `comparison_parts`."""
     whole = as_text(comparison_parts(a, b), width).rstrip("\n")
     return first_screen([Part(whole.split("\n"))], lambda: whole, width)
-
-
-def profile_parts(profile: Profile) -> list[RenderableType]:
-    """The profile as tables: which formats win per family, and the calls."""
-    rows = rows_of(profile)
-    parts: list[RenderableType] = [
-        f"[bold]{escape(str(profile.device))}[/bold]\n  units {', '.join(profile.device.units) or 'unknown'}; "
-        f"{len(profile.samples)} samples; {escape(str(profile.path or 'not saved'))}\n",
-        _families(rows),
-        *_missing(profile),
-    ]
-    for family, calls in rows.items():
-        title = f"{family}: all {len(calls)} calls"
-        made = table(title, "call", ">fp32 us", ">bf16 us", ">fp16 us", ">bf16/fp32", ">fp16/fp32", ">spread")
-        for text, samples in calls:
-            made.add_row(escape(text), *_times(samples), *_ratios(samples), _spread(samples.values()))
-        parts.append(made)
-    return parts
-
-
-def _missing(profile: Profile) -> list[RenderableType]:
-    """What the device refuses to run, if it was asked."""
-    raises = [ability for ability in profile.abilities.values() if ability.state == RAISES]
-    if not raises:
-        return []
-    made = table("what this device does not run", "op", "format", "direction", "it says")
-    for ability in raises:
-        made.add_row(ability.op, ability.format, ability.direction, escape(ability.error[:90]))
-    return [made]
-
-
-def _families(rows: dict[str, list[Row]]) -> RenderableType:
-    made = table("low over fp32, median over calls (below 1: low is faster)", "family", ">calls", ">bf16 forward",
-                 ">and backward", ">fp16 forward", ">and backward")  # fmt: skip
-    for family, calls in rows.items():
-        cells = []
-        for low in ("bf16", "fp16"):
-            for backward in (False, True):
-                found = [
-                    s[low].ns / s["fp32"].ns
-                    for _, s in calls
-                    if {low, "fp32"} <= set(s) and s[low].backward == backward
-                ]
-                cells.append(f"{statistics.median(found):.2f}" if found else "")
-        made.add_row(family, str(len(calls)), *cells)
-    return made
-
-
-def _times(samples: dict[str, Sample]) -> list[str]:
-    return [f"{samples[f].ns / 1e3:.1f}" if f in samples else "" for f in _ORDER]
-
-
-def _ratios(samples: dict[str, Sample]) -> list[str]:
-    high = samples.get("fp32")
-    return [f"{samples[f].ns / high.ns:.2f}" if high and f in samples else "" for f in _ORDER[1:]]
-
-
-def _spread(samples: Iterable[Sample]) -> str:
-    return f"{max(s.spread for s in samples) * 100:.0f} %"
 
 
 def comparison_parts(a: Profile, b: Profile) -> list[RenderableType]:

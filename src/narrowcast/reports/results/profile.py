@@ -9,20 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowcast.core.ops import CONV, GEMM
 from narrowcast.core.policy.capabilities import EMULATED_RATIO, Ability
 from narrowcast.errors import Origin, ProfileError
 from narrowcast.formats import Format, bf16, fp16, fp32
-from narrowcast.output.files import is_there, replace_text
-from narrowcast.reports.results.result import Paged
-
-SCHEMA = "narrowcast.profile/1"
+from narrowcast.output.files import cache_folder, is_there, replace_text, set_aside
+from narrowcast.reports.results.result import Result
+from narrowcast.reports.results.verdicts import MEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +68,33 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Profile(Paged):
+class Profile(Result):
     """The samples of one device by signature text, and what it can do by op, format and direction.
 
     path: where it was read from or will be written; None in memory.
     """
 
+    WHAT: ClassVar[str] = "a profile"
+    SCHEMA: ClassVar[str] = "narrowcast.profile/1"
+
     device: Device
     samples: dict[str, Sample] = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | None = field(default=None, compare=False)
     abilities: dict[str, Ability] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """`measured`."""
+        return MEASURED
 
     def data(self) -> dict[str, Any]:
         """What is written as JSON."""
         return {
-            "schema": SCHEMA,
+            "schema": self.SCHEMA,
             "device": asdict(self.device),
             "abilities": [self.abilities[key].to_data() for key in sorted(self.abilities)],
             "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
-            "emulated": self._emulated(),
+            "emulated": self.emulated(),
         }
 
     def low_over_high(self, format: Format) -> dict[str, float]:
@@ -102,7 +109,7 @@ class Profile(Paged):
                     ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
         return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
 
-    def _emulated(self) -> list[dict[str, Any]]:
+    def emulated(self) -> list[dict[str, Any]]:
         """The families that the device only emulates in a low format, for readers of the file."""
         rows = [(family, low, ratio) for low in (bf16, fp16) for family, ratio in self.low_over_high(low).items()]
         return [
@@ -111,9 +118,14 @@ class Profile(Paged):
             if ratio > EMULATED_RATIO
         ]
 
-    def to_json(self) -> str:
-        """The text of the file."""
-        return json.dumps(self.data(), indent=1) + "\n"
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Profile:
+        """The profile that such data say. KeyError, TypeError, ValueError or AttributeError for others."""
+        device = dict(data["device"])
+        device["units"] = tuple(device["units"])
+        samples = {str(key): _sample(value) for key, value in data["samples"].items()}
+        abilities = [Ability(**found) for found in data.get("abilities", ())]
+        return Profile(Device(**device), samples, abilities={a.key: a for a in abilities})
 
     @staticmethod
     def from_json(text: str, file: str = "<string>") -> Profile:
@@ -122,13 +134,9 @@ class Profile(Paged):
             data = json.loads(text)
             if not isinstance(data, dict):
                 raise _unreadable(file, f"it holds a {type(data).__name__}")
-            if data.get("schema") != SCHEMA:
-                raise _unreadable(file, f"its schema is {data.get('schema')!r}, not {SCHEMA!r}")
-            device = dict(data["device"])
-            device["units"] = tuple(device["units"])
-            samples = {str(key): _sample(value) for key, value in data["samples"].items()}
-            abilities = [Ability(**found) for found in data.get("abilities", ())]
-            return Profile(Device(**device), samples, abilities={a.key: a for a in abilities})
+            if data.get("schema") != Profile.SCHEMA:
+                raise _unreadable(file, f"its schema is {data.get('schema')!r}, not {Profile.SCHEMA!r}")
+            return Profile.of_data(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ProfileError):
                 raise
@@ -158,7 +166,7 @@ class Profile(Paged):
             with FileLock(str(path) + ".lock", timeout=patience_s):
                 if path.exists():
                     self._take_over(path)
-                replace_text(path, self.to_json())
+                replace_text(path, self.to_json(indent=1) + "\n")
         except (OSError, Timeout) as error:
             raise ProfileError(
                 asked=f"saving the profile of {self.device}",
@@ -198,27 +206,6 @@ def load_profile(device: Device) -> Profile:
         warnings.warn(f"narrowcast: {error.found}; {path} {set_aside(path)}, and measuring starts anew", stacklevel=3)
         return Profile(device, path=path)
     return found if found.device == device else Profile(device, path=path)
-
-
-def set_aside(path: Path) -> str:
-    """Give a file that cannot be read another name, so that nothing in it is lost; what became of it, for a reader."""
-    try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-        moved = path.with_name(f"{path.name}.unreadable-{digest}")
-        path.rename(moved)
-    except OSError as error:
-        return f"could not be moved ({type(error).__name__})"
-    return f"is now {moved}"
-
-
-def cache_folder() -> Path:
-    """Where profiles and choices are kept: NARROWCAST_CACHE_DIR, or the user's cache folder."""
-    given = os.environ.get("NARROWCAST_CACHE_DIR")
-    if given:
-        return Path(given)
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("narrowcast"))
 
 
 def profile_path(device: Device) -> Path:
