@@ -114,6 +114,18 @@ def test_another_kind_than_was_asked_for_is_refused(tmp_path):
         nc.load(tmp_path / "fit.json", nc.Run)
 
 
+def test_documents_and_what_renders_them_read_no_mapping_of_anything():
+    """They read fields of results; but for what writes a file of another program, and the page's data."""
+    writers = {"model.py", "trace.py", "model_explorer.py"}
+    found = set()
+    for file in [*(REPORTS / "documents").glob("*.py"), *(REPORTS / "render").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            kind = ast.unparse(node) if isinstance(node, ast.Subscript) else ""
+            if kind in ("dict[str, Any]", "Mapping[str, Any]") and file.name not in writers:
+                found.add((file.name, node.lineno))
+    assert not found
+
+
 def test_results_are_written_by_the_codec_alone():
     """No other file of theirs makes JSON, but for the base; runs, whose tables are rows; and profiles, whose files
     several processes write.

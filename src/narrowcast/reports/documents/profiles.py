@@ -148,7 +148,7 @@ def _figures(profile: Profile, ratios: list[list[Any]]) -> list[Figure]:
             tone = "good" if median < 1 else "bad"
             found.append(Figure(f"{low} products", median, f"median of {counted(calls, 'call')}", tone, "times fp32"))
     for row in profile.emulated():
-        found.append(Figure(f"{row['format']} {row['family']}", "emulated", f"{row['ratio']:.1f} x fp32's time", "bad"))
+        found.append(Figure(f"{row.format} {row.family}", "emulated", f"{row.ratio:.1f} x fp32's time", "bad"))
     raises = sum(one.state == RAISES for one in profile.abilities.values())
     if profile.abilities:
         tone = "bad" if raises else "good"
@@ -160,7 +160,7 @@ def _todos(profile: Profile) -> list[Todo]:
     emulated = profile.emulated()
     if not emulated:
         return []
-    which = ", ".join(f"{row['family']} in {row['format']}" for row in emulated)
+    which = ", ".join(f"{row.family} in {row.format}" for row in emulated)
     why = f"this device only emulates {which}: native autocasting lowers just these, and is slower than fp32"
     return [Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why)]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from narrowcast.reports.documents.ledgers import ORDER
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Todo, node_of
@@ -80,11 +80,11 @@ def _advice(row: Finding) -> str:
     return row.advice or row.sentence
 
 
-def _history(history: list[dict[str, Any]]) -> list[Series]:
+def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:
     """Figures over training steps: each number that the looks at gradients kept."""
     names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
     if len(history) < 2 or not names:
         return []
-    xs = [float(row.get("step", i)) for i, row in enumerate(history, 1)]
+    xs = [float(step if isinstance(step := row.get("step", i), int | float) else i) for i, row in enumerate(history, 1)]
     lines = [(name, [number(row.get(name)) for row in history]) for name in names]
     return [Series("Over training steps", "step", "figure", xs, lines, "whole", log=True)]

@@ -67,6 +67,15 @@ class Sample:
         return (self.upper_ns - self.lower_ns) / 2 / self.ns if self.ns else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """A family of ops that a device has no units for in a low format. ratio: its time over fp32's."""
+
+    family: str
+    format: str
+    ratio: float
+
+
 @dataclass(slots=True)
 class Profile(Result):
     """The samples of one device by signature text, and what it can do by op, format and direction.
@@ -94,7 +103,7 @@ class Profile(Result):
             "device": asdict(self.device),
             "abilities": [self.abilities[key].to_data() for key in sorted(self.abilities)],
             "samples": {key: asdict(sample) for key, sample in sorted(self.samples.items())},
-            "emulated": self.emulated(),
+            "emulated": [asdict(row) for row in self.emulated()],  # for readers of the file
         }
 
     def low_over_high(self, format: Format) -> dict[str, float]:
@@ -109,14 +118,14 @@ class Profile(Result):
                     ratios.setdefault(sample.family, []).append(low.ns / sample.ns)
         return {family: sorted(found)[len(found) // 2] for family, found in ratios.items()}
 
-    def emulated(self) -> list[dict[str, Any]]:
-        """The families that the device only emulates in a low format, for readers of the file."""
-        rows = [(family, low, ratio) for low in (bf16, fp16) for family, ratio in self.low_over_high(low).items()]
-        return [
-            {"family": family, "format": low.name, "ratio": ratio}
-            for family, low, ratio in rows
-            if ratio > EMULATED_RATIO
+    def emulated(self) -> list[Emulated]:
+        """What the device only emulates."""
+        rows = [
+            Emulated(family, low.name, ratio)
+            for low in (bf16, fp16)
+            for family, ratio in self.low_over_high(low).items()
         ]
+        return [row for row in rows if row.ratio > EMULATED_RATIO]
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Profile:
