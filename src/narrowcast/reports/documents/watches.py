@@ -85,6 +85,7 @@ def _history(history: Sequence[Mapping[str, object]]) -> list[Series]:
     names = dict.fromkeys(k for row in history for k, v in row.items() if k != "step" and isinstance(v, float))
     if len(history) < 2 or not names:
         return []
-    xs = [float(step if isinstance(step := row.get("step", i), int | float) else i) for i, row in enumerate(history, 1)]
+    steps = [row.get("step") for row in history]
+    xs = [float(step) if isinstance(step, int | float) else float(n) for n, step in enumerate(steps, 1)]
     lines = [(name, [number(row.get(name)) for row in history]) for name in names]
     return [Series("Over training steps", "step", "figure", xs, lines, "whole", log=True)]

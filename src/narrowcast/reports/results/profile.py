@@ -120,12 +120,8 @@ class Profile(Result):
 
     def emulated(self) -> list[Emulated]:
         """What the device only emulates."""
-        rows = [
-            Emulated(family, low.name, ratio)
-            for low in (bf16, fp16)
-            for family, ratio in self.low_over_high(low).items()
-        ]
-        return [row for row in rows if row.ratio > EMULATED_RATIO]
+        ratios = [(low.name, *row) for low in (bf16, fp16) for row in self.low_over_high(low).items()]
+        return [Emulated(family, low, ratio) for low, family, ratio in ratios if ratio > EMULATED_RATIO]
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Profile:
