@@ -7,9 +7,9 @@ import statistics
 from context import Context
 
 from narrowcast.output.files import replace_text
+from narrowcast.reports.results.profile import Profile
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.measure import measure
-from narrowcast.reports.results.profile import Profile
 from narrowcast.runtime.devices.show import rows_of
 from narrowcast.runtime.devices.sweep import sweep
 
