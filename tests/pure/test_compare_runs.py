@@ -24,7 +24,7 @@ from narrowcast.analysis.compare_runs.pieces import (
 from narrowcast.analysis.compare_runs.sequences import aligned_sequences, in_order_on_both
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.errors import RunError
-from narrowcast.reports.results.mapping import Entry, RunMapping, generalised
+from narrowcast.reports.results.mapping import MappingLine, RunMapping, generalised
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import DIFFERS, INHERITED, RunDifferences
 from narrowcast.reports.results.run_records import CallRecord, TensorFacts
@@ -172,18 +172,22 @@ class TestMapping:
     """The text file."""
 
     def test_is_read_back_from_its_text(self):
-        entries = (Entry(("a.0.q", "a.0.k"), ("b.0.qk",)), Entry(("",), ("root",)), Entry(("a.1",), ()),
-                   Entry(("a aten.mm.default #1",), ("b aten.bmm.default #2 turn 3",)))  # fmt: skip
+        entries = (
+            MappingLine(("a.0.q", "a.0.k"), ("b.0.qk",)),
+            MappingLine(("",), ("root",)),
+            MappingLine(("a.1",), ()),
+            MappingLine(("a aten.mm.default #1",), ("b aten.bmm.default #2 turn 3",)),
+        )
         written = RunMapping(entries, comments=("only in a: x",))
         again = RunMapping.parse(str(written))
         assert [(e.a, e.b) for e in again.entries] == [(e.a, e.b) for e in entries] and again.entries[0].line == 3
 
     def test_layers_become_one_line(self):
-        entries = [Entry((f"a.{n}.q",), (f"b.{n}.q",)) for n in range(3)] + [Entry(("a.0.x",), ("b.1.x",))]
+        entries = [MappingLine((f"a.{n}.q",), (f"b.{n}.q",)) for n in range(3)] + [MappingLine(("a.0.x",), ("b.1.x",))]
         assert [str(e) for e in generalised(entries)] == ["a.*.q = b.*.q", "a.0.x = b.1.x"]
-        shifted = [Entry((f"a.{n}",), (f"b.{n + 1}",)) for n in range(3)]
+        shifted = [MappingLine((f"a.{n}",), (f"b.{n + 1}",)) for n in range(3)]
         assert list(generalised(shifted)) == shifted
-        filled = RunMapping((Entry(("a.*.q",), ("b.*.q",)),)).modules(
+        filled = RunMapping((MappingLine(("a.*.q",), ("b.*.q",)),)).modules(
             ["a.0.q", "a.10.q"], ["b.0.q", "b.10.q", "b.11.q"]
         )
         assert [str(e) for e in filled] == ["a.0.q = b.0.q", "a.10.q = b.10.q"]

@@ -10,7 +10,7 @@ import narrowcast as nc
 from narrowcast.core.decide import Argument, Call, Region, decide
 from narrowcast.core.ledger import CallKind, Cast
 from narrowcast.core.policy import Policy, Rule, Site, find_allowance, lint_policy
-from narrowcast.core.policy.table import Table
+from narrowcast.core.policy.table import RuleTable
 from narrowcast.core.refusals import check_counted
 from narrowcast.errors import Origin, PolicyError, RefusedError
 from narrowcast.formats import bf16, fp32
@@ -115,8 +115,8 @@ def test_what_is_allowed_of_one_call():
 
 
 def test_a_table_knows_whether_rules_hold_in_some_versions_alone():
-    assert Table(((Rule("aten.mm", "full", torch=">=2.12"),),)).has_versions
-    assert not Table(((Rule("aten.mm", "full"),),)).has_versions
+    assert RuleTable(((Rule("aten.mm", "full", torch=">=2.12"),),)).has_versions
+    assert not RuleTable(((Rule("aten.mm", "full"),),)).has_versions
 
 
 TEXT = """program p

@@ -13,8 +13,8 @@ import torch
 
 from narrowcast.errors import ProfileError
 from narrowcast.formats import bf16, fp16, fp32
-from narrowcast.frontends.race.remembered import Choice, choice_key, load_choice, save_choice
-from narrowcast.programs.program import Operand as Read
+from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
+from narrowcast.programs.program import MeasuredOperand as Read
 from narrowcast.programs.program import Step, Value
 from narrowcast.reports.results.profile import (
     Device,
@@ -27,7 +27,7 @@ from narrowcast.reports.results.profile import (
 )
 from narrowcast.runtime.devices.device import device_now
 from narrowcast.runtime.devices.known import foreign_profile, keep, known_profile
-from narrowcast.runtime.devices.measure import Measurable, Operand, measure
+from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
 from narrowcast.runtime.devices.model import CostModel
 from narrowcast.runtime.devices.signature import Signature, cast_signature, known_shape, signature_of
 from narrowcast.runtime.devices.sweep import basics, sweep
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(folder, monkeypatch):
         keep(profile)
     keep(profile)  # and no second warning, which would be an error here
     assert profile.samples
-    assert not save_choice("key", Choice("placed", {}, {}, 0, 0.0))
+    assert not save_choice("key", RememberedTimes("placed", {}, {}, 0, 0.0))
 
 
 def test_a_full_disk_leaves_the_old_file(folder, monkeypatch):
@@ -165,7 +165,7 @@ def test_choices_are_kept_and_broken_ones_set_aside(folder):
     key = choice_key(H200, "program", "inputs")
     assert key == choice_key(H200, "program", "inputs") != choice_key(H200, "program", "other inputs")
     assert load_choice(key, ["placed"]) is None
-    made = Choice("placed", {"placed": 5.0, "high": 6.0}, {"placed": 0.1, "high": 0.1}, 7, 0.5)
+    made = RememberedTimes("placed", {"placed": 5.0, "high": 6.0}, {"placed": 0.1, "high": 0.1}, 7, 0.5)
     assert save_choice(key, made)
     assert load_choice(key, ["placed", "high"]) == replace(made, from_disk=True)
     assert load_choice(key, ["policy", "high"]) is None
@@ -179,7 +179,7 @@ def test_choices_are_kept_and_broken_ones_set_aside(folder):
 
 def mm(format, m=16, k=32, n=8, backward=False):
     types = (format.name,) * 2
-    operands = tuple(Operand(s, (s[1], 1), format.name, "cpu", backward) for s in ((m, k), (k, n)))
+    operands = tuple(MeasuredOperand(s, (s[1], 1), format.name, "cpu", backward) for s in ((m, k), (k, n)))
     signature = Signature("aten.mm.default", types, ((m, k), (k, n)), (m, n), format, "", backward)
     return Measurable(signature, torch.ops.aten.mm.default, operands, {})
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, 
 
 import narrowcast as nc
 from narrowcast.errors import RunError
-from narrowcast.training.check.looking import Looking
+from narrowcast.training.check.looking import LoopObserver
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -354,7 +354,7 @@ def test_what_nobody_could_look_at_is_not_given_older_values(monkeypatch: pytest
         loop.step()
         made.append(torch.zeros(3).add_(1))
 
-    monkeypatch.setattr(Looking, "_before_op", fails)
+    monkeypatch.setattr(LoopObserver, "_before_op", fails)
     found = nc.check_training(step)
     assert any("planted" in note for note in found.notes)
     assert [tensor.tolist() for tensor in made] == [[1.0, 1.0, 1.0]] * 2

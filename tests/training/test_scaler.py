@@ -12,7 +12,7 @@ import torch
 import narrowcast as nc
 from narrowcast.errors import ScalerError, ScalerWarning
 from narrowcast.training.scaler.gradients import Culprits, check
-from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.readings import HostNumbers
 
 INF = float("inf")
 
@@ -178,7 +178,7 @@ def test_without_a_watch_the_warning_says_how_to_have_one():
         train(nc.Scaler("cpu", patience=1), [INF])
 
 
-class Late(Reading):
+class Late(HostNumbers):
     """Numbers that come late, as from an accelerator: who reads one before waits for the device."""
 
     has_come, waits = False, 0

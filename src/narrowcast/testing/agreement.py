@@ -53,7 +53,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class BesideEager:
     """One front end beside eager code."""
 
     calls: int
@@ -61,7 +61,7 @@ class Compared:
     disagreements: tuple[Disagreement, ...]
 
 
-def compare_calls(front_end: str, eager: Iterable[RanCall], found: Iterable[RanCall]) -> Compared:
+def compare_calls(front_end: str, eager: Iterable[RanCall], found: Iterable[RanCall]) -> BesideEager:
     """Hold two runs together: by identity where a module makes the same calls; in order where these are other ops, as
     many (`addmm` for `linear`); or else, for the rest of a module's calls, the set of formats.
     """
@@ -80,7 +80,7 @@ def compare_calls(front_end: str, eager: Iterable[RanCall], found: Iterable[RanC
             if left_there and not {c.computes for c in left_there} <= {c.computes for c in calls}:
                 disagreements.append(Disagreement(front_end, tuple(left or calls), tuple(left_there)))
     whole += [path or "(the root)" for path, turn in theirs if (path, turn) not in ours]
-    return Compared(count, tuple(dict.fromkeys(whole)), tuple(disagreements))
+    return BesideEager(count, tuple(dict.fromkeys(whole)), tuple(disagreements))
 
 
 def _by_module(calls: Iterable[RanCall]) -> dict[tuple[str, int], list[RanCall]]:

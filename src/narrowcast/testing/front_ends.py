@@ -23,7 +23,7 @@ from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.subject import Subject
 from narrowcast.observation.trial.trial import Trial
 from narrowcast.runtime.torch_surface.dynamo import forget_compiled_code
-from narrowcast.testing.agreement import Agreement, Compared, RanCall, compare_calls, disagreement_lines
+from narrowcast.testing.agreement import Agreement, BesideEager, RanCall, compare_calls, disagreement_lines
 
 FRONT_ENDS = ("compile", "export", "script")
 
@@ -61,7 +61,7 @@ def assert_front_ends_agree(
     trial = Trial.of("assert_front_ends_agree", model, args, kwargs, False)
     opened = observed_region("assert_front_ends_agree", trial, policy, dtype, device_type, region, "native")
     eager = _calls(trial, opened, opened.policy)
-    found: dict[str, Compared] = {}
+    found: dict[str, BesideEager] = {}
     not_taken: dict[str, str] = {}
     for name in asked:
         try:

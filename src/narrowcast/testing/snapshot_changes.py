@@ -39,7 +39,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MovedCalls:
     """Calls whose formats are as they were, in modules that have another path now."""
 
     src: str
@@ -57,7 +57,7 @@ class SnapshotCheck:
     was: Snapshot
     now: Snapshot
     changes: tuple[Change, ...]
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MovedCalls, ...] = ()
     of_casts: bool = False
 
     @property
@@ -131,7 +131,7 @@ def _aligned(
         yield from ((None, call) for call in after[j + both : j_end])
 
 
-def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[Move, ...]]:
+def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[MovedCalls, ...]]:
     """Modules that are gone, and whose calls are now those of another path: a rename, told in a line."""
     gone, new = _by_path(changes, GONE), _by_path(changes, NEW)
     waiting: dict[tuple[object, ...], list[str]] = {}
@@ -147,7 +147,7 @@ def _without_moves(changes: list[Change]) -> tuple[list[Change], tuple[Move, ...
             src, dst = _without_common_end(path, to)
             counts[src, dst] = counts.get((src, dst), 0) + len(calls)
     left = [c for c in changes if c.kind == CHANGED or c.id.module_path not in moved]
-    return left, tuple(Move(src, dst, calls) for (src, dst), calls in counts.items())
+    return left, tuple(MovedCalls(src, dst, calls) for (src, dst), calls in counts.items())
 
 
 def _by_path(changes: list[Change], kind: str) -> dict[str, list[CallFormats]]:

@@ -81,7 +81,7 @@ def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
             "Read it with the version of Narrowcast that wrote it." if is_ours else
             "Give a file that pytest --narrowcast-update or narrowcast check --update wrote.",
         )  # fmt: skip
-    sections: list[_Section] = []
+    sections: list[_DeviceSection] = []
     for number, line in enumerate(lines[1:], 2):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -90,7 +90,7 @@ def parse_snapshots(text: str, file: str = "<string>") -> Snapshots:
         if line.startswith(("<<<<<<<", "=======", ">>>>>>>", "|||||||")):
             raise _broken("a merge was not resolved here", where)
         if line.startswith("device "):
-            sections.append(_Section(line.removeprefix("device ").strip(), number))
+            sections.append(_DeviceSection(line.removeprefix("device ").strip(), number))
         elif not sections:
             raise _broken(f"{line[:60]!r} stands before the first line `device ...`", where)
         elif " | " in line:
@@ -104,7 +104,7 @@ def _broken(found: str, where: tuple[Origin, ...]) -> SnapshotError:
     return SnapshotError(f"the snapshot {where[0].file}", found, where, _ANEW)
 
 
-class _Section:
+class _DeviceSection:
     """One device's section while it is read."""
 
     def __init__(self, device_type: str, line: int) -> None:

@@ -151,7 +151,7 @@ def observed_region(
     return autocast(device, fast, asked.enabled, asked.cache, policy=chosen, cache_limit_bytes=asked.cache_limit_bytes)
 
 
-class _Captured(Run):
+class _CapturedRun(Run):
     """A run whose tensors' facts are put together when they are first asked for. later: gives them."""
 
     __slots__ = ("_tensors", "later")
@@ -186,7 +186,7 @@ class Capturing:
         self, table: Statistics, policies: tuple[Policy, ...] = (), weights: Weights | None = None,
         casts_scripts: bool = True, times: bool = False,
     ) -> None:  # fmt: skip
-        self.run = _Captured()
+        self.run = _CapturedRun()
         self._table = table
         self._observer = _Capture(self.run, table, policies, times)
         self._observer.weights, self._observer.casts_scripts = weights, casts_scripts

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.compare.reference import Kept, reads_opaque, sample_like
+from narrowcast.analysis.compare.reference import KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.frontends.eager.kernels import invoke
 from narrowcast.frontends.eager.results import cast_results
@@ -32,7 +32,9 @@ class Alone:
 class RunAlone(Observer):
     """The reference again, each call also alone as the policy has it."""
 
-    def __init__(self, policies: tuple[Any, ...], reference: dict[CallId, Kept], under: dict[CallId, Kept]) -> None:
+    def __init__(
+        self, policies: tuple[Any, ...], reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall]
+    ) -> None:
         super().__init__(policies)
         self._reference, self._under = reference, under
         self.found: dict[CallId, Alone] = {}
@@ -54,7 +56,7 @@ class RunAlone(Observer):
         self.found[call.id] = Alone(sums == kept.checksums, call.notes.get("alone") or [])
 
 
-def run_low(call: SeenCall, wanted: Kept) -> Samples | None:
+def run_low(call: SeenCall, wanted: KeptCall) -> Samples | None:
     """The floating results of a call run again as another run had it, in its formats; None where it cannot run so."""
     if not can_run_again(call) or reads_opaque(call.facts):
         return None
@@ -64,7 +66,7 @@ def run_low(call: SeenCall, wanted: Kept) -> Samples | None:
         return None
 
 
-def _run(call: SeenCall, wanted: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Samples:
+def _run(call: SeenCall, wanted: KeptCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Samples:
     plan = wanted.call.plan
     args, kwargs = copies_of_written(call.facts, args, kwargs)
     if plan is None:
@@ -75,7 +77,7 @@ def _run(call: SeenCall, wanted: Kept, args: tuple[Any, ...], kwargs: dict[str, 
     return [t for t in tensors_in(result) if is_floating(t)]
 
 
-def _dtype_as(wanted: Kept, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _dtype_as(wanted: KeptCall, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A dtype that was passed is the one that the policy's run passed."""
     theirs = wanted.call.kwargs
     return {k: theirs[k] if isinstance(v, torch.dtype) and k in theirs else v for k, v in kwargs.items()}
@@ -85,7 +87,7 @@ def _floating(dtypes: list[torch.dtype | None]) -> list[torch.dtype | None]:
     return [dtype if dtype in FORMATS else None for dtype in dtypes]
 
 
-def _samples(tensors: Samples, kept: Kept) -> Samples:
+def _samples(tensors: Samples, kept: KeptCall) -> Samples:
     found = []
     for tensor, reference in zip(tensors, kept.samples, strict=False):
         sample = sample_like(tensor, reference)

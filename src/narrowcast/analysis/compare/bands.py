@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.compare.reference import Keep, Kept, reads_opaque, sample_like
+from narrowcast.analysis.compare.reference import Keep, KeptCall, reads_opaque, sample_like
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.formats import Format
 from narrowcast.observation.observer.observer import Observer
@@ -23,7 +23,7 @@ from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, is_random, tensors
 from narrowcast.runtime.torch_surface.dispatch import tree_map, version_of
 
 
-def rounded_to(kept: Kept) -> list[torch.dtype]:
+def rounded_to(kept: KeptCall) -> list[torch.dtype]:
     """The formats that a call rounds to: its results', and those that it reads if it cannot be run alone to see."""
     return [*kept.output, *(d for d in kept.dtypes if d in FORMATS and reads_opaque(kept.call.facts))]
 

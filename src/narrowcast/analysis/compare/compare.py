@@ -36,7 +36,7 @@ from narrowcast.analysis.compare.judging import (
     scale_of_loss,
     without_sums,
 )
-from narrowcast.analysis.compare.reference import Keep, Kept
+from narrowcast.analysis.compare.reference import Keep, KeptCall
 from narrowcast.analysis.watch.culprit import first_not_finite
 from narrowcast.analysis.watch.watch import watch
 from narrowcast.core.ledger.identity import CallId
@@ -315,7 +315,9 @@ class _Comparing:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read_calls(self, reference: dict[CallId, Kept], under: dict[CallId, Kept], again: dict[CallId, Alone]) -> None:
+    def _read_calls(
+        self, reference: dict[CallId, KeptCall], under: dict[CallId, KeptCall], again: dict[CallId, Alone]
+    ) -> None:
         found = self._found
         reference, under = without_sums(reference), without_sums(under)
         elsewhere = {identity.module_path for identity in reference.keys() ^ under.keys()}

@@ -13,7 +13,7 @@ import torch
 from narrowcast.analysis.compare.alone import Alone, Samples
 from narrowcast.analysis.compare.bands import Bands
 from narrowcast.analysis.compare.kernel_bounds import Judged
-from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, Kept, sample_like
+from narrowcast.analysis.compare.reference import LIMIT, MADE, PASSED, Keep, KeptCall, sample_like
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.bounds import NAMED
 from narrowcast.formats import FORMATS as FORMATS_BY_NAME
@@ -53,7 +53,7 @@ _AT_LIMIT = "it is at a limit of the op, which fp64 has there, too, and nothing 
 
 
 def judge_call(
-    identity: CallId, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool
+    identity: CallId, kept: KeptCall, expected: KeptCall, alone: Alone | None, band: float | None, is_own: bool
 ) -> CallError:
     """The errors of one call under the policy (`kept`) against the reference, and the verdict.
 
@@ -88,7 +88,13 @@ def came_to_something(row: CallError) -> CallError:
 
 
 def _verdict(
-    row: CallError, kept: Kept, expected: Kept, alone: Alone | None, band: float | None, is_own: bool, is_lost: bool
+    row: CallError,
+    kept: KeptCall,
+    expected: KeptCall,
+    alone: Alone | None,
+    band: float | None,
+    is_own: bool,
+    is_lost: bool,
 ) -> tuple[str, str]:
     """The verdict about a call, and why."""
     judged = kept.judged
@@ -144,13 +150,13 @@ def _about_kernel(judged: Judged) -> str:
     )
 
 
-def has_same_shapes(kept: Kept, expected: Kept) -> bool:
+def has_same_shapes(kept: KeptCall, expected: KeptCall) -> bool:
     """Whether two calls gave results of the same shapes."""
     y = _at_places_of(kept, expected)
     return all(x is not None for x in y) and len(kept.samples) == len(expected.samples)
 
 
-def other_arguments(kept: Kept, expected: Kept) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+def other_arguments(kept: KeptCall, expected: KeptCall) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     """Arguments that are no tensors, nor dtypes, and differ: as the reference has them, and as they are here.
 
     None where the tensors are others, too: a mask is given where the reference says `is_causal`. Numbers that are alike
@@ -177,7 +183,7 @@ _MASKED_OUT = -0.99 * fp16.max
 """What is lower than any score: with whatever number a program masks in each format, it says the same."""
 
 
-def _at_places_of(kept: Kept, expected: Kept) -> list[torch.Tensor | None]:
+def _at_places_of(kept: KeptCall, expected: KeptCall) -> list[torch.Tensor | None]:
     return [sample_like(s.double(), want) for s, want in zip(kept.samples, expected.samples, strict=False)]
 
 
@@ -188,7 +194,7 @@ def _with_kernel(row: CallError, judged: Judged) -> CallError:
     )  # fmt: skip
 
 
-def _with_shares(row: CallError, got: Samples, r: Samples, kept: Kept) -> CallError:
+def _with_shares(row: CallError, got: Samples, r: Samples, kept: KeptCall) -> CallError:
     """The row with the shares of elements that the format lost."""
     elements = sum(x.numel() for x in r) or 1
     over = under = saturated = 0
@@ -222,7 +228,7 @@ def judge_gradients(expected: Outcome, actual: Outcome, bands: Bands, underflow:
     return [replace(g, verdict=ROUND_OFF) if g.verdict == FAULT and g.parameter in underflow else g for g in rows]
 
 
-def scale_of_loss(expected: Mapping[CallId, Kept], calls: Mapping[CallId, Kept]) -> float:
+def scale_of_loss(expected: Mapping[CallId, KeptCall], calls: Mapping[CallId, KeptCall]) -> float:
     """The scale, a power of two, with which the largest gradient in fp16 is 4,096: nothing that matters is lost then,
     and sums have room. 1, where there is none. expected: the reference's, of which none is lost.
     """
@@ -289,7 +295,7 @@ def about_underflow(rows: list[CallError], format: Format) -> str:
     )
 
 
-def without_sums(calls: dict[CallId, Kept]) -> dict[CallId, Kept]:
+def without_sums(calls: dict[CallId, KeptCall]) -> dict[CallId, KeptCall]:
     """All but the sums that autograd makes of a tensor's gradients: in which order, that depends on the casts."""
     return {
         identity: kept for identity, kept in calls.items()

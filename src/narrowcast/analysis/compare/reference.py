@@ -25,7 +25,7 @@ WHOLE, SMALL = 1 << 16, 1 << 12
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptCall:
     """Of one call: its place, formats, arguments that are no tensors, and samples of its floating results, in fp64.
 
     judged: its kernel, where that was asked for and something bounds it. nonfinite: where its results are not finite,
@@ -47,7 +47,7 @@ class Keep(Observer):
 
     def __init__(self, policies: tuple[Any, ...], limit_bytes: int, checksums: bool, judges: bool = False) -> None:
         super().__init__(policies)
-        self.calls: dict[CallId, Kept] = {}
+        self.calls: dict[CallId, KeptCall] = {}
         self._casts: list[tuple[SeenCall, torch.dtype]] = []
         self._left = self._allowed = limit_bytes
         self._checksums, self._judges = checksums, judges
@@ -104,12 +104,12 @@ def _who_made(call: SeenCall, results: list[torch.Tensor], judged: Judged | None
 
 def kept_of(
     call: SeenCall, results: list[torch.Tensor], samples: list[torch.Tensor] | None = None, sums: tuple[int, ...] = ()
-) -> Kept:
+) -> KeptCall:
     """What is kept of a call: the formats that it reads and gives, and of its results what was taken."""
     light = _light(call)
     read = tensors_by_name(call.facts, *planned_arguments(light))
     given = others_as_text(call.facts, call.args, call.kwargs)
-    return Kept(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
+    return KeptCall(light, [t.dtype for _, t in read], given, samples or [], sums, [t.dtype for t in results])
 
 
 def sample_like(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:

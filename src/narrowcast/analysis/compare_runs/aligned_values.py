@@ -19,7 +19,7 @@ from narrowcast.analysis.compare_runs.pieces import (
     in_best_turns,
     stacked,
 )
-from narrowcast.analysis.compare_runs.sides import Bundle, Placed, Side, read_by
+from narrowcast.analysis.compare_runs.sides import Bundle, RankCall, Side, read_by
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.core.ops.bounds import rounding
 from narrowcast.core.ops.facts import CONV, GEMM
@@ -38,7 +38,7 @@ what exceeds that, beside the call's own rounding, it made itself. The second of
 LEAST_BAND = 2.0**-21
 """Sketches are kept in fp32, ranges in nine digits."""
 
-Pick = Callable[[Placed], int | None]
+Pick = Callable[[RankCall], int | None]
 Join = Callable[[Sequence[Piece]], Piece | None]
 
 
@@ -290,7 +290,7 @@ def _input(name: str) -> Pick:
     return lambda placed: dict(placed.call.inputs).get(name)
 
 
-def _read(placed: Placed) -> int | None:
+def _read(placed: RankCall) -> int | None:
     return read_by(placed.call)
 
 

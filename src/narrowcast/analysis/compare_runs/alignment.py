@@ -12,7 +12,7 @@ from narrowcast.analysis.compare_runs.sides import Bundle, Side
 from narrowcast.core.ledger.identity import BACKWARD, CallId
 from narrowcast.core.ops.facts import ATTENTION, CONV, GEMM, NORM, SOFTMAX
 from narrowcast.formats import FORMATS
-from narrowcast.reports.results.mapping import Entry, RunMapping
+from narrowcast.reports.results.mapping import MappingLine, RunMapping
 
 BY_HAND, BY_PATH, BY_WEIGHTS, BY_ORDER, BY_VALUES = "mapping", "path", "weights", "order", "values"
 TOLD_APART = frozenset([GEMM, CONV, ATTENTION, NORM, SOFTMAX])
@@ -112,7 +112,7 @@ class _Aligner:
                 return bundle
         raise mapping.refused(line, f"run {run} has no call {name}, or a line above takes it", "List run.calls.")
 
-    def _modules(self, entry: Entry, mapping: RunMapping) -> None:
+    def _modules(self, entry: MappingLine, mapping: RunMapping) -> None:
         a = [[x for x in self._a.by_path[path] if x in self._free_a] for path in entry.a]
         b = [[x for x in self._b.by_path[path] if x in self._free_b] for path in entry.b]
         if not a or not b:
@@ -267,7 +267,7 @@ def ranges_apart(a: Bundle | Piece, b: Bundle | Piece) -> float:
     return max(abs(a.low - b.low), abs(a.high - b.high)) / largest if largest else 0.0
 
 
-def mapping_of(pairs: list[Aligned]) -> tuple[Entry, ...]:
+def mapping_of(pairs: list[Aligned]) -> tuple[MappingLine, ...]:
     """Entries from which the same pairs come: modules, and the calls whose modules do not say it."""
     votes: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
     for pair in pairs:
@@ -275,16 +275,16 @@ def mapping_of(pairs: list[Aligned]) -> tuple[Entry, ...]:
         votes[key] = votes.get(key, 0) + 1
     taken_a: set[str] = set()
     taken_b: set[str] = set()
-    modules: list[Entry] = []
+    modules: list[MappingLine] = []
     for a, b in sorted(votes, key=lambda key: -votes[key] - 1000 * (len(key[0]) + len(key[1]) - 2)):
         if taken_a.isdisjoint(a) and taken_b.isdisjoint(b):
-            modules.append(Entry(a, b))
+            modules.append(MappingLine(a, b))
             taken_a.update(a)
             taken_b.update(b)
     said = {(entry.a, entry.b) for entry in modules}
     order = {key: n for n, key in enumerate(votes)}
     modules.sort(key=lambda entry: order[entry.a, entry.b])
-    calls = [Entry(_ids(p.a), _ids(p.b)) for p in pairs
+    calls = [MappingLine(_ids(p.a), _ids(p.b)) for p in pairs
              if (_paths(p.a), _paths(p.b)) not in said or not _is_told_apart(p)]  # fmt: skip
     return (*modules, *calls)
 

@@ -24,7 +24,7 @@ from narrowcast.analysis.compare_runs.makers import Makers, Upstream
 from narrowcast.analysis.compare_runs.outcomes import (
     OF_OTHERS,
     UNEXPLAINED,
-    Outcome,
+    EndDifference,
     Outcomes,
     are_written_otherwise,
 )
@@ -256,19 +256,19 @@ class _Judging:
         growth = max((self.values.growth_of(n, x.call) for n, x in alone), default=1.0)
         return growth * (self.values.band_of_inputs(pair) + bands + self.values.gain(*(x for _, x in alone)) * came)
 
-    def outputs(self, rows: Sequence[RunRow]) -> list[Outcome]:
+    def outputs(self, rows: Sequence[RunRow]) -> list[EndDifference]:
         """What both runs come to. Where that is not made by calls that are pairs, what else comes to it is noted."""
         ends = [makers.ends for makers in self._makers]
         left = [[x for x in ends[n] if not self._is_end(n, x, ends[1 - n])] for n in range(2)]
         outcomes = []
         for a, b in self._nearest(*left):
             if a.elements != b.elements or (a.family == SOFTMAX) != (b.family == SOFTMAX):
-                outcomes.append(Outcome(math.inf))  # one program goes on, to probabilities or a loss
+                outcomes.append(EndDifference(math.inf))  # one program goes on, to probabilities or a loss
                 continue
             pair = Aligned((a,), (b,), "")
             found = self.values.results(pair)
-            known = Outcome.of(found.relative, self.values.band(pair), found.growth)
-            outcomes.append(known if found.is_known else Outcome(math.inf))
+            known = EndDifference.of(found.relative, self.values.band(pair), found.growth)
+            outcomes.append(known if found.is_known else EndDifference(math.inf))
             made = self._upstream(
                 [[p.call.outputs[0][1] for turn in x.turns for p in turn if p.rank == 0] for x in (a, b)]
             )
@@ -285,7 +285,9 @@ class _Judging:
                 is_alike = False
             growth = row.band / self.values.band(pair)
             outcomes.append(
-                Outcome.of(row.difference, self.values.band(pair), growth) if is_alike else Outcome(math.inf)
+                EndDifference.of(row.difference, self.values.band(pair), growth)
+                if is_alike
+                else EndDifference(math.inf)
             )
         return outcomes
 

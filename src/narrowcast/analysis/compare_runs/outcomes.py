@@ -27,7 +27,7 @@ _BAND_OF_LOW, _WIDEST = 1e-3, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EndDifference:
     """How far apart an output is, relative, and what rounding explains of that. Infinite: not known, or not the same
     output.
     """
@@ -36,7 +36,7 @@ class Outcome:
     band: float = 0.0
 
     @classmethod
-    def of(cls, difference: float, band: float, growth: float) -> Outcome:
+    def of(cls, difference: float, band: float, growth: float) -> EndDifference:
         """growth: how many times larger errors come out of what makes it; it is asked where they need that."""
         return cls(difference, band if difference <= band else band * growth)
 
@@ -44,7 +44,7 @@ class Outcome:
 class Outcomes:
     """What two programs come to. outputs: of the forward; are_others: whether they are written otherwise."""
 
-    def __init__(self, outputs: Sequence[Outcome], are_others: bool) -> None:
+    def __init__(self, outputs: Sequence[EndDifference], are_others: bool) -> None:
         self._band = max((one.band for one in outputs), default=0.0)
         self._are_others = are_others
         self.are_alike = bool(outputs) and all(one.difference <= one.band <= _WIDEST for one in outputs)

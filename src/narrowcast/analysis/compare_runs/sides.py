@@ -24,7 +24,7 @@ _READ = ("input", "mat1", "batch1", "query", "self")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RankCall:
     """A call of one rank's run."""
 
     rank: int
@@ -40,7 +40,7 @@ class Bundle:
     """
 
     position: int
-    turns: tuple[tuple[Placed, ...], ...]
+    turns: tuple[tuple[RankCall, ...], ...]
     elements: int
     columns: int
     low: float
@@ -78,7 +78,7 @@ def read_by(call: CallRecord) -> int | None:
 
 @dataclass(slots=True)
 class _Growing:
-    turns: dict[int, list[Placed]] = field(default_factory=dict)
+    turns: dict[int, list[RankCall]] = field(default_factory=dict)
 
 
 class Side:
@@ -150,10 +150,10 @@ class Side:
     def by_itself(self, cast: CallRecord) -> Bundle:
         """A cast as a bundle."""
         if id(cast) not in self._casts:
-            self._casts[id(cast)] = self._bundle(len(self.bundles), _Growing({1: [Placed(0, cast)]}))
+            self._casts[id(cast)] = self._bundle(len(self.bundles), _Growing({1: [RankCall(0, cast)]}))
         return self._casts[id(cast)]
 
-    def is_given(self, placed: Placed, name: str) -> bool:
+    def is_given(self, placed: RankCall, name: str) -> bool:
         """Whether an argument is a weight or a buffer: no call made it, and it is as flat as one. What a backward reads
         alone is neither: autograd makes it where nobody looks.
         """
@@ -186,7 +186,7 @@ class Side:
         growing: dict[tuple[str, str, tuple[int, ...], str], _Growing] = {}
         for rank, run in enumerate(self.runs):
             calls, repeated = [call for call in run.calls if not call.is_cast], Counter[CallId]()
-            steps = steps_of(calls, [self._weights_of(Placed(rank, call)) for call in calls])
+            steps = steps_of(calls, [self._weights_of(RankCall(rank, call)) for call in calls])
             for n, call in enumerate(calls):
                 turn, number = call.id.turn, [call.id.number]
                 if steps and not call.id.module_path:
@@ -195,10 +195,10 @@ class Side:
                 number = [*number, repeated[call.id]]
                 key = (call.id.module_path, call.id.op, tuple(number), call.id.direction)
                 found = growing.setdefault(key, _Growing())
-                found.turns.setdefault(turn, []).append(Placed(rank, call))
+                found.turns.setdefault(turn, []).append(RankCall(rank, call))
         return [self._bundle(n, found) for n, found in enumerate(growing.values())]
 
-    def _weights_of(self, placed: Placed) -> tuple[int, ...]:
+    def _weights_of(self, placed: RankCall) -> tuple[int, ...]:
         """What a call reads that is given and no number, as it was before casts."""
         tensors = self.runs[placed.rank].tensors
         read = [n for name, n in placed.call.inputs if self.is_given(placed, name) and tensors[n].shape]
@@ -218,7 +218,7 @@ class Side:
             op_kind(first.call.id.op).family,
         )  # fmt: skip
 
-    def _weight(self, placed: Placed, name: str) -> Piece | None:
+    def _weight(self, placed: RankCall, name: str) -> Piece | None:
         """The weight, if its values tell it from others."""
         if not name:
             return None

@@ -110,7 +110,7 @@ def explain(
         keeps_casts = asked.cache is not False and resolved.effective_cache != "off"
         around = scopes_around(device_type, fast, asked.enabled, keeps_casts, resolved)
         graphs = script_graphs_of(subject.model, around)
-        ran = _Ran(graph_ledger(graphs), "nothing was run", "", graphs)
+        ran = _RanOn(graph_ledger(graphs), "nothing was run", "", graphs)
     else:
         ran = _run(subject, opened, device_type, stands_in, real, front_end, wanted, backend)
     timed = None
@@ -140,7 +140,7 @@ def explain(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ran:
+class _RanOn:
     """What a run showed. on: what was run. note: why, if it is not fake tensors."""
 
     ledger: Ledger
@@ -154,13 +154,13 @@ class _Ran:
 def _run(
     subject: Subject, opened: autocast, device_type: str, stands_in: bool, real: bool, front_end: str, goal: Goal,
     backend: str,
-) -> _Ran:  # fmt: skip
+) -> _RanOn:  # fmt: skip
     """The model as eager code, and through a graph front end if one is to be explained."""
     ledger, ran_on, note, failure = _record(subject, opened, device_type, stands_in, real)
     note = _sentences(note, *(said for said in ledger.notes if said.startswith(NOT_INSPECTED)))
     ledger.notes.clear()  # said of the explanation as a whole
     if front_end not in ("compile", "export") or failure is not None:
-        return _Ran(ledger, ran_on, _sentences(note, _script_note(subject)), failure=failure)
+        return _RanOn(ledger, ran_on, _sentences(note, _script_note(subject)), failure=failure)
     graphs, eager = graphs_of(front_end, subject.model, subject.args, subject.kwargs, opened, goal, backend)
     found = graph_ledger(graphs)
     differences: tuple[DecisionDifference, ...] = ()
@@ -169,7 +169,7 @@ def _run(
     others = ", ".join(path or "the model itself" for path in other_paths(ledger, found))
     other = f"{_OTHER_PATH}: {others}" if others and any(graph.after is not None for graph in graphs) else ""
     ledger, ran_on = _listed(ledger, ran_on, found, graphs)
-    return _Ran(ledger, ran_on, _sentences(note, eager, other, _script_note(subject)), graphs, differences)
+    return _RanOn(ledger, ran_on, _sentences(note, eager, other, _script_note(subject)), graphs, differences)
 
 
 _OTHER_PATH = (

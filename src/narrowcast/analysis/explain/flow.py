@@ -72,14 +72,14 @@ def graph_flow(graph: CompiledGraph) -> GraphFlow:
     steps: list[FlowStep] = []
     edges: list[FlowEdge] = []
     if graph.before is not None and graph.after is not None:
-        forward = _Flow(graph.before, graph.after, steps, edges)
+        forward = _FlowWalk(graph.before, graph.after, steps, edges)
         forward.add_steps()
         if graph.joint_before is not None and graph.joint_after is not None:
-            _Backward(graph.joint_before, graph.joint_after, steps, edges, forward, graph.forward_steps).add_steps()
+            _BackwardWalk(graph.joint_before, graph.joint_after, steps, edges, forward, graph.forward_steps).add_steps()
     return GraphFlow(steps, edges)
 
 
-class _Flow:
+class _FlowWalk:
     """Walks one program, and appends to rows that may have others already."""
 
     def __init__(self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge]) -> None:
@@ -146,14 +146,14 @@ class _Flow:
         return FlowEdge(self.maker(value), end, argument, src, read.type, moved, kind, how)
 
 
-class _Backward(_Flow):
+class _BackwardWalk(_FlowWalk):
     """Walks the backward of a joint graph; what that reads of its forward was made by the forward's own steps.
 
     origins: of a step of the joint graph the forward step that it was, or whose gradients it makes.
     """
 
     def __init__(
-        self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge], forward: _Flow,
+        self, before: Program, after: Program, steps: list[FlowStep], edges: list[FlowEdge], forward: _FlowWalk,
         origins: Mapping[int, int],
     ) -> None:  # fmt: skip
         super().__init__(before, after, steps, edges)

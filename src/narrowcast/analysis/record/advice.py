@@ -43,7 +43,7 @@ class Adviser:
         self._converted: dict[torch.dtype, Advice] = {}
         self._low_results: dict[int, tuple[weakref.ref[torch.Tensor], str, Site]] = {}
         self._on_at_start = bool(ruled_device_types())
-        self._open: list[_Open] = []
+        self._open: list[_EnteredRegion] = []
         self._regions: dict[int, _Seen] = {}
         self._conversions = 0
         self._policies: dict[str, Policy] = {}  # of our regions, by digest
@@ -97,7 +97,7 @@ class Adviser:
             self._policies[region.policy.digest] = region.policy
         around = self._open[-1] if self._open else None
         kept = around is not None and around.hiding is not None
-        self._open.append(_Open(seen, *self._counts(), None if kept else self._block(region, seen.site)))
+        self._open.append(_EnteredRegion(seen, *self._counts(), None if kept else self._block(region, seen.site)))
 
     def _left(self, region: Any, raised: bool) -> None:
         if threading.get_ident() != self._thread:
@@ -294,7 +294,7 @@ class _Seen:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _EnteredRegion:
     """A region between its enter and its exit; calls and casts that there were before.
 
     hiding: what it is, if it keeps a region around it from ruling, and nothing around it does so already.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.compare.alone import run_low
-from narrowcast.analysis.repair.looking import Looking, LowCall
+from narrowcast.analysis.repair.looking import LowCall, RepairObserver
 from narrowcast.analysis.repair.rules import rule_about
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.policy import Action, Kind, Policy, Rule
@@ -42,7 +42,7 @@ class Effect:
 
 
 @dataclass(slots=True)
-class _Change:
+class _ChangedResult:
     """A result of a call, and what the call alone in its low formats changes of it; every so many elements of both."""
 
     identity: CallId
@@ -51,13 +51,13 @@ class _Change:
     step: int
 
 
-class Attribution(Looking):
+class Attribution(RepairObserver):
     """The run in fp32, in which the effects of low calls are found. `probe` is the loss that the run differentiates."""
 
     def __init__(self, low: Mapping[CallId, LowCall]) -> None:
         super().__init__((_visiting(low),), ranges=True)
         self._asked = low
-        self._changes: list[_Change] = []
+        self._changes: list[_ChangedResult] = []
         self.effects: dict[CallId, Effect] = {}
 
     def after(self, call: SeenCall) -> None:
@@ -77,7 +77,7 @@ class Attribution(Looking):
             noise += float(change.double().square().sum())
             signal += float(at.double().square().sum())
             if result.requires_grad:
-                self._changes.append(_Change(call.id, result, change, step))
+                self._changes.append(_ChangedResult(call.id, result, change, step))
         self.effects[call.id] = Effect(own=math.sqrt(noise / signal) if signal else math.inf * (noise > 0))
 
     def probe(self, output: Any) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Worth:
         return self.by_gradient and 1 / _NEAR <= math.sqrt(sum(self.parts.values())) / (error or math.inf) <= _NEAR
 
 
-def worth_of(effects: Mapping[CallId, Effect], look: Looking) -> Worth:
+def worth_of(effects: Mapping[CallId, Effect], look: RepairObserver) -> Worth:
     """What a rule about each op of each module is worth. A call that only follows counts with those that it follows."""
     by_gradient = any(any(effect.probes) for effect in effects.values())
     sums: dict[Rule, list[float]] = {}

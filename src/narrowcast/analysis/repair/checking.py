@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.repair.looking import Looking
+from narrowcast.analysis.repair.looking import RepairObserver
 from narrowcast.errors import NarrowcastError, RefusedError
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.observer.observer import quietly
@@ -85,7 +85,7 @@ class Ran:
     in_metric: whether the metric raised, and not the model.
     """
 
-    look: Looking
+    look: RepairObserver
     error: Exception | None = None
     outcome: Outcome | None = None
     metric: dict[str, float] = field(default_factory=dict)
@@ -126,7 +126,9 @@ class Checks:
         self.expected: Ran | None = None
         self._weights = Weights(parameters_of(trial.model))
 
-    def run(self, region: autocast, look: Looking, functions: bool = False, backward: bool | Loss | None = None) -> Ran:
+    def run(
+        self, region: autocast, look: RepairObserver, functions: bool = False, backward: bool | Loss | None = None
+    ) -> Ran:
         """The model in a region, its metric included. backward: another loss than the trial's, and then no metric."""
         ran = Ran(look)
         own = self.wanted.own if backward is None else None
@@ -195,7 +197,7 @@ class Checks:
                 ran.error = _of_the_model(error)
 
     @contextmanager
-    def _seen(self, look: Looking, functions: bool) -> Iterator[None]:
+    def _seen(self, look: RepairObserver, functions: bool) -> Iterator[None]:
         look.weights = self._weights
         with look.observing(), SeeFunctions(look.raising) if functions else nullcontext():
             yield

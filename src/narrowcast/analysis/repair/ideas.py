@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.analysis.repair.checking import Ran
-from narrowcast.analysis.repair.looking import LOW, Looking
+from narrowcast.analysis.repair.looking import LOW, RepairObserver
 from narrowcast.analysis.repair.rules import rule_about, rule_about_module, rule_about_result
 from narrowcast.core.ledger.identity import CallId
 from narrowcast.core.ops import named
@@ -94,7 +94,9 @@ def _tensors(raising: Raising) -> list[torch.Tensor]:
     return tensors_in(raising.args, raising.kwargs)
 
 
-def _rules_about_makers(look: Looking, tensors: list[torch.Tensor], reason: str, tried: Collection[Rule]) -> list[Rule]:
+def _rules_about_makers(
+    look: RepairObserver, tensors: list[torch.Tensor], reason: str, tried: Collection[Rule]
+) -> list[Rule]:
     """For each low tensor, the rule that gives it in fp32: about what a module returns, or about what an op gives."""
     rules: dict[Rule, None] = {}
     for tensor in tensors:
@@ -115,7 +117,7 @@ def _rules_about_makers(look: Looking, tensors: list[torch.Tensor], reason: str,
 
 
 def rules_for_not_finite(
-    findings: Iterable[Finding], look: Looking, in_fp32: Looking | None, tried: Collection[Rule]
+    findings: Iterable[Finding], look: RepairObserver, in_fp32: RepairObserver | None, tried: Collection[Rule]
 ) -> list[Rule]:
     """The rules that keep high the calls which made NaN or infinity in a low format, and those which must overflow by
     their ranges in fp32.
@@ -136,7 +138,7 @@ def rules_for_not_finite(
     return _new(rules, tried)
 
 
-def _rules_for(finding: Finding, look: Looking, tried: Collection[Rule]) -> list[Rule]:
+def _rules_for(finding: Finding, look: RepairObserver, tried: Collection[Rule]) -> list[Rule]:
     of = finding.forward or finding.id
     if of not in look.forward:  # a conversion that the model itself makes: no rule reaches it, but what it reads
         maker = look.converted.get(of)
@@ -152,14 +154,14 @@ def _rules_for(finding: Finding, look: Looking, tried: Collection[Rule]) -> list
     return [_rule_about_call(s, look, said) for s in makers]
 
 
-def _rule_about_call(identity: CallId, look: Looking, reason: str) -> Rule:
+def _rule_about_call(identity: CallId, look: RepairObserver, reason: str) -> Rule:
     """The rule about a call: by its number, where its module calls the op several times."""
     alike = [i for i in look.forward if (i.module_path, i.op) == (identity.module_path, identity.op)]
     number = identity.number if any(i.number > 1 for i in alike) else None
     return rule_about(identity.op, identity.module_path, reason=reason, call=number)
 
 
-def _before(identity: CallId, look: Looking) -> tuple[CallId, ...]:
+def _before(identity: CallId, look: RepairObserver) -> tuple[CallId, ...]:
     """The low call that ran last before one which reads nothing low itself."""
     found: CallId | None = None
     for each in look.forward:
@@ -178,7 +180,7 @@ def _reason(finding: Finding) -> str:
 # -- what is off -------------------------------------------------------------------------------------------------------
 
 
-def rules_about_low(look: Looking) -> list[Rule]:
+def rules_about_low(look: RepairObserver) -> list[Rule]:
     """The rules that keep high all that computes low: what rules lower, and kernels that call what lists lower."""
     closed = named("inside.closed")
     found = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.analysis.compare.reference import Kept, kept_of
+from narrowcast.analysis.compare.reference import KeptCall, kept_of
 from narrowcast.analysis.watch.watch_calls import WatchCalls
 from narrowcast.core.ledger.identity import FORWARD, CallId
 from narrowcast.core.policy import Kind, Policy, Rule
@@ -51,7 +51,7 @@ class LowCall:
     path. kept: its formats and plan.
     """
 
-    kept: Kept
+    kept: KeptCall
     is_decided: bool
     sources: tuple[CallId, ...]
     returned: tuple[str, ...]
@@ -62,7 +62,7 @@ class LowCall:
         return next(name for name in self.kept.call.computes.split(",") if name in LOW)
 
 
-class Looking(WatchCalls):
+class RepairObserver(WatchCalls):
     """Watches a run for what is not finite, and keeps what a repair asks about its calls.
 
     low, forward: the forward's calls in low formats, and all. calls: all in order, also those of several models that

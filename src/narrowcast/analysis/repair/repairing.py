@@ -10,7 +10,7 @@ from narrowcast.analysis.capture.capture import NOTHING
 from narrowcast.analysis.repair.attributing import Attribution, Worth, gradients_recorded, worth_of
 from narrowcast.analysis.repair.checking import Checks, Problem, Ran
 from narrowcast.analysis.repair.ideas import rules_about_low, rules_for_not_finite, rules_for_raised
-from narrowcast.analysis.repair.looking import Looking
+from narrowcast.analysis.repair.looking import RepairObserver
 from narrowcast.analysis.repair.pricing import UNPRICED, by_rule, cost_of, saved_profile
 from narrowcast.analysis.repair.rules import folded, with_repairs
 from narrowcast.analysis.repair.search import Dropping, choose, may_run
@@ -85,7 +85,7 @@ class Repairing:
 
     def _look(self, rules: tuple[Rule, ...], what: str, functions: bool = False) -> Ran:
         region = self._region_with(rules)
-        ran = self._checks.run(region, Looking((region.policy,)), functions)
+        ran = self._checks.run(region, RepairObserver((region.policy,)), functions)
         problem = self._checks.judge(ran)
         self._compiled |= ran.look.compiled
         said = problem.said if problem is not None else "clean"
@@ -108,7 +108,7 @@ class Repairing:
         if attributes and checks.wanted.own is None and not checks.trial.backward:
             expected = self._attribute(region, first.look)
         else:
-            expected = checks.run(region, Looking(ranges=True))
+            expected = checks.run(region, RepairObserver(ranges=True))
             if attributes:
                 self._attribute_besides(first.look)
         if expected.error is None:
@@ -137,7 +137,7 @@ class Repairing:
                 advice="Give tolerance=: how much worse it may be, in the metric's own unit.",
             )  # fmt: skip
 
-    def _attribute(self, region: autocast, look: Looking) -> Ran:
+    def _attribute(self, region: autocast, look: RepairObserver) -> Ran:
         """A run in fp32 that finds the effects of low calls. Code that takes no gradients has own errors alone."""
         observer = Attribution(look.low)
         with gradients_recorded(parameters_of(self._checks.trial.model)):
@@ -149,7 +149,7 @@ class Repairing:
         self._worth = worth_of(observer.effects, look)
         return ran
 
-    def _attribute_besides(self, look: Looking) -> None:
+    def _attribute_besides(self, look: RepairObserver) -> None:
         """The same where the reference has run already, or is a metric."""
         ran = self._attribute(autocast(self._found.device_type, policy=NOTHING), look)
         said = "clean" if ran.error is None else f"raises {first_line(ran.error)}"
@@ -333,7 +333,7 @@ def _figures(ran: Ran) -> str:
     return said + "".join(f", {name} {value:.6g}" for name, value in ran.metric.items())
 
 
-def _products(look: Looking) -> Products:
+def _products(look: RepairObserver) -> Products:
     """The products of a run, and how many of them read a low format."""
     recurrent = named("computation.recurrent") | named("inside.of_recurrent")
     calls = [

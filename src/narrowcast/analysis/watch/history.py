@@ -81,7 +81,7 @@ class Carrier:
         return [] if thrown_away else [cause for cause in self.causes if cause.is_open]
 
 
-class History:
+class ValueHistory:
     """Who made what is not finite, by the memory it lies in. due: causes that came to something, with what that is.
     at_step: those that a smaller scale of the loss would mend, of which a scaler may say that it skips the step.
     """

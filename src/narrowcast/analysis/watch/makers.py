@@ -50,7 +50,7 @@ class _Unknown(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _HeldTensor:
     """A tensor that is not kept alive: where it lies, and how. The reference keeps its storage's number from being used
     again. Never changed; frozen, it would cost more to make than all that it holds.
     """
@@ -64,12 +64,12 @@ class _Held:
     offset: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Held:
+    def of(tensor: torch.Tensor) -> _HeldTensor:
         if not has_storage(tensor):
-            return _Held(0, None, tensor.dtype, tensor.device, tensor.shape, (), 0)
+            return _HeldTensor(0, None, tensor.dtype, tensor.device, tensor.shape, (), 0)
         reference = StorageWeakRef(tensor.untyped_storage())
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        return _Held(reference.cdata, reference, tensor.dtype, tensor.device, shape, stride, offset)
+        return _HeldTensor(reference.cdata, reference, tensor.dtype, tensor.device, shape, stride, offset)
 
     def there(self) -> torch.Tensor | None:
         """The tensor, if its memory is in use."""
@@ -79,7 +79,7 @@ class _Held:
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
-    def seen_in(self, base: torch.Tensor, as_made: _Held) -> torch.Tensor:
+    def seen_in(self, base: torch.Tensor, as_made: _HeldTensor) -> torch.Tensor:
         """The same view of what was made again; as_made: of what it was a view."""
         if base.shape != as_made.shape or base.stride() != as_made.stride:
             raise _Unknown
@@ -89,7 +89,7 @@ class _Held:
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _PassedStep:
     """A call whose tensors are not kept. passes: whether its result shows how arguments were rounded; sums do not."""
 
     facts: OpFacts
@@ -97,10 +97,10 @@ class _Step:
     kwargs: dict[str, Any]
     plan: Plan | None
     maker: Maker | None
-    gave: list[_Held]
+    gave: list[_HeldTensor]
     passes: bool
 
-    def tensors(self) -> Iterator[_Held]:
+    def tensors(self) -> Iterator[_HeldTensor]:
         """Those that it read."""
         for value in (*self.args, *self.kwargs.values()):
             for each in value if isinstance(value, list) else [value]:
@@ -109,20 +109,20 @@ class _Step:
                     yield held
 
 
-def _of_argument(value: Any) -> _Held | None:
+def _of_argument(value: Any) -> _HeldTensor | None:
     """An argument that is a tensor; None for any other, and for a parameter that is gone."""
     if isinstance(value, weakref.ref):
         tensor = value()
-        return None if tensor is None else _Held.of(tensor)
-    return value if isinstance(value, _Held) else None
+        return None if tensor is None else _HeldTensor.of(tensor)
+    return value if isinstance(value, _HeldTensor) else None
 
 
-class Makers:
+class LowMakers:
     """The last calls that gave something in a low format, or out of one."""
 
     def __init__(self) -> None:
-        self._steps: deque[_Step] = deque(maxlen=_STEPS)
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Held]] = {}  # by the tensor's id
+        self._steps: deque[_PassedStep] = deque(maxlen=_STEPS)
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _HeldTensor]] = {}  # by the tensor's id
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -143,7 +143,7 @@ class Makers:
         self, facts: OpFacts, args: Any, kwargs: Any, results: list[torch.Tensor],
         plan: Plan | None = None, maker: Maker | None = None, passes: bool = True,
     ) -> None:  # fmt: skip
-        self._steps.append(_Step(facts, args, kwargs, plan, maker, list(map(self._place, results)), passes))
+        self._steps.append(_PassedStep(facts, args, kwargs, plan, maker, list(map(self._place, results)), passes))
 
     def _held(self, values: Any, originals: dict[int, torch.Tensor]) -> Any:
         """Arguments, their tensors not kept."""
@@ -155,12 +155,12 @@ class Makers:
             return {key: self._held(value, originals) for key, value in values.items()}
         return type(values)([self._held(v, originals) for v in values]) if type(values) in (tuple, list) else values
 
-    def _place(self, tensor: torch.Tensor) -> _Held:
+    def _place(self, tensor: torch.Tensor) -> _HeldTensor:
         """Where a tensor lies: what one call gave, the next reads, and weights are read by many."""
         found = self._known.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1] == tensor.data_ptr():
             return found[2]
-        held = _Held.of(tensor)
+        held = _HeldTensor.of(tensor)
         if held.reference is not None:
             if len(self._known) >= _STEPS:
                 self._known.clear()
@@ -191,7 +191,7 @@ class Rounded:
     """Who made what a call read: the makers with the numbers of their steps, the nearest first."""
 
     call: SeenCall
-    steps: list[_Step]
+    steps: list[_PassedStep]
     makers: dict[Maker, list[int]] = field(default_factory=dict)
     _made: dict[int, list[int]] = field(default_factory=dict)
 
@@ -226,7 +226,7 @@ class Rounded:
         originals = _originals(self.call)
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
-            held = _Held.of(originals.get(id(tensor), tensor))
+            held = _HeldTensor.of(originals.get(id(tensor), tensor))
             number = self._maker(held, len(self.steps))
             if number is None or not self._is_changed(number, high):
                 return tensor
@@ -235,7 +235,7 @@ class Rounded:
         args, kwargs = changed(self.call.args, self.call.kwargs, made)
         return run_in(replace(self.call, args=args, kwargs=kwargs), torch.float32)
 
-    def _maker(self, held: _Held, before: int) -> int | None:
+    def _maker(self, held: _HeldTensor, before: int) -> int | None:
         """The last step before another that gave what lies there."""
         numbers = self._made.get(held.key, [])
         index = bisect_left(numbers, before)
@@ -253,7 +253,9 @@ class Rounded:
             seen |= set(waiting)
         return False
 
-    def _value(self, held: _Held, before: int, high: set[int], known: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    def _value(
+        self, held: _HeldTensor, before: int, high: set[int], known: dict[int, list[torch.Tensor]]
+    ) -> torch.Tensor:
         """What a step read, if others were in fp32."""
         numbers = self._made.get(held.key, [])
         number = self._maker(held, before)
@@ -267,7 +269,7 @@ class Rounded:
         return self._made_again(held, number, high, known)
 
     def _made_again(
-        self, held: _Held, number: int, high: set[int], known: dict[int, list[torch.Tensor]]
+        self, held: _HeldTensor, number: int, high: set[int], known: dict[int, list[torch.Tensor]]
     ) -> torch.Tensor:
         """A result of a step, or a view of one."""
         gave = self.steps[number].gave

@@ -11,7 +11,7 @@ import torch
 from narrowcast.analysis.watch.culprit import unscales
 from narrowcast.core.ledger.identity import BACKWARD
 from narrowcast.observation.observer.seen_call import SeenCall
-from narrowcast.observation.trial.finiteness import Flags, Read, numbers_not_finite
+from narrowcast.observation.trial.finiteness import Flags, ReadFlags, numbers_not_finite
 from narrowcast.runtime.torch_surface.dispatch import StorageWeakRef
 
 
@@ -46,7 +46,7 @@ class PutOff:
 
 
 def judged(
-    calls: list[PutOff], losses: list[int], read: Read, is_skipped: bool
+    calls: list[PutOff], losses: list[int], read: ReadFlags, is_skipped: bool
 ) -> Iterator[tuple[PutOff, Verdict, str]]:
     """Those that gave what is not finite, what became of it, and why. losses: of what gradients were taken.
     is_skipped: a scaler skips the step.
@@ -82,7 +82,7 @@ def judged(
         yield put_off, Verdict.FINDING, why
 
 
-def masked_by_readers(calls: list[PutOff], losses: list[int], read: Read) -> set[int]:
+def masked_by_readers(calls: list[PutOff], losses: list[int], read: ReadFlags) -> set[int]:
     """The memory of what is not finite, was read, and of which in the end nothing came but finite values, and
     infinities that were freed unread.
     """

@@ -36,7 +36,7 @@ class Replay:
         def kept(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return _Cast(value.detach().cpu().clone(), next(dtypes, None))
+            return _CastTensor(value.detach().cpu().clone(), next(dtypes, None))
 
         args, kwargs = tree_map(kept, (call.args, call.kwargs))
         return Replay(op_id(call.facts.op), args, kwargs)
@@ -56,7 +56,7 @@ class Replay:
         except OSError as error:
             raise _not_written(folder, error) from error
         try:
-            values = _Values(made)
+            values = _ValuesAsText(made)
             arguments = values.text(list(self.args))
             named = values.text(dict(self.kwargs))
             text = _SCRIPT.format(
@@ -82,7 +82,7 @@ def _not_written(folder: Path, error: OSError) -> RunError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
+class _CastTensor:
     """A tensor as it came, and the dtype that it is cast to; None leaves it."""
 
     tensor: torch.Tensor
@@ -93,7 +93,7 @@ def _wrapped(sentence: str, width: int = 100) -> list[str]:
     return textwrap.wrap(sentence.replace('"', "'"), width)
 
 
-class _Values:
+class _ValuesAsText:
     """Values as Python text; tensors are written into files beside it."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class _Values:
 
     def text(self, value: Any) -> str:
         """The text that gives the value back."""
-        if isinstance(value, _Cast):
+        if isinstance(value, _CastTensor):
             text = self._tensor(value.tensor)
             return text if value.dtype is None else f"cast({text}, {value.dtype})"
         if isinstance(value, list | tuple):

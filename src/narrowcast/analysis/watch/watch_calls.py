@@ -22,8 +22,8 @@ from narrowcast.analysis.watch.culprit import (
     sums_all,
     waits,
 )
-from narrowcast.analysis.watch.history import FOR_SCALER, Carrier, Cause, History, place_of
-from narrowcast.analysis.watch.makers import Makers
+from narrowcast.analysis.watch.history import FOR_SCALER, Carrier, Cause, ValueHistory, place_of
+from narrowcast.analysis.watch.makers import LowMakers
 from narrowcast.analysis.watch.put_off import PutOff, Verdict, judged
 from narrowcast.analysis.watch.replay import Replay
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION
@@ -66,8 +66,8 @@ class WatchCalls(Observer):
         super().__init__(policies)
         self._found, self._at, self._tell = found, at, tell
         self._flags = Flags()
-        self._history = History()
-        self._low_makers = Makers()
+        self._history = ValueHistory()
+        self._low_makers = LowMakers()
         self._told: set[tuple[str | int, ...]] = set()
         self._numbers: dict[int, int] = {}
         self._later: list[PutOff] = []

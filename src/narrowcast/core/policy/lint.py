@@ -9,12 +9,12 @@ from narrowcast.core.policy.known_ops import known_ops, unknown_op
 from narrowcast.core.policy.policy import Policy
 from narrowcast.core.policy.rules import Kind, Rule
 from narrowcast.core.policy.settings import DEVICE_TYPES
-from narrowcast.core.policy.table import Table
+from narrowcast.core.policy.table import RuleTable
 from narrowcast.errors import Origin
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintLine:
     """One line of lint: what kind, about which rule, and the sentence for a person."""
 
     kind: str
@@ -26,18 +26,18 @@ class Finding:
         return f"{self.where or '(no file)'}: {self.kind}: {self.message}"
 
 
-def lint_policy(policy: Policy) -> tuple[Finding, ...]:
+def lint_policy(policy: Policy) -> tuple[LintLine, ...]:
     """Rules that can never match, rules that change nothing, unknown ops and overlaps decided by mere order.
 
     Contradictions between rows about exactly the same calls are no lint: a policy that has them does not load.
     """
     ops = known_ops()
-    findings: list[Finding] = []
+    findings: list[LintLine] = []
     for number, layer in enumerate(policy.layers):
         for rule in layer:
             nearest = unknown_op(rule)
             if nearest is not None:
-                findings.append(Finding("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
+                findings.append(LintLine("unknown op", rule, f"{rule.op} does not exist{nearest}", rule.origin))
                 continue
             is_name = rule.is_pattern and not rule.is_glob  # of a module's call, or of an op that is not listed
             named = [op for op in ops if rule.matches_op(op)] if rule.is_pattern else [rule.target]
@@ -45,16 +45,16 @@ def lint_policy(policy: Policy) -> tuple[Finding, ...]:
             shadow = _shadow(policy, number, rule, covered)
             if shadow is not None:
                 message = f"{rule} can never apply: {shadow} ({shadow.origin or 'no file'}) always comes first"
-                findings.append(Finding("never matches", rule, message, rule.origin))
+                findings.append(LintLine("never matches", rule, message, rule.origin))
             elif rule.is_unconditional and _changes_nothing(rule, covered, _bases(policy.extends)):
                 message = f"{rule} is what {', '.join(policy.extends)} says anyway, on every device"
-                findings.append(Finding("changes nothing", rule, message, rule.origin))
+                findings.append(LintLine("changes nothing", rule, message, rule.origin))
         findings += _overlaps(layer)
     return tuple(findings)
 
 
 @lru_cache(maxsize=16)
-def _bases(extends: tuple[str, ...]) -> tuple[Table, ...]:
+def _bases(extends: tuple[str, ...]) -> tuple[RuleTable, ...]:
     """What built-in policies say on each device."""
     return tuple(Policy("base", extends=extends).resolve(device).table for device in DEVICE_TYPES)
 
@@ -63,7 +63,7 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     """The rule that always wins over this one, for every op it names: unconditional and stronger."""
     if rule.argument is not None:
         return None
-    table = Table(policy.layers[number:])
+    table = RuleTable(policy.layers[number:])
     winners = []
     for op in ops:
         whole = table.candidates(op).whole
@@ -73,7 +73,7 @@ def _shadow(policy: Policy, number: int, rule: Rule, ops: list[str]) -> Rule | N
     return winners[0]
 
 
-def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[Table, ...]) -> bool:
+def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[RuleTable, ...]) -> bool:
     if rule.argument is not None or rule.action.kind is Kind.REFUSE:
         return False
     for table in bases:
@@ -84,7 +84,7 @@ def _changes_nothing(rule: Rule, ops: list[str], bases: tuple[Table, ...]) -> bo
     return True
 
 
-def _overlaps(layer: tuple[Rule, ...]) -> list[Finding]:
+def _overlaps(layer: tuple[Rule, ...]) -> list[LintLine]:
     """Pairs about the same op, equally specific, with different places that may both hold: order decides."""
     findings = []
     by_key: dict[tuple[object, ...], Rule] = {}
@@ -94,7 +94,7 @@ def _overlaps(layer: tuple[Rule, ...]) -> list[Finding]:
         if earlier is not None and earlier.action != rule.action and not rule.override and _may_meet(earlier, rule):
             other = f"{earlier} ({earlier.origin or 'no file'})"
             message = f"{rule} and {other} are equally specific; where both hold, the later wins"
-            findings.append(Finding("overlap", rule, message, rule.origin))
+            findings.append(LintLine("overlap", rule, message, rule.origin))
         by_key[key] = rule
     return findings
 

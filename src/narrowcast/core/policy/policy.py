@@ -24,7 +24,7 @@ from narrowcast.core.policy.settings import (
     check_is_loaded,
     check_settings,
 )
-from narrowcast.core.policy.table import Table
+from narrowcast.core.policy.table import RuleTable
 from narrowcast.core.policy.text import parse_text, read_text
 from narrowcast.core.policy.versions import cited, existing, installed_torch
 from narrowcast.errors import NarrowcastError, Origin, PolicyError, with_origin
@@ -158,7 +158,7 @@ class Policy:
         key = (self.digest, self.wording)
         found = _memories.get(key)
         if found is None:
-            found = _memories[key] = _Memory()
+            found = _memories[key] = _WeakDict()
         return found
 
     def remembered(self, key: Any, make: Callable[[], T]) -> T:
@@ -204,9 +204,9 @@ class Policy:
         return tuple(rule for layer in self.layers for rule in layer)
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> RuleTable:
         """The rules arranged for look-up by op id; only a resolved policy has all of them."""
-        return Table(self.layers)
+        return RuleTable(self.layers)
 
     @cached_property
     def digest(self) -> str:
@@ -332,13 +332,13 @@ def as_policy(wanted: Policy | str | Path | None) -> Policy:
     return load_builtin(str(wanted))
 
 
-class _Memory(dict[Any, Any]):
+class _WeakDict(dict[Any, Any]):
     """A dict that may be referred to weakly."""
 
     __slots__ = ("__weakref__",)
 
 
-_memories: WeakValueDictionary[tuple[str, str], _Memory] = WeakValueDictionary()  # by digest and wording
+_memories: WeakValueDictionary[tuple[str, str], _WeakDict] = WeakValueDictionary()  # by digest and wording
 _known: WeakValueDictionary[int, Policy] = WeakValueDictionary()  # by id: equal ones may come and go
 
 

@@ -20,7 +20,7 @@ class Candidates:
     depends_on_site: bool
 
 
-class Table:
+class RuleTable:
     """The look-up of a policy's rules by op id. Built once per policy; op ids are added as they are met.
 
     asks_for_names: whether any rule names a module, which may be part of a larger one, a class or a function.

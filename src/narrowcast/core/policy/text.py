@@ -54,7 +54,7 @@ _DECODE_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _TableLines:
     """The lines of one table: its header's line number and its text lines."""
 
     line: int
@@ -81,7 +81,7 @@ class PolicyText:
     extends: tuple[str, ...]
     description: str
     settings: dict[str, Any]
-    head: _Block
+    head: _TableLines
     allowances: tuple[Rule, ...] = ()
 
     def line_of(self, error: NarrowcastError) -> int:
@@ -131,7 +131,7 @@ def parse_text(text: str, file: str) -> PolicyText:
     )  # fmt: skip
 
 
-def _blocks(text: str) -> tuple[_Block, dict[str, list[_Block]]]:
+def _blocks(text: str) -> tuple[_TableLines, dict[str, list[_TableLines]]]:
     """The text cut at its [[...]] headers: what stands before the first, and each kind's tables in order."""
     head_lines: list[str] = []
     current = head_lines
@@ -145,15 +145,17 @@ def _blocks(text: str) -> tuple[_Block, dict[str, list[_Block]]]:
         current.append(line)
         for mark in re.findall(r'"""|\'\'\'', line):
             quote = "" if quote == mark else quote or mark
-    blocks: dict[str, list[_Block]] = {"rule": [], "layer": [], "layer.rule": []}
+    blocks: dict[str, list[_TableLines]] = {"rule": [], "layer": [], "layer.rule": []}
     for kind, number, lines in starts:
-        blocks[kind].append(_Block(number, tuple(lines)))
-    return _Block(1, tuple(head_lines)), blocks
+        blocks[kind].append(_TableLines(number, tuple(lines)))
+    return _TableLines(1, tuple(head_lines)), blocks
 
 
-def _rules(rows: list[Any], blocks: list[_Block], file: str, head: _Block, allowances: list[Rule]) -> list[Rule]:
+def _rules(
+    rows: list[Any], blocks: list[_TableLines], file: str, head: _TableLines, allowances: list[Rule]
+) -> list[Rule]:
     """The rules of a layer; those that allow what is not finite are added to the allowances."""
-    inline = _Block(head.line_of("rule"), ())  # `rule = [{...}]` has no headers to find lines by
+    inline = _TableLines(head.line_of("rule"), ())  # `rule = [{...}]` has no headers to find lines by
     rules: list[Rule] = []
     for number, row in enumerate(rows):
         block = blocks[number] if number < len(blocks) else inline
@@ -171,7 +173,7 @@ def _rules(rows: list[Any], blocks: list[_Block], file: str, head: _Block, allow
     return rules
 
 
-def _rules_of_row(row: dict[str, Any], block: _Block, file: str) -> list[Rule]:
+def _rules_of_row(row: dict[str, Any], block: _TableLines, file: str) -> list[Rule]:
     try:
         action = parse_action(row["action"])
     except NarrowcastError as error:
@@ -201,7 +203,7 @@ def _rules_of_row(row: dict[str, Any], block: _Block, file: str) -> list[Rule]:
     return rules
 
 
-def _check_keys(row: dict[str, Any], known: dict[str, Any], file: str, block: _Block, what: str) -> None:
+def _check_keys(row: dict[str, Any], known: dict[str, Any], file: str, block: _TableLines, what: str) -> None:
     for key, value in row.items():
         origin = Origin(file, block.line_of(key))
         if key not in known:

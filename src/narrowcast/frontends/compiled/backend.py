@@ -40,7 +40,7 @@ from narrowcast.frontends.graphs.explicit import Explicit, make_explicit
 from narrowcast.frontends.graphs.joint import edit_joint, forward_steps
 from narrowcast.frontends.graphs.other_paths import tell_other_paths
 from narrowcast.frontends.graphs.resting import Resting, rest_weights, weight_positions, with_stand_ins
-from narrowcast.frontends.race.placing import Placed, compile_placed, place_graph, with_weights
+from narrowcast.frontends.race.placing import PlacedGraph, compile_placed, place_graph, with_weights
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.marks import MARKS
@@ -62,7 +62,7 @@ class _Edited:
     """A graph with explicit casts. placed: its candidates, under a goal. resting: weights that are cast outside."""
 
     explicit: Explicit
-    placed: Placed | None
+    placed: PlacedGraph | None
     resting: Resting
 
 
@@ -150,7 +150,7 @@ class GraphBackend:
             compiled = self._inner(graph, inputs)
         return _watched(compiled, expected, self.backward)
 
-    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> Placed:
+    def _place(self, graph: GraphModule, inputs: Sequence[Any], report: CompiledGraph) -> PlacedGraph:
         """The candidates of the graph."""
         values = _fake_inputs(graph, inputs)
         fused = isinstance(self.inner, InductorCompiler)
@@ -163,7 +163,9 @@ class GraphBackend:
         report.capture_seconds = placed.explicit.capture_seconds
         return placed
 
-    def _compile_placed(self, placed: Placed, inputs: Sequence[Any], report: CompiledGraph) -> tuple[Compiled, State]:
+    def _compile_placed(
+        self, placed: PlacedGraph, inputs: Sequence[Any], report: CompiledGraph
+    ) -> tuple[Compiled, State]:
         states: list[State] = []
 
         @contextmanager

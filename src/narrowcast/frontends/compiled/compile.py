@@ -17,9 +17,9 @@ from narrowcast.errors import RegionError
 from narrowcast.formats import Format
 from narrowcast.frontends.compiled.backend import GraphBackend, register
 from narrowcast.frontends.compiled.compiled_model import (
-    Around,
     Compiled,
     CompiledModule,
+    InRegion,
     asked_again,
     asked_before,
     compiled_function,
@@ -113,7 +113,7 @@ def compile(
     around = Compiled()
     if asked.is_there:
         known = asked.device_type or device_type_of(model)
-        around = Around(lambda device: asked.on(device, chosen.forward()), known, wanted)
+        around = InRegion(lambda device: asked.on(device, chosen.forward()), known, wanted)
     if isinstance(compiled, torch.nn.Module):
         return CompiledModule.of(compiled, around, arguments, _compiled_anew)
     return compiled_function(model, compiled, around, arguments)

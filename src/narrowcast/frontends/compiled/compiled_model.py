@@ -64,7 +64,7 @@ def _raise_own(error: BaseException) -> None:
         raise inner from None
 
 
-class Around(Compiled):
+class InRegion(Compiled):
     """Runs a compiled call in a region, which is made when it is first known for which device type.
 
     make: gives the region on a device type. Under a goal the first call shows what runs as eager code in it; the region
@@ -115,7 +115,7 @@ class Around(Compiled):
             self._lock.release()
 
 
-never_trace(Around._first_call)
+never_trace(InRegion._first_call)
 
 
 def _called(around: Compiled, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +213,7 @@ def _is_torchs(method: MethodType) -> bool:
 def _method_in_region(method: MethodType, around: Compiled) -> Callable[..., Any]:
     @functools.wraps(method)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(around, Around) and not torch.compiler.is_dynamo_compiling():
+        if isinstance(around, InRegion) and not torch.compiler.is_dynamo_compiling():
             _tell_uncompiled(method)
         return run_inside(method, lambda: around.region(args, kwargs))(*args, **kwargs)
 

@@ -65,7 +65,7 @@ def names_of_forward(module: torch.nn.Module) -> Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ArgumentCast:
     """What happens to one argument: the dtype that its floating tensors are cast to, fp64 ones, too, if `exactly`."""
 
     dtype: torch.dtype | None
@@ -82,22 +82,22 @@ class Boundary:
     names: Names
     call: ModuleCall
     plan: Plan
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, ArgumentCast] = field(default_factory=dict)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ArgumentCast:
         """What happens to the argument of that name."""
         found = self.entries.get(name)
         if found is None:
             dst, exactly = self.call.cast_of(name)
-            found = self.entries[name] = Entry(None if dst is None else DTYPES[dst], exactly)
+            found = self.entries[name] = ArgumentCast(None if dst is None else DTYPES[dst], exactly)
         return found
 
-    def entry_at(self, position: int) -> Entry:
+    def entry_at(self, position: int) -> ArgumentCast:
         """What happens to a positional argument."""
         return self.entry(self.names.of(position))
 
     @cached_property
-    def positional(self) -> tuple[Entry, ...]:
+    def positional(self) -> tuple[ArgumentCast, ...]:
         """What happens to the positional arguments that have names."""
         return tuple(map(self.entry, self.names.positional))
 

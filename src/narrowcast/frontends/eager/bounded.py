@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from narrowcast.core.decide import Argument, Call, decide
 from narrowcast.core.policy import DEVICE_TYPES, MODULE_CALL_OP, RESULT, Policy, Site
-from narrowcast.frontends.eager.boundary import Boundary, Entry, cast_parts, cast_tree, first_floating
+from narrowcast.frontends.eager.boundary import ArgumentCast, Boundary, cast_parts, cast_tree, first_floating
 from narrowcast.frontends.eager.region import autocast
 from narrowcast.frontends.eager.watch import DecidedCall, watchers
 from narrowcast.runtime.regions.marks import BOUNDARY as NOTE
@@ -79,12 +79,12 @@ def _cast_arguments(
     return came, new_args, new_kwargs
 
 
-def _cast_plain(value: Any, entry: Entry, boundary: Boundary, name: str) -> Any:
+def _cast_plain(value: Any, entry: ArgumentCast, boundary: Boundary, name: str) -> Any:
     del boundary, name
     return value if entry.dtype is None else cast_tree(value, entry.dtype, entry.exactly)
 
 
-def _cast_noted(value: Any, entry: Entry, boundary: Boundary, name: str) -> Any:
+def _cast_noted(value: Any, entry: ArgumentCast, boundary: Boundary, name: str) -> Any:
     """The same, where torch.export writes down what it sees."""
     with annotate({NOTE: boundary.note(name)}):
         return _cast_plain(value, entry, boundary, name)

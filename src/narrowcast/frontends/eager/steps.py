@@ -23,7 +23,7 @@ def run_inside(function: Callable[..., Any], region: Region) -> Callable[..., An
 
         @functools.wraps(function)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _Steps(function(*args, **kwargs), region)
+            return await _RegionSteps(function(*args, **kwargs), region)
 
         return coroutine
     if inspect.isgeneratorfunction(function):
@@ -50,14 +50,14 @@ def _async_generator(function: Callable[..., Any], region: Region) -> Callable[.
         while True:
             step = inner.asend(value) if raised is None else inner.athrow(raised)
             try:
-                item = await _Steps(step, region)
+                item = await _RegionSteps(step, region)
             except StopAsyncIteration:
                 return
             value, raised = None, None
             try:
                 value = yield item
             except GeneratorExit:
-                await _Steps(inner.aclose(), region)
+                await _RegionSteps(inner.aclose(), region)
                 raise
             except BaseException as error:
                 raised = error
@@ -65,7 +65,7 @@ def _async_generator(function: Callable[..., Any], region: Region) -> Callable[.
     return async_generator
 
 
-class _Steps:
+class _RegionSteps:
     """What is awaited in steps, each inside a region."""
 
     def __init__(self, inner: Any, region: Region) -> None:

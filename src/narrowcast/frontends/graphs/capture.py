@@ -77,7 +77,7 @@ def capture(graph: torch.fx.GraphModule, inputs: Sequence[Any], outside: Outside
     flags = [_flags(value) for value in inputs]
     captured = Captured(graph)
     numbering = Numbering(outside.begins)
-    runner = _Runner(graph, captured, outside, torch.is_autocast_cache_enabled(), numbering)
+    runner = _GraphRunner(graph, captured, outside, torch.is_autocast_cache_enabled(), numbering)
     table = decompositions(graph)
     with (
         torch.fx.traceback.preserve_node_meta(), same_random_numbers(), transforms_as_they_were(),
@@ -144,7 +144,7 @@ def _copy_placeholders(old: torch.fx.GraphModule, new: torch.fx.GraphModule) -> 
         after.meta.pop("grapharg", None)  # Dynamo's own: it refers to a weight, which could not be swapped any more
 
 
-class _Runner(torch.fx.Interpreter):
+class _GraphRunner(torch.fx.Interpreter):
     """Runs a Dynamo graph, or the body of a higher-order op in one, while make_fx records."""
 
     def __init__(
@@ -289,7 +289,7 @@ class _Runner(torch.fx.Interpreter):
         else:
             region = self._enter((device, dtype, enabled, cache))
         try:
-            return _Runner(body, self.captured, self.outside, self.cached[-1], self.numbering).run(*operands)
+            return _GraphRunner(body, self.captured, self.outside, self.cached[-1], self.numbering).run(*operands)
         finally:
             if key is not None:
                 self._mark(exit_marked, (key,))
@@ -300,7 +300,7 @@ class _Runner(torch.fx.Interpreter):
     def _body(self, body: torch.fx.GraphModule, keeps_cache: bool) -> torch.fx.GraphModule:
         """A body captured by itself. What gradients its inputs carry is not known: carries change from step to step."""
         values = [noted(n) for n in body.graph.find_nodes(op="placeholder")]
-        runner = _Runner(body, self.captured, self.outside, self.cached[-1], self.numbering)
+        runner = _GraphRunner(body, self.captured, self.outside, self.cached[-1], self.numbering)
         made: torch.fx.GraphModule = reenter_make_fx(runner.run)(*[_fresh(v) for v in values])
         made.meta.update(body.meta)
         flags = [(True, keeps_cache and weight) for _, weight in map(_flags, values)]

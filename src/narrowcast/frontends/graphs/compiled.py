@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from torch.fx import GraphModule
 
 from narrowcast.core.policy import NOWHERE, Site
-from narrowcast.frontends.graphs.read import Reading
+from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.sites.graph_nodes import node_site
 
 
-class _Watching(threading.local):
+class _WatchedCompile(threading.local):
     def __init__(self) -> None:
         self.lists: list[list[CompiledGraph]] = []
 
 
-_watching = _Watching()
+_watching = _WatchedCompile()
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def report_graph(site: Site) -> CompiledGraph:
     return made
 
 
-def note_reading(report: CompiledGraph, reading: Reading) -> None:
+def note_reading(report: CompiledGraph, reading: ReadGraph) -> None:
     """Note what was read: the program before anything was decided, its policies, and casts at modules' boundaries."""
     report.before, report.policies, report.boundaries = reading.program, reading.policies, reading.boundaries
     report.hidden = reading.hidden

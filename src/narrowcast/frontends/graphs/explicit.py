@@ -14,8 +14,8 @@ from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.capture import capture
 from narrowcast.frontends.graphs.edit import write_passes
 from narrowcast.frontends.graphs.levels import Ambient
-from narrowcast.frontends.graphs.read import Reading, read_graph
-from narrowcast.programs.passes import Outcome, before_autograd
+from narrowcast.frontends.graphs.read import ReadGraph, read_graph
+from narrowcast.programs.passes import PassResult, before_autograd
 from narrowcast.runtime.devices.device import own_saved_tensors
 from narrowcast.runtime.sites.sightings import see_all
 from narrowcast.runtime.torch_surface.dispatch import ASSERT_METADATA
@@ -29,13 +29,13 @@ class Explicit:
     """
 
     graph: GraphModule
-    reading: Reading
-    outcome: Outcome
+    reading: ReadGraph
+    outcome: PassResult
     capture_seconds: float
     nodes: Mapping[int, Node] = field(default_factory=dict)
 
 
-def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = True) -> tuple[Reading, float]:
+def read_explicit(graph: GraphModule, inputs: Sequence[Any], asserts: bool = True) -> tuple[ReadGraph, float]:
     """The captured graph as a program, nothing decided, and the seconds of the capture; as `make_explicit` asks.
 
     asserts: keep torch.export's assertions about the formats of values.
@@ -63,7 +63,7 @@ def make_explicit(graph: GraphModule, inputs: Sequence[Any]) -> Explicit:
     return Explicit(reading.modules[0], reading, outcome, capture_seconds, nodes)
 
 
-def _dense(reading: Reading) -> set[int]:
+def _dense(reading: ReadGraph) -> set[int]:
     """The values whose casts have their strides: without gaps and overlaps, sizes known."""
     found = set()
     for number, node in reading.nodes.items():

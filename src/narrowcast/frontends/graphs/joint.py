@@ -11,9 +11,9 @@ from narrowcast.core.decide import Region
 from narrowcast.core.policy import Policy
 from narrowcast.frontends.graphs.edit import write_passes
 from narrowcast.frontends.graphs.levels import Ambient
-from narrowcast.frontends.graphs.read import Reading, read_graph
+from narrowcast.frontends.graphs.read import ReadGraph, read_graph
 from narrowcast.output.collector import collector_paused
-from narrowcast.programs.passes import AFTER_AUTOGRAD, Outcome
+from narrowcast.programs.passes import AFTER_AUTOGRAD, PassResult
 from narrowcast.runtime.regions.stack import Prepared
 from narrowcast.runtime.torch_bridge import op_facts
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, op_name
@@ -21,7 +21,7 @@ from narrowcast.runtime.torch_surface.dispatch import OpOverload, op_name
 
 def edit_joint(
     graph: GraphModule, regions: Mapping[str, Region], rules: Policy | None, weights: frozenset[int]
-) -> tuple[Reading, Outcome]:
+) -> tuple[ReadGraph, PassResult]:
     """Change a joint graph in place.
 
     regions: by device type, for the low format that rules about the backward mean. rules: those rules alone.
@@ -67,7 +67,7 @@ def directions(graph: GraphModule, weights: frozenset[int]) -> dict[Node, str]:
     return found
 
 
-def forward_steps(joint: Reading, written: Mapping[int, Node]) -> dict[int, int]:
+def forward_steps(joint: ReadGraph, written: Mapping[int, Node]) -> dict[int, int]:
     """For each step of a joint graph the step of the forward graph that it was, or whose gradients it makes.
 
     written: the nodes of that graph by step. AOTAutograd notes on each node which one it came from, and numbers what

@@ -39,7 +39,7 @@ Flags = Mapping[Node, tuple[bool, bool]]
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadGraph:
     """A program, and what it was read from.
 
     nodes: by step id, and ids by node. modules: the graph module of each block, in the order in which they were read.
@@ -63,16 +63,16 @@ def read_graph(
     flags: Flags | None = None,
     grad_mode: bool = True,
     joint: Mapping[Node, str] | None = None,
-) -> Reading:
+) -> ReadGraph:
     """The graph as a program; it is not changed.
 
     flags: of placeholders, whether they require grad and whether they are weights. joint: directions of nodes other
     than forward.
     """
-    return _Reader(name, ambient or Ambient(), flags or {}, grad_mode, joint or {}).run(graph)
+    return _GraphReader(name, ambient or Ambient(), flags or {}, grad_mode, joint or {}).run(graph)
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, name: str, ambient: Ambient, flags: Flags, grad_mode: bool, joint: Mapping[Node, str]) -> None:
         self.name = name
         self.flags = flags
@@ -91,10 +91,10 @@ class _Reader:
         self.sites: dict[tuple[Any, ...], Site] = {}
         self.hidden: dict[HidingBlock, int] = {}
 
-    def run(self, graph: GraphModule) -> Reading:
+    def run(self, graph: GraphModule) -> ReadGraph:
         body = self._block(graph, "main")
         program, policies = Program(self.name, body, tuple(self.levels.numbers)), self.levels.policies
-        return Reading(program, self.nodes, self.ids, self.modules, policies, self.boundaries, self.hidden)
+        return ReadGraph(program, self.nodes, self.ids, self.modules, policies, self.boundaries, self.hidden)
 
     # -- blocks and steps
 

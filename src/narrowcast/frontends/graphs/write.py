@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from narrowcast.formats import fp32, parse_format
 from narrowcast.frontends.graphs.operands import replace_operands
-from narrowcast.frontends.graphs.read import Reading
+from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.programs.program import Block, Program, Step
 from narrowcast.runtime.torch_bridge import DTYPES, defaults_after, find_op, op_facts
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload
@@ -17,7 +17,7 @@ CASTS = (TO_COPY, torch.ops.prims.convert_element_type.default)
 _NOTES = ("stack_trace", STACK, "source_fn_stack", "custom", "seq_nr", "partitioner_tag")
 
 
-def write_graph(reading: Reading, program: Program, lowered: bool = False) -> dict[int, Node]:
+def write_graph(reading: ReadGraph, program: Program, lowered: bool = False) -> dict[int, Node]:
     """Change the graph modules that `reading` was read from into what `program` says; the nodes of its steps.
 
     program: made from `reading.program` by edits alone. lowered: the graph is below the compiler's decompositions,

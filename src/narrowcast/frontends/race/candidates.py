@@ -23,11 +23,11 @@ from narrowcast.core.goals import CAST, MEMORY, WORKING, Goal
 from narrowcast.errors import EnergyError
 from narrowcast.formats import Format, bf16, fp16, fp32
 from narrowcast.frontends.graphs.operands import operands_of
-from narrowcast.frontends.graphs.read import Reading
+from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.frontends.graphs.resting import Resting, rest_weights
 from narrowcast.frontends.graphs.write import write_graph
 from narrowcast.output.progress import long_work
-from narrowcast.programs.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.programs.placement import Energy, Optimum, minimise
 from narrowcast.programs.placement.memory import KeptBytes, Smallest, place_within
 from narrowcast.programs.placement.peak import Peak, peak_of
@@ -37,7 +37,7 @@ from narrowcast.programs.placement.question import FREE, Question, find_choices
 from narrowcast.programs.program import Edit, Program, Step, Value, element_bytes, print_program
 from narrowcast.reports.results.profile import Profile
 from narrowcast.runtime.devices.abilities import slow_families
-from narrowcast.runtime.devices.measure import Measurable, Operand, measure
+from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand, measure
 from narrowcast.runtime.devices.model import CostModel
 from narrowcast.runtime.devices.prices import TimePrices, costs_time
 from narrowcast.runtime.devices.signature import known_shape
@@ -62,7 +62,7 @@ class Candidate:
     """
 
     name: str
-    outcome: Outcome
+    outcome: PassResult
     placement: Placement
     formats: tuple[str, ...]
     is_compiled: bool
@@ -77,7 +77,7 @@ class Candidate:
         """How many casts one call makes, those of weights at rest among them until it is written."""
         return len(self.outcome.program.casts()) - self.resting.removed
 
-    def write(self, reading: Reading, goal: Goal, weights: frozenset[int], rests: bool) -> None:
+    def write(self, reading: ReadGraph, goal: Goal, weights: frozenset[int], rests: bool) -> None:
         """Write it into a graph of its own. weights, rests: as for `make_candidates`."""
         self.graph, own = copy_reading(reading)
         nodes = write_graph(own, self.outcome.program)
@@ -92,7 +92,7 @@ class Candidate:
 
 
 def make_candidates(
-    reading: Reading,
+    reading: ReadGraph,
     goal: Goal,
     profile: Profile,
     fused: bool,
@@ -116,7 +116,7 @@ def make_candidates(
 
 
 def remembered_candidate(
-    reading: Reading, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], chosen: str,
+    reading: ReadGraph, goal: Goal, profile: Profile, fused: bool, weights: frozenset[int], chosen: str,
     formats: Sequence[str],
 ) -> Candidate | None:  # fmt: skip
     """The candidate that was chosen earlier, with these formats; None if they do not fit the graph."""
@@ -134,7 +134,7 @@ class _Maker:
     """Makes one candidate: `place` is one of the passes, and what it found is kept for the rest."""
 
     def __init__(
-        self, reading: Reading, goal: Goal, model: CostModel, fused: bool, weights: frozenset[int], measures: bool,
+        self, reading: ReadGraph, goal: Goal, model: CostModel, fused: bool, weights: frozenset[int], measures: bool,
         way: Way,
     ) -> None:  # fmt: skip
         self.reading, self.goal, self.measures, self.way = reading, goal, measures, way
@@ -222,7 +222,7 @@ def _fastest(question: Question) -> Optimum:
 # -- the calls of a graph, to be measured ------------------------------------------------------------------------------
 
 
-def measure_calls(reading: Reading, program: Program, prices: TimePrices) -> int:
+def measure_calls(reading: ReadGraph, program: Program, prices: TimePrices) -> int:
     """Measure the calls and casts of a program that the profile lacks, in every format that they may have."""
     ours = frozenset(program.steps) - frozenset(reading.program.steps)
     question = find_choices(program, CastBytes(), FREE, ours)  # who may choose does not depend on prices
@@ -238,7 +238,7 @@ def measure_calls(reading: Reading, program: Program, prices: TimePrices) -> int
 
 
 def _measurable(
-    reading: Reading, program: Program, step: Step, format: Format, prices: TimePrices
+    reading: ReadGraph, program: Program, step: Step, format: Format, prices: TimePrices
 ) -> Measurable | None:
     node = reading.nodes.get(step.id)
     if node is None or not isinstance(node.target, OpOverload) or not costs_time(step) or "order" in step.effects:
@@ -255,7 +255,7 @@ def _measurable(
             stride = tuple(_size(s) for s in found.stride()) if found.layout is torch.strided else ()
             shape = tuple(_size(s) for s in found.shape)
             kind = format.name if low else value.type
-            tensors.setdefault(source, []).append(Operand(shape, stride, kind, value.device, value.gradient))
+            tensors.setdefault(source, []).append(MeasuredOperand(shape, stride, kind, value.device, value.gradient))
         else:
             tensors.setdefault(source, []).append(_size(found))
 
@@ -267,7 +267,7 @@ def _measurable(
     return Measurable(signature, node.target, args, kwargs)
 
 
-def symbol_sizes(reading: Reading) -> dict[str, int]:
+def symbol_sizes(reading: ReadGraph) -> dict[str, int]:
     """What the symbolic sizes of a graph's values are for the inputs that it was captured with."""
     found: dict[str, int] = {}
     for node in reading.nodes.values():
@@ -287,7 +287,7 @@ def _size(size: Any) -> int:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def copy_reading(reading: Reading) -> tuple[GraphModule, Reading]:
+def copy_reading(reading: ReadGraph) -> tuple[GraphModule, ReadGraph]:
     """A copy of the graph, bodies of higher-order ops included, and the reading as if it had been read from that.
 
     Its constants are shared: a real tensor cannot be copied while fake ones are made.

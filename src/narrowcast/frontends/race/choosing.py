@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from narrowcast.frontends.race.remembered import Choice
+from narrowcast.frontends.race.remembered import RememberedTimes
 from narrowcast.frontends.race.rounds import LEAST_SECONDS, SECONDS, time_sides
-from narrowcast.frontends.race.sides import Compiled, Side, is_entangled
+from narrowcast.frontends.race.sides import CandidateSide, Compiled, is_entangled
 from narrowcast.runtime.devices.device import is_capturing
 from narrowcast.runtime.torch_surface.dispatch import count_dispatch_modes
 
@@ -21,7 +21,11 @@ class Choosing:
     """
 
     def __init__(
-        self, sides: Sequence[Side], written: frozenset[int], found: Callable[[Choice], None], seconds: float = SECONDS
+        self,
+        sides: Sequence[CandidateSide],
+        written: frozenset[int],
+        found: Callable[[RememberedTimes], None],
+        seconds: float = SECONDS,
     ) -> None:
         self.sides = list(sides)
         self.seconds = min(max(seconds, LEAST_SECONDS), SECONDS)
@@ -44,7 +48,7 @@ class Choosing:
         _timing.on = True
         try:
             if is_entangled(args, self.written):  # no copies behave as these do: the prediction is taken
-                choice = Choice(self.sides[0].name, {}, {}, 0, 0.0)
+                choice = RememberedTimes(self.sides[0].name, {}, {}, 0, 0.0)
             else:
                 choice = time_sides(self.sides, args, self.written, self.seconds)
         finally:

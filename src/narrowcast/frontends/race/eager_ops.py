@@ -22,11 +22,11 @@ from narrowcast.frontends.eager import autocast
 from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
 from narrowcast.frontends.eager.watch import DecidedCall, add_watcher, remove_watcher
 from narrowcast.frontends.race.candidates import HIGH, POLICY
-from narrowcast.frontends.race.remembered import Choice, choice_key, load_choice, save_choice
+from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import Side
+from narrowcast.frontends.race.sides import CandidateSide
 from narrowcast.runtime.devices.device import device_now, random_state_kept
-from narrowcast.runtime.devices.measure import LARGEST_BYTES, Operand, make_tensor
+from narrowcast.runtime.devices.measure import LARGEST_BYTES, MeasuredOperand, make_tensor
 from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, find_op, op_facts, op_id, short_type, tensors_in
 from narrowcast.runtime.torch_surface.dispatch import OpOverload, tree_flatten, tree_map, tree_unflatten
 from narrowcast.runtime.torch_surface.state import is_enabled
@@ -142,7 +142,7 @@ def _kept(leaf: Any) -> Any:
     if leaf.dtype not in FORMATS:
         return leaf.detach().clone()
     shape, stride = tuple(leaf.shape), leaf.stride()
-    return Operand(shape, stride, short_type(leaf.dtype), str(leaf.device), leaf.requires_grad)
+    return MeasuredOperand(shape, stride, short_type(leaf.dtype), str(leaf.device), leaf.requires_grad)
 
 
 def _is_free(facts: OpFacts, policy: Policy) -> bool:
@@ -159,7 +159,7 @@ def _is_free(facts: OpFacts, policy: Policy) -> bool:
 def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rule]) -> list[Rule]:
     """The rules for one op, if its calls together take less time in fp32."""
     leaves, spec = tree_flatten(kinds)
-    if sum(leaf.bytes for leaf in leaves if isinstance(leaf, Operand)) > LARGEST_BYTES:
+    if sum(leaf.bytes for leaf in leaves if isinstance(leaf, MeasuredOperand)) > LARGEST_BYTES:
         return []
 
     as_policy = region.with_eager_policy(region.policy.with_rules(earlier))
@@ -178,7 +178,7 @@ def _raced(op: OpOverload, kinds: list[Any], region: autocast, earlier: list[Rul
     if choice is None:
         in_fp32 = region.with_eager_policy(region.policy.with_rules(earlier, full, back))
         sides = [
-            Side(name, lambda *flat, around=around: _run(op, around, tree_unflatten(list(flat), spec)))
+            CandidateSide(name, lambda *flat, around=around: _run(op, around, tree_unflatten(list(flat), spec)))
             for name, around in ((POLICY, as_policy), (HIGH, in_fp32))
         ]
         choice = time_sides(sides, [_filled(leaf) for leaf in leaves], frozenset())
@@ -202,7 +202,7 @@ def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Form
             return {FORMATS.get(t.dtype) for t in tensors_in(_run(op, around, tree_map(_filled, calls)))}
 
     leaves, spec = tree_flatten(kinds[0])
-    floats = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
+    floats = [n for n, leaf in enumerate(leaves) if isinstance(leaf, MeasuredOperand)]
     found = formats(kinds)
     for changed in (floats, *([n] for n in floats)):
         tried = [_other(leaf, low) if n in changed else leaf for n, leaf in enumerate(leaves)]
@@ -211,16 +211,16 @@ def _result_format(op: OpOverload, around: autocast, kinds: list[Any], low: Form
     return found.pop() if len(found) == 1 else None
 
 
-def _other(operand: Operand, low: Format) -> Operand:
+def _other(operand: MeasuredOperand, low: Format) -> MeasuredOperand:
     """The operand in fp32 if it is low, and low if not."""
     return replace(operand, type=fp32.name if operand.type == low.name else low.name)
 
 
 def _filled(leaf: Any) -> Any:
-    return make_tensor(leaf) if isinstance(leaf, Operand) else leaf
+    return make_tensor(leaf) if isinstance(leaf, MeasuredOperand) else leaf
 
 
-def _reason(choice: Choice) -> str:
+def _reason(choice: RememberedTimes) -> str:
     """`measured: 3.1 ms in fp32, 8.2 ms as the policy says`."""
     high, policy = (choice.times_ns[name] / 1e6 for name in (HIGH, POLICY))
     return f"{_MEASURED} {high:.3g} ms in fp32, {policy:.3g} ms as the policy says"

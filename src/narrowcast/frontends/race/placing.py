@@ -19,13 +19,13 @@ from narrowcast.core.policy.lacks import ONE_FORMAT
 from narrowcast.errors import CaptureError
 from narrowcast.frontends.graphs.check import check_formats
 from narrowcast.frontends.graphs.explicit import Explicit, read_explicit
-from narrowcast.frontends.graphs.read import Reading
+from narrowcast.frontends.graphs.read import ReadGraph
 from narrowcast.frontends.graphs.resting import Resting, with_stand_ins
 from narrowcast.frontends.race.candidates import PLACED, Candidate, make_candidates, remembered_candidate
 from narrowcast.frontends.race.choosing import Choosing
-from narrowcast.frontends.race.remembered import Choice, choice_key, load_choice, save_choice
+from narrowcast.frontends.race.remembered import RememberedTimes, choice_key, load_choice, save_choice
 from narrowcast.frontends.race.rounds import time_sides
-from narrowcast.frontends.race.sides import Side
+from narrowcast.frontends.race.sides import CandidateSide
 from narrowcast.output.console import in_bytes
 from narrowcast.output.progress import long_work
 from narrowcast.programs.passes.assign import assign_casts
@@ -56,7 +56,7 @@ stand for it in compiled code: on 48 graphs of two machines they were the faster
 
 
 @dataclass(slots=True)
-class Placed:
+class PlacedGraph:
     """The candidates of a graph, and everything that is needed to compile and choose.
 
     left: those that are written, to be timed: the first is predicted best. choice: what was chosen earlier.
@@ -67,7 +67,7 @@ class Placed:
     explicit: Explicit
     goal: Goal
     key: str
-    choice: Choice | None = None
+    choice: RememberedTimes | None = None
 
 
 def place_graph(
@@ -79,7 +79,7 @@ def place_graph(
     weights: frozenset[int],
     uncompiled: bool = False,
     rests: bool = True,
-) -> Placed:
+) -> PlacedGraph:
     """The candidates of a graph whose formats are right; those whose are not are left out, with a warning.
 
     values: the fake inputs. weights: positions of those that are parameters or buffers. backend: what runs it, for the
@@ -123,10 +123,10 @@ def place_graph(
     explicit = Explicit(left[0].graph, reading, left[0].outcome, seconds)
     _tell_aligned(reading, goal)
     _tell_too_slow(candidates, left[0], reading, goal)
-    return Placed(candidates, left, explicit, goal, key, earlier)
+    return PlacedGraph(candidates, left, explicit, goal, key, earlier)
 
 
-def _tell_aligned(reading: Reading, goal: Goal) -> None:
+def _tell_aligned(reading: ReadGraph, goal: Goal) -> None:
     """Warn of each call that would raise in eager code, because of its formats, and runs under a goal."""
     program, told = reading.program, set()
     for edit in assign_casts(program, reading.policies):
@@ -144,7 +144,7 @@ def _tell_aligned(reading: Reading, goal: Goal) -> None:
         )
 
 
-def _tell_too_slow(candidates: Sequence[Candidate], taken: Candidate, reading: Reading, goal: Goal) -> None:
+def _tell_too_slow(candidates: Sequence[Candidate], taken: Candidate, reading: ReadGraph, goal: Goal) -> None:
     """Warn where fewer bytes could be held, but in more than the time that the goal may take: what to write for it."""
     compiled = [c for c in candidates if c.is_compiled and c.peak is not None]
     least = min(compiled, key=_held, default=taken)
@@ -175,7 +175,7 @@ def _is_right(candidate: Candidate, values: Sequence[Any]) -> bool:
 
 
 def compile_placed(
-    placed: Placed,
+    placed: PlacedGraph,
     inputs: Sequence[Any],
     compiler: Compiler,
     around: Callable[[Explicit, CompiledGraph], AbstractContextManager[Any]],
@@ -188,7 +188,7 @@ def compile_placed(
     start = time.perf_counter()
     left = placed.left
     reports: dict[str, CompiledGraph] = {}
-    sides: list[Side] = []
+    sides: list[CandidateSide] = []
     with long_work("compiling", len(left)) as step:
         for candidate in left:
             step(f"compiling {candidate.name}", done=False)
@@ -208,28 +208,28 @@ def compile_placed(
                     stacklevel=2,
                 )
                 continue
-            sides.append(Side(candidate.name, with_weights(compiled, candidate.resting)))
+            sides.append(CandidateSide(candidate.name, with_weights(compiled, candidate.resting)))
             step()
     report.candidates_seconds = time.perf_counter() - start
 
-    def found(choice: Choice) -> None:
+    def found(choice: RememberedTimes) -> None:
         own = reports[tell(report, placed, choice)]
         report.joint_before, report.joint_after, report.joint_edits = own.joint_before, own.joint_after, own.joint_edits
         report.forward_steps = own.forward_steps
 
     if len(sides) == 1:
-        found(placed.choice or Choice(sides[0].name, {}, {}, 0, 0.0))
+        found(placed.choice or RememberedTimes(sides[0].name, {}, {}, 0, 0.0))
     return Choosing(sides, _written(placed.explicit.reading.program), found, seconds=_RACE * report.candidates_seconds)
 
 
-def choose_now(placed: Placed, compiled: Callable[[Candidate], Compiled]) -> Choice:
+def choose_now(placed: PlacedGraph, compiled: Callable[[Candidate], Compiled]) -> RememberedTimes:
     """The choice among candidates that take no inputs here; untimed if they write to what they were given."""
     left = placed.left
     if _written(placed.explicit.reading.program):  # each run would change what the caller gave, and the weights
         left = left[:1]
     if len(left) == 1:
-        return placed.choice or Choice(left[0].name, {}, {}, 0, 0.0)
-    return time_sides([Side(c.name, compiled(c)) for c in left], (), frozenset())
+        return placed.choice or RememberedTimes(left[0].name, {}, {}, 0, 0.0)
+    return time_sides([CandidateSide(c.name, compiled(c)) for c in left], (), frozenset())
 
 
 def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> list[Candidate]:
@@ -259,7 +259,7 @@ def worth_timing(candidates: Sequence[Candidate], goal: Goal, fused: bool) -> li
     return [c for c in left if c in used or not c.is_compiled]
 
 
-def tell(report: CompiledGraph, placed: Placed, choice: Choice) -> str:
+def tell(report: CompiledGraph, placed: PlacedGraph, choice: RememberedTimes) -> str:
     """Note what was chosen, and what every candidate took and was predicted to take; the chosen one's name."""
     candidate = next(c for c in placed.candidates if c.name == choice.chosen)
     report.goal, report.chosen, report.placement = placed.goal.kind, choice.chosen, candidate.placement

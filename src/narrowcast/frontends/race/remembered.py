@@ -16,7 +16,7 @@ SCHEMA = "narrowcast.choice/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RememberedTimes:
     """What was found when candidates were timed: medians in nanoseconds by name, the spread of each, what it cost.
 
     seconds: that timing took, compiling the candidates apart. from_disk: it was found earlier. dropped: candidates that
@@ -40,7 +40,7 @@ def choice_key(device: Device, *facts: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load_choice(key: str, names: Sequence[str] | None = None) -> Choice | None:
+def load_choice(key: str, names: Sequence[str] | None = None) -> RememberedTimes | None:
     """The choice that was made earlier; None if there is none, or none among candidates of these names.
 
     A file that cannot be read is set aside, with a warning.
@@ -52,14 +52,14 @@ def load_choice(key: str, names: Sequence[str] | None = None) -> Choice | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        found = Choice(**{**data, "from_disk": True, "formats": tuple(data.get("formats", ()))})
+        found = RememberedTimes(**{**data, "from_disk": True, "formats": tuple(data.get("formats", ()))})
         return found if names is None or found.chosen in names else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"narrowcast: a kept choice could not be read ({error}); it {set_aside(path)}", stacklevel=2)
         return None
 
 
-def save_choice(key: str, choice: Choice) -> bool:
+def save_choice(key: str, choice: RememberedTimes) -> bool:
     """Keep a choice; whether that was possible. Nothing depends on it but the next process's time."""
     data = {"schema": SCHEMA, **asdict(choice)}
     del data["from_disk"]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.frontends.race.remembered import Choice
-from narrowcast.frontends.race.sides import Runner, Side
+from narrowcast.frontends.race.remembered import RememberedTimes
+from narrowcast.frontends.race.sides import CandidateSide, Runner
 from narrowcast.output.progress import long_work
 from narrowcast.runtime.devices.device import own_saved_tensors, random_state_kept
 
@@ -27,7 +27,9 @@ ROUND_NS, MOST_CALLS = 2e6, 10
 Times = dict[str, list[float]]
 
 
-def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS) -> Choice:
+def time_sides(
+    sides: Sequence[CandidateSide], args: Sequence[Any], written: frozenset[int], seconds: float = SECONDS
+) -> RememberedTimes:
     """Times of all sides in alternating rounds, and which to keep: the fastest, the first of them if in doubt.
 
     args: the inputs of a call. written: positions of those that calls write to. seconds: how long the rounds may take.
@@ -44,7 +46,7 @@ def time_sides(sides: Sequence[Side], args: Sequence[Any], written: frozenset[in
             chosen = name
     medians = {name: statistics.median(found) for name, found in times.items()}
     spreads = {name: _spread(found) for name, found in times.items()}
-    return Choice(
+    return RememberedTimes(
         chosen, medians, spreads, len(times[chosen]), time.perf_counter() - start, dropped=dropped,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ Compiled = Callable[..., Any]
 
 
 @dataclass(slots=True)
-class Side:
+class CandidateSide:
     """A compiled candidate: its name, and what runs it."""
 
     name: str
@@ -33,7 +33,7 @@ class Runner:
     Each run begins with what was given. Where gradients are taken, inputs are without anybody's hooks.
     """
 
-    def __init__(self, side: Side, given: Sequence[Any], written: frozenset[int]) -> None:
+    def __init__(self, side: CandidateSide, given: Sequence[Any], written: frozenset[int]) -> None:
         self.side = side
         self.trains = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in given)
         self._written = {n: given[n] for n in written}

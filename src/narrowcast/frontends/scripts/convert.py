@@ -19,12 +19,12 @@ from narrowcast.frontends.scripts.lifetimes import keep_until_last_use
 from narrowcast.frontends.scripts.numbering import number_calls
 from narrowcast.frontends.scripts.places import shown_at
 from narrowcast.frontends.scripts.policies import named_policy
-from narrowcast.frontends.scripts.read import Reader, Reading
+from narrowcast.frontends.scripts.read import ReadScript, ScriptReader
 from narrowcast.frontends.scripts.region_facts import region_class
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Item, Scanner, Scope, Scopes, Section
 from narrowcast.frontends.scripts.statistics import keep_norms, norms_kept
 from narrowcast.frontends.scripts.write import CastBefore, Kept, Writer
-from narrowcast.programs.passes import BEFORE_AUTOGRAD, Outcome, run_passes
+from narrowcast.programs.passes import BEFORE_AUTOGRAD, PassResult, run_passes
 from narrowcast.runtime.devices.abilities import fitted
 from narrowcast.runtime.sites.script_sites import MARK, number_of
 from narrowcast.runtime.sites.sightings import see_all
@@ -100,7 +100,7 @@ def _find_read(node: Any, up: int) -> Any:
 def make_graph_explicit(
     graph: Any, around: Scopes, module: Any = None, name: str = "forward", caller: Site = NOWHERE, marked: bool = True,
     observed: bool = False, begins: bool = True, kept: Kept = (),
-) -> tuple[Reading, Outcome]:  # fmt: skip
+) -> tuple[ReadScript, PassResult]:  # fmt: skip
     """Give a graph without calls, in place, the casts of its regions and of the one around it; its regions go.
 
     module: the script module that `self` is. caller: who calls the whole graph. marked: what the regions ruled is
@@ -128,7 +128,7 @@ def make_graph_explicit(
     tell_closed(section)
     _answer(graph, section)
     number_calls(section, begins)
-    reading = Reader(attribute, policy_of).read(section, name)
+    reading = ScriptReader(attribute, policy_of).read(section, name)
     see_all(reading.program, reading.policies)
     writer = Writer(graph, section, reading, kept)
     first, *later = BEFORE_AUTOGRAD
@@ -151,7 +151,7 @@ def make_graph_explicit(
     return reading, outcome
 
 
-def _tell_sites(graph: Any, reading: Reading) -> None:
+def _tell_sites(graph: Any, reading: ReadScript) -> None:
     """Before each call the graph says where it stands."""
     for number, item in reading.items.items():
         graph.setInsertPoint(item.node)

@@ -41,7 +41,7 @@ _ANY_SHAPE = ("?",)
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadScript:
     """A program, and what it was read from.
 
     ids: of the script's values. items: the call of each step. operands: for each step the script's values that its
@@ -61,7 +61,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Reader:
+class ScriptReader:
     """Reads one graph.
 
     attributes: from a value that is read off the module to the tensor that it is now. policies: by digest, and resolved
@@ -86,13 +86,13 @@ class Reader:
     memory: Memory = field(init=False)
     parts: dict[str, str] = field(default_factory=dict)  # of the call looked at: types of results that rules are about
 
-    def read(self, section: Section, name: str) -> Reading:
+    def read(self, section: Section, name: str) -> ReadScript:
         """The program of a graph."""
         self._propagate(section)
         self.memory = Memory(self.ids, self.known)
         body = self._block(section, "main")
         program = Program(name, body, tuple(self.opened))
-        return Reading(
+        return ReadScript(
             program, self.ids, self.items, self.operands, self.scopes, self.policies, self.sessions, self.hidden
         )
 
@@ -227,7 +227,7 @@ class Reader:
         """What is decided about a call; its operands are numbered by themselves, as there is no program yet."""
         step = self._step_of(item, facts, found, range(len(found)), (number,))
         opened = self.opened[number]
-        program = _Values(self.opened, [self._looked(s.value, n) for n, s in enumerate(found)])
+        program = _ScriptValues(self.opened, [self._looked(s.value, n) for n, s in enumerate(found)])
         return decide(call_of(program, step), self.policies[opened.policy], opened.facts)  # type: ignore[arg-type]
 
     def _after(self, plan: Plan, opened: OpenedRegion, given: list[str]) -> str | None:
@@ -383,7 +383,7 @@ def _sources(item: Item, facts: OpFacts) -> list[Source]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _ScriptValues:
     """What `call_of` reads of a program, while there is none."""
 
     regions: list[OpenedRegion]

@@ -34,9 +34,9 @@ from narrowcast.frontends.scripts.callers import (
     unmark,
 )
 from narrowcast.frontends.scripts.convert import inline_calls, make_graph_explicit
-from narrowcast.frontends.scripts.read import Reading
+from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.scopes import Scope, Scopes
-from narrowcast.programs.passes import Outcome
+from narrowcast.programs.passes import PassResult
 from narrowcast.reports.results.graphs import CompiledGraph
 from narrowcast.runtime.regions.failures import note_failure
 from narrowcast.runtime.regions.pinned import Pin
@@ -82,7 +82,7 @@ class Method:
     def make_explicit(
         self, graph: Any, scopes: Scopes, marked: bool = False, caller: Site | None = None, observed: bool = False,
         begins: bool = True,
-    ) -> tuple[Reading, Outcome]:  # fmt: skip
+    ) -> tuple[ReadScript, PassResult]:  # fmt: skip
         """Convert a graph of the method, in place, with its own regions and those around its call.
 
         marked: what they ruled is marked as cast already, for those who put the graph elsewhere. caller: another one.

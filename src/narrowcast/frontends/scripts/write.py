@@ -15,7 +15,7 @@ import torch
 from narrowcast.frontends.scripts import runtime
 from narrowcast.frontends.scripts.calls import facts_of, is_optional_tensor, is_tensor, is_tensor_list
 from narrowcast.frontends.scripts.leaves import Leaves
-from narrowcast.frontends.scripts.read import Reading
+from narrowcast.frontends.scripts.read import ReadScript
 from narrowcast.frontends.scripts.region_facts import number_of
 from narrowcast.frontends.scripts.scopes import ANYWHERE, Scope, Section
 from narrowcast.programs.passes import cast_inside, hoist_casts
@@ -37,7 +37,7 @@ class Writer:
     script knows whether it was cast before: there it looks into a list of those that were.
     """
 
-    def __init__(self, graph: Any, section: Section, reading: Reading, kept: Kept) -> None:
+    def __init__(self, graph: Any, section: Section, reading: ReadScript, kept: Kept) -> None:
         """kept: weights that are cast already."""
         self.kept = kept
         self.weights: set[int] = set()  # casts of what may be weights

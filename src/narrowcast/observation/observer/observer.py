@@ -61,7 +61,7 @@ _KEPT_NODES = 200_000
 """How many autograd nodes are remembered; their backward knows the forward call."""
 
 
-class _ThreadState(threading.local):
+class _ObserverState(threading.local):
     def __init__(self) -> None:
         self.decided: list[SeenCall | None] = []
         self.starts: list[int] = []
@@ -95,7 +95,7 @@ class Observer(DispatchMode):
         self._device_types = present_device_types()
         self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
         self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
-        self._local = _ThreadState()
+        self._local = _ObserverState()
         self._turns = Turns()
         self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
 

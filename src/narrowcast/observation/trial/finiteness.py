@@ -96,7 +96,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadFlags:
     """What flags were, by number. totals: a sum of each tensor. memory: alike for what lay in one memory, unwritten."""
 
     totals: list[float]
@@ -143,7 +143,7 @@ class Flags:
         value = self._values[number] = float(self._values[number])
         return math.isfinite(value)
 
-    def read(self) -> Read:
+    def read(self) -> ReadFlags:
         """All flags, in one transfer for each device; those that were read are forgotten."""
         waiting: dict[torch.device, list[int]] = {}
         for number, value in enumerate(self._values):
@@ -153,7 +153,7 @@ class Flags:
         for numbers in waiting.values():
             together = torch.stack([self._values[n] for n in numbers])  # type: ignore[misc]
             values.update(zip(numbers, together.tolist(), strict=True))
-        found = Read([float(values[number]) for number in range(len(values))], self._first)
+        found = ReadFlags([float(values[number]) for number in range(len(values))], self._first)
         self._values, self._first, self._known = [], [], ByStorage()
         return found
 

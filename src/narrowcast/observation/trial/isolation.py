@@ -163,11 +163,11 @@ def _restored_attributes() -> Iterator[None]:
     """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     scripts: list[ScriptState] = []
-    before: dict[int, _Attributes] = {}
+    before: dict[int, _ModuleAttributes] = {}
 
     def keep(module: torch.nn.Module, args: Any) -> None:
         if id(module) not in before:
-            before[id(module)] = _Attributes(module)
+            before[id(module)] = _ModuleAttributes(module)
             with without_modes():
                 own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
                 buffers.extend((b, b.detach().clone()) for b in own)
@@ -186,7 +186,7 @@ def _restored_attributes() -> Iterator[None]:
         _write_back(buffers)
 
 
-class _Attributes:
+class _ModuleAttributes:
     """The attributes of a module as they are now, with what is in its own dicts, lists and sets."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -219,7 +219,7 @@ def restored(model: Any) -> Iterator[None]:
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     kept = [(b, b.detach().clone()) for b in buffers]
     scripts = ScriptState(model) if isinstance(model, torch.nn.Module) else None
-    attributes = [_Attributes(m) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
+    attributes = [_ModuleAttributes(m) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
     try:
         with random_state_kept():
             yield

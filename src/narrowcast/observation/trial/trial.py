@@ -124,7 +124,7 @@ class Trial:
         copy of model and arguments in fp64.
         """
         with self._copy(dtype) as run, ExitStack() as stack:
-            gradients = _Gradients(_named_parameters(run))
+            gradients = _GradientsAside(_named_parameters(run))
             wanted = bool(self.backward) or torch.is_grad_enabled()
             try:
                 stack.enter_context(watching or nullcontext())
@@ -142,7 +142,7 @@ class Trial:
                 gradients.put_back()
             return Outcome(detached(output), found)
 
-    def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: _Gradients) -> Any:
+    def _forward(self, run: Any, region: AbstractContextManager[Any], gradients: _GradientsAside) -> Any:
         """The output; of a generator what it yields, one by one, each differentiated before the next."""
         with region:
             output = run()
@@ -155,13 +155,13 @@ class Trial:
                 return found
             return output
 
-    def _differentiate(self, output: Any, gradients: _Gradients) -> Any:
+    def _differentiate(self, output: Any, gradients: _GradientsAside) -> Any:
         if isinstance(output, list) and output and not any(t.requires_grad for t in tensors_of(output)):
             return output  # a generator's, differentiated already
         self._go_back(output, gradients)
         return output
 
-    def _go_back(self, output: Any, gradients: _Gradients) -> None:
+    def _go_back(self, output: Any, gradients: _GradientsAside) -> None:
         """Differentiate: the loss, or else every output that has a gradient. RunError if nothing can be."""
         loss = self.backward(output) if callable(self.backward) else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -245,7 +245,7 @@ def parameters_of(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-class _Gradients:
+class _GradientsAside:
     """Gradients put aside while a model is differentiated: by name those that are asked of, and whatever else has."""
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:

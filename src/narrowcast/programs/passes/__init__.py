@@ -7,8 +7,8 @@ from narrowcast.programs.passes.hoist import hoist_casts
 from narrowcast.programs.passes.pipeline import (
     AFTER_AUTOGRAD,
     BEFORE_AUTOGRAD,
-    Outcome,
     Pass,
+    PassResult,
     before_autograd,
     run_passes,
 )
@@ -17,7 +17,20 @@ from narrowcast.programs.passes.share import share_casts
 from narrowcast.programs.placement.place import move_casts, place_formats
 
 __all__ = [
-    "AFTER_AUTOGRAD", "BEFORE_AUTOGRAD", "COMPOSITE", "Outcome", "Pass", "assign_casts", "before_autograd",
-    "call_of", "cast_inside", "drop_casts", "fold_casts", "hoist_casts", "move_casts", "place_formats", "run_passes",
+    "AFTER_AUTOGRAD",
+    "BEFORE_AUTOGRAD",
+    "COMPOSITE",
+    "Pass",
+    "PassResult",
+    "assign_casts",
+    "before_autograd",
+    "call_of",
+    "cast_inside",
+    "drop_casts",
+    "fold_casts",
+    "hoist_casts",
+    "move_casts",
+    "place_formats",
+    "run_passes",
     "share_casts",
 ]  # fmt: skip

@@ -59,7 +59,7 @@ AFTER_AUTOGRAD: tuple[Pass, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PassResult:
     """A program with every format explicit, and what was done to get there."""
 
     program: Program
@@ -71,7 +71,7 @@ def run_passes(
     passes: tuple[Pass, ...],
     policies: Mapping[str, Policy] | None = None,
     overload_with_dtype: Overload = lambda op: op,
-) -> Outcome:
+) -> PassResult:
     """Assign, if policies are given, and then the passes; the program is verified before, between and after."""
     verify(program, READ)
     records: list[EditRecord] = []
@@ -87,7 +87,7 @@ def run_passes(
             verify(program, READ)
     if policies is not None:
         verify(program, ASSIGNED)
-    return Outcome(program, tuple(records))
+    return PassResult(program, tuple(records))
 
 
 _KINDS: dict[type, str] = {

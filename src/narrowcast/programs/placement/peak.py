@@ -49,7 +49,7 @@ def peak_of(
 
 
 @dataclass(slots=True)
-class _Memory:
+class _MemoryBlock:
     """What one or several values lie in: its size, and the first and last step that knows it.
 
     keeper: the first step that keeps it for its backward, which is the last of them to run. gradient: it has one.
@@ -71,7 +71,7 @@ class _Lives:
     is_fused: Callable[[Step], bool]
     workspaces: Mapping[int, Workspace]
     size: Bytes
-    memory: dict[int, _Memory] = field(init=False)
+    memory: dict[int, _MemoryBlock] = field(init=False)
     inside: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class _Lives:
             shown = writes.memories(step.id)
             if shown & given or step.value.shape is None or step.id in in_loops:
                 continue
-            found = self.memory.setdefault(min(shown), _Memory(0.0, position, position))
+            found = self.memory.setdefault(min(shown), _MemoryBlock(0.0, position, position))
             found.size = max(found.size, self.size(step.value))
             found.gradient |= step.value.gradient
         for held in writes.memories(*self.block.returns) & self.memory.keys():
@@ -143,7 +143,7 @@ class _Lives:
                 found.setdefault(last[value.id], []).append(value)
         return found
 
-    def _held(self, life: Callable[[_Memory], tuple[int, int] | None]) -> list[float]:
+    def _held(self, life: Callable[[_MemoryBlock], tuple[int, int] | None]) -> list[float]:
         """Bytes at each position, by the first and last position of each memory's life."""
         changes = [0.0] * (len(self.block.steps) + 2)
         for memory in self.memory.values():

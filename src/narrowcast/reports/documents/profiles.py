@@ -27,7 +27,7 @@ POINTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MeasuredCall:
     """One call of a family and direction, with its sample in each format. size: see `_size`."""
 
     text: str
@@ -75,7 +75,7 @@ def profile_document(found: Profile) -> Document:
     return page
 
 
-Groups = dict[tuple[str, bool], list[Call]]
+Groups = dict[tuple[str, bool], list[MeasuredCall]]
 
 
 ONE_ROW = f"{GEMM}, one row"
@@ -99,7 +99,7 @@ def _groups(samples: Mapping[str, Sample]) -> Groups:
         found.setdefault((family, sample.backward), {}).setdefault(plain, {})[name] = sample
     known = sorted((key for key in found if key[0] in _ORDER), key=lambda key: (_ORDER.index(key[0]), key[1]))
     return {
-        key: [Call(text, _size(key[0], next(iter(each.values()))), each) for text, each in found[key].items()]
+        key: [MeasuredCall(text, _size(key[0], next(iter(each.values()))), each) for text, each in found[key].items()]
         for key in known
     }
 
@@ -165,13 +165,13 @@ def _todos(profile: Profile) -> list[Todo]:
     return [Todo('Choose formats by measured time: nc.compile(model, goal="fast").', why)]
 
 
-def _plot(family: str, backward: bool, calls: list[Call]) -> tuple[list[Series], list[Crossing]]:
+def _plot(family: str, backward: bool, calls: list[MeasuredCall]) -> tuple[list[Series], list[Crossing]]:
     """Time over size, a line for each format; and where lines cross."""
     common = Counter(frozenset(call.samples) for call in calls).most_common()
     formats = max(common, key=lambda each: (len(each[0]) > 1, each[1], len(each[0])))[0]
     order = [name for name in dict.fromkeys(n for c in calls for n in c.samples) if name in formats]
     order.sort(key=lambda name: name != HIGH)
-    bins: dict[int, list[Call]] = {}
+    bins: dict[int, list[MeasuredCall]] = {}
     for call in calls:
         if formats <= set(call.samples) and call.size > 0:
             bins.setdefault(round(math.log2(call.size)), []).append(call)

@@ -21,7 +21,7 @@ _SECTIONS = re.compile(r"\*")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MappingLine:
     """One line: modules or calls (their identities as text) of a, those of b. One side may be empty: no partner."""
 
     a: tuple[str, ...]
@@ -41,7 +41,7 @@ class Entry:
 class RunMapping:
     """Modules and calls of two runs by pairs. file: where it was read, for errors. comments: written below."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[MappingLine, ...] = ()
     file: str = field(default="", compare=False)
     comments: tuple[str, ...] = ()
 
@@ -81,9 +81,9 @@ class RunMapping:
                 "Give a file in a folder that exists.",
             ) from error  # fmt: skip
 
-    def modules(self, a: Collection[str], b: Collection[str]) -> list[Entry]:
+    def modules(self, a: Collection[str], b: Collection[str]) -> list[MappingLine]:
         """The entries about modules, `*` filled in. a, b: the paths that there are. RunError for one that is not."""
-        found: list[Entry] = []
+        found: list[MappingLine] = []
         for entry in self.entries:
             if not entry.is_of_calls:
                 found += self._filled_in(entry, a, b)
@@ -102,14 +102,14 @@ class RunMapping:
         """The error about one of its lines."""
         return RunError("a mapping of runs", found, (Origin(self.file, line),), advice)
 
-    def _filled_in(self, entry: Entry, a: Collection[str], b: Collection[str]) -> Iterator[Entry]:
+    def _filled_in(self, entry: MappingLine, a: Collection[str], b: Collection[str]) -> Iterator[MappingLine]:
         stars: set[tuple[str, ...]] = set()
         for names, there in ((entry.a, a), (entry.b, b)):
             stars |= {found for name in names for path in there if (found := _stars(name, path)) is not None}
         missing = ""
         filled = 0
         for parts in sorted(stars, key=lambda parts: [(len(part), part) for part in parts]):
-            made = Entry(
+            made = MappingLine(
                 tuple(_with_stars(n, parts) for n in entry.a), tuple(_with_stars(n, parts) for n in entry.b), entry.line
             )
             lacks = [f"run a has no calls in {n or ROOT}" for n in made.a if n not in a]
@@ -129,7 +129,7 @@ _HEAD = (
 _ADVICE = "Name modules as the runs do: narrowcast report RUN --all lists their calls."
 
 
-def _entry(content: str, file: str, number: int) -> Entry:
+def _entry(content: str, file: str, number: int) -> MappingLine:
     left, equals, right = content.partition(" = ")
     sides = [tuple(part.strip() for part in side.split(" + ")) for side in (left, right)]
     where = (Origin(file, number),)
@@ -142,7 +142,7 @@ def _entry(content: str, file: str, number: int) -> Entry:
         raise RunError(asked, "several names on both sides, or none on both", where, advice)
     if len({name.count("*") for name in (*a, *b)}) > 1:
         raise RunError(asked, "a * on one side only", where, "Write as many * on each side: they stand for the same.")
-    entry = Entry(a, b, number)
+    entry = MappingLine(a, b, number)
     if entry.is_of_calls:
         for name in (*a, *b):
             try:
@@ -167,16 +167,16 @@ def _with_stars(pattern: str, stars: tuple[str, ...]) -> str:
     return _SECTIONS.sub(lambda _: next(parts), pattern)
 
 
-def generalised(entries: Iterable[Entry]) -> Iterator[Entry]:
+def generalised(entries: Iterable[MappingLine]) -> Iterator[MappingLine]:
     """The same entries, those that differ in equal numbers only as one with *. What stands alone stays as it is."""
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Entry]] = {}
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[MappingLine]] = {}
     for entry in entries:
-        pattern = Entry(tuple(map(_starred, entry.a)), tuple(map(_starred, entry.b)))
+        pattern = MappingLine(tuple(map(_starred, entry.a)), tuple(map(_starred, entry.b)))
         groups.setdefault((pattern.a, pattern.b), []).append(entry)
     for (a, b), members in groups.items():
         is_one = len({name.count("*") for name in (*a, *b)}) == 1 and len(members) > 1 and {"*"}.isdisjoint((*a, *b))
         alike = all(len({tuple(_numbers(n)) for n in (*m.a, *m.b)}) == 1 for m in members)
-        yield from [Entry(a, b)] if is_one and alike and not members[0].is_of_calls else members
+        yield from [MappingLine(a, b)] if is_one and alike and not members[0].is_of_calls else members
 
 
 def _starred(path: str) -> str:

@@ -40,7 +40,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class MeasuredOperand:
     """A tensor that a call is measured with: sizes, strides, element type, device, and whether it takes a gradient."""
 
     shape: tuple[int, ...]
@@ -167,7 +167,7 @@ def _time(runs: Sequence[Call], repeats: int) -> float:
 def _prepare(call: Measurable) -> list[Call]:
     """The call on tensors of its own; several where operands are streamed."""
     leaves, spec = tree_flatten((call.args, call.kwargs))
-    operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
+    operands = [leaf for leaf in leaves if isinstance(leaf, MeasuredOperand)]
     if sum(o.bytes for o in operands) > LARGEST_BYTES:
         raise MemoryError
     streamed = sum(o.bytes for n, o in enumerate(operands) if n in call.signature.streamed)
@@ -180,7 +180,7 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
     tensors: list[torch.Tensor] = []
     filled = []
     for leaf in leaves:
-        if isinstance(leaf, Operand):
+        if isinstance(leaf, MeasuredOperand):
             number = len(tensors)
             if number in call.signature.streamed or number not in shared:
                 shared[number] = make_tensor(leaf)
@@ -208,7 +208,7 @@ def _bind(call: Measurable, leaves: list[Any], spec: Any, shared: dict[int, torc
     return both
 
 
-def make_tensor(operand: Operand) -> torch.Tensor:
+def make_tensor(operand: MeasuredOperand) -> torch.Tensor:
     """A tensor like the operand, filled with small random numbers."""
     dtype = _dtype(operand.type)
     made = torch.empty_strided(operand.shape, operand.stride, dtype=dtype, device=operand.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.formats import Format, bf16, fp16, fp32
-from narrowcast.runtime.devices.measure import Measurable, Operand
+from narrowcast.runtime.devices.measure import Measurable, MeasuredOperand
 from narrowcast.runtime.devices.signature import Signature, cast_signature
 from narrowcast.runtime.torch_bridge import DTYPES, op_id
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY
@@ -51,7 +51,7 @@ def _copies(device: str, formats: Sequence[Format]) -> Iterator[list[Measurable]
         for src in formats:
             for dst in formats:
                 if fp32 in (src, dst):
-                    operand = Operand((size,), (1,), src.name, device)
+                    operand = MeasuredOperand((size,), (1,), src.name, device)
                     op = torch.clone if src is dst else TO_COPY
                     kwargs = {} if src is dst else {"dtype": DTYPES[dst]}
                     calls.append(Measurable(cast_signature((size,), src, dst), op, (operand,), kwargs))
@@ -65,7 +65,7 @@ def _call(
     constants = ", ".join(map(str, more))
 
     def make(format: Format, backward: bool) -> Measurable:
-        operands = tuple(Operand(s, _strides(s), format.name, device, backward) for s in shapes)
+        operands = tuple(MeasuredOperand(s, _strides(s), format.name, device, backward) for s in shapes)
         types = (format.name,) * len(shapes)
         signature = Signature(op_id(op), types, tuple(shapes), result, format, constants, backward)
         return Measurable(signature, op, (*operands, *more), {})

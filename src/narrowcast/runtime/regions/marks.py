@@ -33,7 +33,7 @@ class Markable(Protocol):
     def __exit__(self, *exc: Any) -> None: ...
 
 
-class _Open(threading.local):
+class _OpenMarks(threading.local):
     """The keys of the marked regions that are open on this thread."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Open(threading.local):
 
 
 _in_graphs: dict[str, Markable] = {}  # by key: equal keys mean equal regions, so any of them will do
-_open = _Open()
+_open = _OpenMarks()
 
 
 def hold(key: str, region: Markable) -> None:

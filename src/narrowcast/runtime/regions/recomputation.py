@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-class _Carrier(dict[str, Any]):
+class _CarriedArguments(dict[str, Any]):
     """torch's keyword arguments for the cpu region, with ours beside them, and where the checkpoint was called."""
 
     region: OpenRegion
@@ -49,7 +49,7 @@ def _with_region(original: Any) -> Any:
         device, cpu = original(*args, **kwargs)
         region = innermost()
         if region is not None and region.is_innermost:
-            cpu = _Carrier(cpu)
+            cpu = _CarriedArguments(cpu)
             cpu.region = region
             asks = region.prepared.differs or count_dispatch_modes() > 0  # rules of the policy, or whoever observes
             cpu.around = Around.now() if asks else NO_AROUND
@@ -68,12 +68,12 @@ def carried_region(device_type: str) -> OpenRegion | None:
         return None
     frame = find_recomputation()
     carrier = carried_state(frame) if frame is not None else None
-    if frame is None or not isinstance(carrier, _Carrier):
+    if frame is None or not isinstance(carrier, _CarriedArguments):
         return None
     return _of_device(carrier.region, device_type, _casts_of(carrier, frame))
 
 
-def _casts_of(carrier: _Carrier, frame: FrameType) -> WeightCache:
+def _casts_of(carrier: _CarriedArguments, frame: FrameType) -> WeightCache:
     """The weight cache of this recomputation: its own, and one."""
     key = (current_graph_task(), id(frame))
     if carrier.casts is None or carrier.casts[0] != key:

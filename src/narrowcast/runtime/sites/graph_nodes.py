@@ -63,7 +63,7 @@ class GraphCall:
     key: str
 
 
-class _Now(threading.local):
+class _NodeNow(threading.local):
     """The place of the node that a front end is running on this thread, the module's call that it stands in, and what
     numbers the calls that it makes.
     """
@@ -73,7 +73,7 @@ class _Now(threading.local):
     number: Callable[[str], int] | None = None
 
 
-_now = _Now()
+_now = _NodeNow()
 
 
 @contextmanager

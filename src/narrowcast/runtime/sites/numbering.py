@@ -23,7 +23,7 @@ from narrowcast.runtime.torch_surface.modules import carried_state, find_recompu
 Counts = dict[str, int]  # of calls, by op
 
 
-class _Now(threading.local):
+class _CountsNow(threading.local):
     """Of the innermost module's call on this thread: how many calls of each op it has made. None: nobody asked.
 
     modules: how many calls of modules there are around. task: the backward that this call is part of. again: the op
@@ -36,7 +36,7 @@ class _Now(threading.local):
     again: str = ""
 
 
-_now = _Now()
+_now = _CountsNow()
 _wanted: list[None] = []  # one for each recording, and one from the first such region on
 _staying: list[None] = []
 

@@ -15,12 +15,12 @@ MARK = "narrowcast::at"
 """The op; it takes the number of a site."""
 
 
-class _Now(threading.local):
+class _ScriptNow(threading.local):
     wanted = 0
     site: Site | None = None
 
 
-_now = _Now()
+_now = _ScriptNow()
 _sites: list[Site] = []
 _numbers: dict[Site, int] = {}
 _library: list[torch.library.Library] = []

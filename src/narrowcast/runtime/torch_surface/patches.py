@@ -33,7 +33,7 @@ class Standing:
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _HeldAttribute:
     """An attribute that is replaced for a while by `function`, which runs `chain`: all wraps around the original."""
 
     owner: Any
@@ -63,7 +63,7 @@ class _Held:
 
 
 _lock = threading.RLock()
-_held: list[_Held] = []
+_held: list[_HeldAttribute] = []
 _staying: dict[str, Standing] = {}
 
 
@@ -76,11 +76,11 @@ def held(owner: Any, why: str, **wraps: Wrap) -> Iterator[None]:
         yield
 
 
-def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _Held:
+def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _HeldAttribute:
     with _lock:
         found = next((h for h in _held if h.owner is owner and h.name == name and _stands(h)), None)
         if found is None:
-            found = _Held(owner, name, getattr(owner, name), name in vars(owner))
+            found = _HeldAttribute(owner, name, getattr(owner, name), name in vars(owner))
             _held.append(found)
             setattr(owner, name, found.function)
         found.wraps.append(wrap)
@@ -89,7 +89,7 @@ def _hold(owner: Any, name: str, wrap: Wrap, why: str) -> _Held:
         return found
 
 
-def _let_go(found: _Held, wrap: Wrap, why: str) -> None:
+def _let_go(found: _HeldAttribute, wrap: Wrap, why: str) -> None:
     with _lock:
         found.wraps.remove(wrap)
         found.why.remove(why)
@@ -105,7 +105,7 @@ def _let_go(found: _Held, wrap: Wrap, why: str) -> None:
             delattr(found.owner, found.name)
 
 
-def _stands(found: _Held) -> bool:
+def _stands(found: _HeldAttribute) -> bool:
     """Whether our function is still there, alone or below what others have put around it by functools.wraps."""
     current = getattr(found.owner, found.name)
     while current is not found.function and hasattr(current, "__wrapped__"):

@@ -46,7 +46,7 @@ class CacheInfo:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CachedCast:
     """A cast, and what it was made of.
 
     storage: tells whether the weight's memory is gone; other memory may have its address then.
@@ -107,7 +107,7 @@ class WeightCache:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.entries: dict[tuple[Any, ...], _Entry] = {}
+        self.entries: dict[tuple[Any, ...], _CachedCast] = {}
         self.hits = self.misses = self.bytes = 0
         self._next_sweep = (_SWEEP_ENTRIES, _SWEEP_BYTES)
         self._dead: deque[tuple[Any, ...]] = deque()  # keys whose weights have gone: any thread may add to it
@@ -158,7 +158,9 @@ class WeightCache:
         site = find_site(with_names=False) if checks else NOWHERE
         dead = self._dead
         reference = weakref.ref(weight, lambda _: dead.append(key))
-        self.entries[key] = _Entry(reference, StorageWeakRef(weight.untyped_storage()), made_of, result, known, site)
+        self.entries[key] = _CachedCast(
+            reference, StorageWeakRef(weight.untyped_storage()), made_of, result, known, site
+        )
         self.bytes += result.nbytes
         if len(self.entries) > self._next_sweep[0] or self.bytes > self._next_sweep[1]:
             self._sweep()

@@ -15,8 +15,8 @@ from narrowcast.observation.observer.door import NOT_INSPECTED
 from narrowcast.reports.results.training import TrainingCheck
 from narrowcast.runtime.devices.device import random_state_kept
 from narrowcast.runtime.torch_surface.modules import told_of_optimizer_steps
-from narrowcast.training.check.kept import Kept
-from narrowcast.training.check.looking import Looking
+from narrowcast.training.check.kept import KeptMemory
+from narrowcast.training.check.looking import LoopObserver
 
 _NOT_OF_LOOPS = ("rule without effect", "switched off")
 """What a recording advises and two steps cannot judge, or the user has written on purpose."""
@@ -52,8 +52,8 @@ def check_training(
             f"check_training({type(step).__name__})", "it cannot be called",
             advice="Give a function that makes one step of training: nc.check_training(lambda: step(batch)).",
         )  # fmt: skip
-    kept = Kept()
-    looking = Looking(kept)
+    kept = KeptMemory()
+    looking = LoopObserver(kept)
     door = looking.door
     own = threading.get_ident()
     others = {thread.ident for thread in threading.enumerate()} - {own}

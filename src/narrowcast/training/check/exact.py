@@ -43,7 +43,7 @@ _HELD = 0.8
 
 
 @dataclass(slots=True, eq=False)
-class _Value:
+class _ExactValue:
     """What lies somewhere as it would be without rounding. reads: the memory, as it was before the step, that it was
     computed from, and that is in a low format.
     """
@@ -74,7 +74,7 @@ class Begun:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: list[torch.Tensor]
-    value: _Value
+    value: _ExactValue
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class Exact:
 
     def __init__(self, was_there: Callable[[torch.Tensor], bool], gradients: Callable[[], set[int]]) -> None:
         self._was_there, self._gradients = was_there, gradients
-        self._values: ByStorage[_Value] = ByStorage()
+        self._values: ByStorage[_ExactValue] = ByStorage()
 
     def begin(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], site: Callable[[], Site], steps: bool
@@ -116,7 +116,7 @@ class Exact:
         if not known and not any(t.dtype in LOW for t in tensors):
             return None
         with quietly():
-            value = _Value(None, (), torch.float32, torch.empty(0), site(), of_gradients=steps)
+            value = _ExactValue(None, (), torch.float32, torch.empty(0), site(), of_gradients=steps)
             sources = [args[1]] if name == "copy" else tensors
             for tensor in sources:
                 self._read(tensor, value)
@@ -154,7 +154,7 @@ class Exact:
         """An op has drawn random numbers: what they are added to is rounded as they want it."""
         for tensor in tensors_in(result):
             if has_storage(tensor) and tensor.is_floating_point():
-                drawn = _Value(None, (), tensor.dtype, tensor.detach().float(), NOWHERE, is_random=True)
+                drawn = _ExactValue(None, (), tensor.dtype, tensor.detach().float(), NOWHERE, is_random=True)
                 self._put(tensor, drawn.exact, drawn)
 
     def end_of_step(self, kept_by_optimizers: Iterable[torch.Tensor]) -> list[Lost]:
@@ -175,7 +175,7 @@ class Exact:
         self._values = ByStorage()
         return found
 
-    def _read(self, tensor: torch.Tensor, into: _Value) -> None:
+    def _read(self, tensor: torch.Tensor, into: _ExactValue) -> None:
         """Note what a value is computed from."""
         value, key = self._values.get(tensor), storage_key(tensor)
         is_gradient = key in self._gradients()
@@ -193,8 +193,8 @@ class Exact:
             return value.exact.clone()
         return tensor.detach().to(torch.float32, copy=True)
 
-    def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _Value) -> None:
-        value = _Value(
+    def _put(self, tensor: torch.Tensor, exact: torch.Tensor, like: _ExactValue) -> None:
+        value = _ExactValue(
             StorageWeakRef(tensor.untyped_storage()), _lies(tensor), tensor.dtype, exact, like.site,
             dict(like.reads), like.of_gradients, like.is_random,
         )  # fmt: skip
@@ -210,7 +210,7 @@ def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _lost(value: _Value, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
+def _lost(value: _ExactValue, now: torch.Tensor, others: list[torch.Tensor]) -> Lost | None:
     """How much of what lies there is what lay there before, and should not be."""
     if not bool(torch.isfinite(value.exact).all()):
         return None

@@ -13,7 +13,7 @@ from narrowcast.observation.statistics.by_storage import ByStorage, has_storage
 from narrowcast.runtime.torch_bridge import tensors_in, values_of
 from narrowcast.runtime.torch_surface.dispatch import TO_COPY, op_name, storage_key
 from narrowcast.runtime.torch_surface.grad_scaling import scale_for_kernel
-from narrowcast.training.check.kept import Kept, written
+from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.scaler.gradients import parameters_of
 
 _MEASURES = frozenset(
@@ -32,7 +32,7 @@ class Gradients:
     a number that no norm of theirs went into, or by any where the loss was multiplied by a large one.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptMemory) -> None:
         self._kept = kept
         self.is_scaled_by_hand = False
         self._known: set[int] | None = None

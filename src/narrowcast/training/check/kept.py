@@ -16,7 +16,7 @@ from narrowcast.training.check.living import Living
 from narrowcast.training.scaler.gradients import parameters_of
 
 
-class Kept:
+class KeptMemory:
     """Copies of memory, taken before it is written to for the first time, and objects as they were at the start.
 
     Memory is copied if a tensor that lay in it was alive at the start. What nobody knew then is left as the steps leave

@@ -79,8 +79,8 @@ class Living:
     def __init__(self) -> None:
         self._parameters: dict[int, _Parameter] = {}
         self._modules: dict[int, _Module] = {}
-        self._optimizers: dict[int, tuple[Optimizer, _Attributes]] = {}
-        self._schedules: list[tuple[LRScheduler, _Attributes]] = []
+        self._optimizers: dict[int, tuple[Optimizer, _LivingAttributes]] = {}
+        self._schedules: list[tuple[LRScheduler, _LivingAttributes]] = []
         self._touched: set[int] = set()
         found = list(_instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler)))
         self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
@@ -88,18 +88,18 @@ class Living:
             if isinstance(one, torch.jit.ScriptModule):
                 self._tensors += [*one.parameters(), *one.buffers()]
         self.scalers = [one for one in found if isinstance(one, torch.amp.GradScaler)]
-        self._scalers = [_Attributes(scaler) for scaler in self.scalers]
+        self._scalers = [_LivingAttributes(scaler) for scaler in self.scalers]
         for one in found:
             if isinstance(one, Parameter):
                 self._add_parameter(one)
             elif isinstance(one, Module):
                 self._add_module(one)
             elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that stands for another
-                self._optimizers[id(one)] = one, _Attributes(one)
+                self._optimizers[id(one)] = one, _LivingAttributes(one)
                 for parameter in parameters_of(one):  # it may be a plain tensor
                     self._add_parameter(parameter)
             elif isinstance(one, LRScheduler):
-                self._schedules.append((one, _Attributes(one)))
+                self._schedules.append((one, _LivingAttributes(one)))
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
@@ -121,7 +121,7 @@ class Living:
     def optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer, _Attributes(optimizer)
+            self._optimizers[id(optimizer)] = optimizer, _LivingAttributes(optimizer)
         self._touched.add(id(optimizer))
         for parameter in parameters_of(optimizer):
             self._add_parameter(parameter)
@@ -161,7 +161,7 @@ class Living:
         self._modules[id(module)] = _Module(module, module.training, tensors)
 
 
-class _Attributes:
+class _LivingAttributes:
     """The attributes of an object, and of dicts and lists in them what they hold: tensors are held, not copied."""
 
     def __init__(self, owner: Any) -> None:

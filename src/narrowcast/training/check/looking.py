@@ -36,7 +36,7 @@ from narrowcast.training.check.backwards import Backwards
 from narrowcast.training.check.batch_norm import low_statistics
 from narrowcast.training.check.exact import Begun, Exact, told
 from narrowcast.training.check.gradients import Found, Gradients
-from narrowcast.training.check.kept import Kept, written
+from narrowcast.training.check.kept import KeptMemory, written
 from narrowcast.training.check.sharded import Reduced, casts_beside
 from narrowcast.training.check.stale import Stale
 from narrowcast.training.check.sums import Sums
@@ -56,14 +56,14 @@ class _Evaluated:
     outside: list[tuple[str, Site]] = field(default_factory=list)
 
 
-class Looking(Observer):
+class LoopObserver(Observer):
     """Sees the steps of a loop. found: what is wrong, and how often; updates: of a scale; inside, outside: calls;
     has_seen, has_lowered: there was one, a region lowered one; is_cast_beside: somebody casts besides the region.
     """
 
     sees_inside = True
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptMemory) -> None:
         super().__init__()
         self.found: dict[Advice, int] = {}
         self.updates = Updates()

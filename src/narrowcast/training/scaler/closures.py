@@ -11,7 +11,7 @@ import torch
 from narrowcast.training.scaler.gradients import parameters_of
 
 
-class _NotFinite(Exception):
+class _StepNotFinite(Exception):
     """Leaves the optimizer's step."""
 
 
@@ -35,7 +35,7 @@ def step_with_closure(
     def checked() -> Any:
         loss = closure() if closure is not None else None
         if not is_finite(loss):
-            raise _NotFinite
+            raise _StepNotFinite
         return loss
 
     if "closure" in kwargs:
@@ -44,7 +44,7 @@ def step_with_closure(
         args = (checked, *args[1:])
     try:
         return optimizer.step(*args, **kwargs), True
-    except _NotFinite:
+    except _StepNotFinite:
         with torch.no_grad():
             for parameter, before in weights:
                 parameter.copy_(before)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from narrowcast.runtime.torch_bridge import values_of
 from narrowcast.runtime.torch_surface.grad_scaling import check_and_unscale, dtensor_class, norms_of
-from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.readings import HostNumbers
 
 Flags = dict[torch.device, torch.Tensor]
 """By device a tensor that holds 0.0, or 1.0 where a gradient is not finite."""
@@ -120,7 +120,7 @@ class Culprits:
 
     def __init__(self, optimizer: Any) -> None:
         self._parameters: list[list[tuple[int, torch.Tensor]]] = []
-        self._readings: list[Reading] = []
+        self._readings: list[HostNumbers] = []
         by_kind: dict[tuple[Any, ...], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter.grad is not None:
@@ -129,7 +129,7 @@ class Culprits:
                     by_kind.setdefault((part.device, part.dtype), []).append((number, parameter, part))
         for rows in by_kind.values():
             largest = norms_of([part for _, _, part in rows], float("inf"))
-            self._readings.append(Reading(torch.stack(largest).float()))
+            self._readings.append(HostNumbers(torch.stack(largest).float()))
             self._parameters.append([(number, parameter) for number, parameter, _ in rows])
 
     @property

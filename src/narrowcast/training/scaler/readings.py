@@ -14,7 +14,7 @@ import torch
 _WITH_EVENTS = ("cuda", "xpu")
 
 
-class Reading:
+class HostNumbers:
     """The numbers of a small tensor as they are now, later on the host."""
 
     __slots__ = ("_event", "_host", "_kept", "_values")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from narrowcast.training.scaler.gradients import Culprits
-from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.stuck import why_skipped
 
 Names = Callable[[int, Any], str]
@@ -29,7 +29,9 @@ class StepResult:
 
     __slots__ = ("_culprits", "_look", "_names", "_reading", "_rows", "_skipped", "op", "value")
 
-    def __init__(self, value: Any, skipped: bool | Reading, names: Names, look: Callable[[], Culprits | None]) -> None:
+    def __init__(
+        self, value: Any, skipped: bool | HostNumbers, names: Names, look: Callable[[], Culprits | None]
+    ) -> None:
         self.value = value
         self._skipped = skipped if isinstance(skipped, bool) else None
         self._reading = None if isinstance(skipped, bool) else skipped

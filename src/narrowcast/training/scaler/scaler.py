@@ -21,7 +21,7 @@ from narrowcast.training.scaler.closures import closure_in, step_with_closure
 from narrowcast.training.scaler.gradients import Culprits, Flags, check, in_one, inverse_of, parameters_of
 from narrowcast.training.scaler.losses import LossScale, backward_of
 from narrowcast.training.scaler.naming import name_of
-from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
 from narrowcast.training.scaler.state import ScalerState
 from narrowcast.training.scaler.steps import EndedStep
@@ -240,9 +240,9 @@ class Scaler(ScalerState):
         """What step gives. Where the optimizer's kernel decided, the host does not ask what it did."""
         watch, flags = open_watch(), state["found_inf_per_device"]
         scale = self.scale_tensor
-        decided: bool | Reading = bool(skipped)
+        decided: bool | HostNumbers = bool(skipped)
         if skipped is None and flags and scale is not None:
-            decided = Reading(in_one(flags.values(), scale.device))
+            decided = HostNumbers(in_one(flags.values(), scale.device))
         early = state.get("early")
         given = None if self._model is None else self._model()
         models = [model for model in (given, *(watch.models if watch else ())) if model is not None]
@@ -264,15 +264,15 @@ class Scaler(ScalerState):
         for name in sorted(self._named):
             loss = self._losses[name]
             if loss.scale is not None and loss.found is not None:
-                numbers = Reading(loss.scale), Reading(loss.found)
+                numbers = HostNumbers(loss.scale), HostNumbers(loss.found)
                 self._steps.add(EndedStep(number, numbers[0], loss.floor, results, numbers[1], name, watched))
             loss.update(self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
         if not self._named:
             unscaled = [state["found_inf_per_device"] for state in self.states() if state["stage"] is UNSCALED]
             left = [flag for flags in unscaled for flag in flags.values()]
-            found = Reading(in_one(left, scale.device)) if left else None
+            found = HostNumbers(in_one(left, scale.device)) if left else None
             tell = partial(self._findings.not_stepped, loop_line()) if left else None
-            self._steps.add(EndedStep(number, Reading(scale), floor, results, found, "", watched, tell))
+            self._steps.add(EndedStep(number, HostNumbers(scale), floor, results, found, "", watched, tell))
         if self._named and new_scale is None:
             self.forget_states()
             return

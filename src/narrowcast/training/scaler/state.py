@@ -14,7 +14,7 @@ from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.torch_surface.grad_scaling import NativeScaler, is_definitely_without_cuda
 from narrowcast.training.scaler.findings import NO_CUDA, Findings
 from narrowcast.training.scaler.losses import LossScale
-from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
 from narrowcast.training.scaler.steps import Floor, Steps
 from narrowcast.training.scaler.stuck import Streak
@@ -103,7 +103,7 @@ class ScalerState(NativeScaler):
 
     def floor_now(self) -> Floor:
         """What the scale is not backed off below: `min_scale`, or less where the user has set the scale to less."""
-        return Reading(self._floor) if isinstance(self._floor, torch.Tensor) else self._floor
+        return HostNumbers(self._floor) if isinstance(self._floor, torch.Tensor) else self._floor
 
     def set_floor(self, new_scale: float | torch.Tensor | None) -> None:
         """The floor under a scale that the user sets."""

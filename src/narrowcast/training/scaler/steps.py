@@ -12,11 +12,11 @@ from narrowcast.errors import Origin, ScalerError, ScalerWarning
 from narrowcast.reports.results.scaler_history import History, ScaledStep
 from narrowcast.runtime.sites.python_stack import loop_line
 from narrowcast.runtime.sites.warned import warn_at
-from narrowcast.training.scaler.readings import Reading
+from narrowcast.training.scaler.readings import HostNumbers
 from narrowcast.training.scaler.results import StepResult
 from narrowcast.training.scaler.stuck import Streak, advice_text, found_text
 
-Floor = float | Reading
+Floor = float | HostNumbers
 _MOST_WAITING = 64
 
 
@@ -28,10 +28,10 @@ class EndedStep:
     """
 
     number: int
-    scale: Reading
+    scale: HostNumbers
     floor: Floor
     results: tuple[StepResult, ...]
-    found: Reading | None = None
+    found: HostNumbers | None = None
     loss: str = ""
     is_watched: bool = False
     not_stepped: Callable[[], None] | None = None
@@ -39,7 +39,7 @@ class EndedStep:
     @property
     def is_here(self) -> bool:
         """Whether all numbers have come."""
-        readings = (self.scale, self.found, self.floor if isinstance(self.floor, Reading) else None)
+        readings = (self.scale, self.found, self.floor if isinstance(self.floor, HostNumbers) else None)
         return all(r is None or r.is_here for r in (*readings, *self.results))
 
     def row(self) -> ScaledStep:
@@ -98,7 +98,7 @@ class Steps:
             self.history.add(row)
             if step.not_stepped is not None and not row.skipped:
                 step.not_stepped()
-            floor = step.floor.values()[0] if isinstance(step.floor, Reading) else step.floor
+            floor = step.floor.values()[0] if isinstance(step.floor, HostNumbers) else step.floor
             streak = self.streaks.get(row.loss, Streak()).after(row, floor)
             if streak.is_stuck(self.patience):
                 streak = streak.told()
