@@ -376,17 +376,9 @@ class Recorder(DispatchMode):
         return "activation" if made is not None and made() is tensor else "input"
 
     def _count(
-        self,
-        op: str,
-        site: Site,
-        came: str,
-        computes: str,
-        result: Any,
-        plan: Plan | None,
-        policy: Policy | None,
-        done: Tally,
-        number: int = 0,
-    ) -> None:
+        self, op: str, site: Site, came: str, computes: str, result: Any, plan: Plan | None, policy: Policy | None,
+        done: Tally, number: int = 0,
+    ) -> None:  # fmt: skip
         """Add one call to the tallies."""
         rule = deciding_rule(plan)
         kind = CallKind(
