@@ -23,8 +23,8 @@ from narrowcast.observation.trial.subject import Metric, Subject, figures_of
 from narrowcast.observation.trial.trial import Loss, Outcome, Trial, parameters_of
 from narrowcast.output.progress import Step
 from narrowcast.reports.results.findings import Finding
-from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED, counted
+from narrowcast.reports.results.lines import counted, number_text
+from narrowcast.reports.results.repair import ERROR, METRIC, NOT_FINITE, RAISED
 from narrowcast.reports.results.verdicts import TREND
 
 HIGHER, LOWER = "higher", "lower"

@@ -20,7 +20,7 @@ from narrowcast.errors import RunError
 from narrowcast.frontends.eager import autocast
 from narrowcast.observation.trial.raising import first_line
 from narrowcast.observation.trial.trial import parameters_of
-from narrowcast.reports.results.lines import number_text
+from narrowcast.reports.results.lines import counted, number_text
 from narrowcast.reports.results.repair import (
     ERROR,
     METRIC,
@@ -30,7 +30,6 @@ from narrowcast.reports.results.repair import (
     Repair,
     RepairRule,
     RepairStep,
-    counted,
     share_text,
 )
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED

@@ -31,10 +31,11 @@ from narrowcast.reports.documents.placements import (
 )
 from narrowcast.reports.documents.tables import edge_cast_table, table
 from narrowcast.reports.documents.times import cast_series
-from narrowcast.reports.documents.words import counted, number, place, spent_text
+from narrowcast.reports.documents.words import number, place, spent_text
 from narrowcast.reports.results.explanation import Comparison, Explanation
 from narrowcast.reports.results.graphs import GraphFlow, GraphRow
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.verdicts import AT_FAULT
 
 SLOWER = 1.05

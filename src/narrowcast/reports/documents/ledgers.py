@@ -19,9 +19,9 @@ from narrowcast.reports.documents.tables import (
     op_table,
     refusal_table,
 )
-from narrowcast.reports.documents.words import counted
 from narrowcast.reports.results.explanation import RuleRow
 from narrowcast.reports.results.ledger import Ledger
+from narrowcast.reports.results.lines import counted
 
 ORDER = "The calls stand in the order in which each first ran; what flows between them was not recorded."
 

@@ -9,8 +9,9 @@ from narrowcast.output.console import in_bytes, short_place
 from narrowcast.programs.placement.place import GIVEN, PlacedCall, Placement
 from narrowcast.reports.documents.model import Bar, Figure, Node, Table
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import counted, in_time, in_unit, place
+from narrowcast.reports.documents.words import in_time, in_unit, place
 from narrowcast.reports.results.graphs import CandidateTime, CompiledGraph
+from narrowcast.reports.results.lines import counted
 
 
 def _placements(graphs: Sequence[CompiledGraph]) -> list[tuple[CompiledGraph, Placement]]:

@@ -14,7 +14,8 @@ from narrowcast.core.ops import ATTENTION, CONV, COPY, FAMILIES, GEMM
 from narrowcast.core.policy.capabilities import RAISES, RUNS, Ability
 from narrowcast.reports.documents.model import Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import counted, in_count, without_format
+from narrowcast.reports.documents.words import in_count, without_format
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.profile import Profile, Sample
 
 HIGH = "fp32"

@@ -9,8 +9,8 @@ from narrowcast.core.policy import Rule
 from narrowcast.reports.documents.model import Bar, Document, Figure, Series, Table, Todo
 from narrowcast.reports.documents.tables import table
 from narrowcast.reports.documents.words import number
-from narrowcast.reports.results.lines import number_text
-from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep, counted
+from narrowcast.reports.results.lines import counted, number_text
+from narrowcast.reports.results.repair import Repair, RepairRule, RepairStep
 from narrowcast.reports.results.verdicts import BEYOND, CLEAN, OUT_OF_IDEAS, REPAIRED
 
 
@@ -43,7 +43,7 @@ def repair_verdict(found: Repair) -> str:
         said = before.found
     else:
         end = "clean" if found.verdict == REPAIRED else after.found
-        rules = counted(len(found.rules), "rule")
+        rules = counted(len(found.rules), "rule") if found.rules else "no rule"
         said = f"{before.found}{_measured(found, before)}; with {rules} {end}{_measured(found, after)}"
     return f"{found.verdict.capitalize()}: {said}"
 

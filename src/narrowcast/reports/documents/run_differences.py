@@ -10,8 +10,8 @@ from narrowcast.core.ledger.identity import CallId
 from narrowcast.reports.documents.model import Bar, Document, Figure, Pair, PairRow, Series, Table, Todo
 from narrowcast.reports.documents.run_sides import SideGraph
 from narrowcast.reports.documents.tables import table
-from narrowcast.reports.documents.words import counted, number
-from narrowcast.reports.results.lines import number_text, or_infinity
+from narrowcast.reports.documents.words import number
+from narrowcast.reports.results.lines import counted, number_text, or_infinity
 from narrowcast.reports.results.run_differences import (
     DIFFERS,
     EQUAL,

@@ -11,7 +11,8 @@ from narrowcast.reports.documents.rules import high_rule, keeping
 from narrowcast.reports.documents.run_flow import RunFlow, flow_of
 from narrowcast.reports.documents.tables import edge_cast_table, finding_table, module_table, op_table, table
 from narrowcast.reports.documents.times import cast_series
-from narrowcast.reports.documents.words import counted, number, place
+from narrowcast.reports.documents.words import number, place
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.run import Run
 
 CASTS = "Each cast: read off the formats that came and were read"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from narrowcast.reports.documents.model import Document, Figure, Todo
 from narrowcast.reports.documents.tables import advice_table
-from narrowcast.reports.documents.words import counted, place
+from narrowcast.reports.documents.words import place
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.training import COST_TIME, TrainingCheck
 
 

@@ -9,8 +9,9 @@ from narrowcast.reports.documents.ledgers import ORDER
 from narrowcast.reports.documents.model import Document, Figure, Graph, Node, Series, Todo, node_of
 from narrowcast.reports.documents.rules import Shown, keeping, rule_of_call
 from narrowcast.reports.documents.tables import finding_table, table
-from narrowcast.reports.documents.words import counted, number
+from narrowcast.reports.documents.words import number
 from narrowcast.reports.results.findings import CAST, FORMAT, Finding, Watching
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.verdicts import TREND
 
 

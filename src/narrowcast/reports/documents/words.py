@@ -17,11 +17,6 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def counted(count: int, one: str) -> str:
-    """`1 call`, `2 calls`."""
-    return f"{count} {one}" if count == 1 else f"{count} {one}s"
-
-
 def place(file: str, line: Any) -> str:
     """`file:line`, or nothing."""
     return f"{file}:{line}" if file else ""

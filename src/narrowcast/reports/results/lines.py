@@ -12,6 +12,11 @@ def number_text(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def counted(count: int, one: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
 def or_infinity(error: float) -> float:
     """An error by which rows are put in order: NaN is the largest."""
     return error if math.isfinite(error) else math.inf

@@ -98,11 +98,6 @@ class Repair(Result):
         return f"<Repair of {self.subject}: {self.verdict}, {len(self.rules)} rules, {self.runs} runs; print shows it>"
 
 
-def counted(number: int, what: str) -> str:
-    """`1 rule`, `2 rules`, `no rule`."""
-    return f"{number or 'no'} {what}{'s' * (number > 1)}"
-
-
 def share_text(share: float) -> str:
     """`62%`; `<1%` of what is there, and less."""
     return f"{share:.0%}" if share >= 0.005 or not share else "<1%"
