@@ -134,7 +134,7 @@ def test_a_race_ends_with_the_time_it_is_given(monkeypatch):
     from narrowcast.frontends.race import choosing, rounds, sides
 
     monkeypatch.setattr(sides, "time_call", lambda run, args, trains: 1e7)
-    both = [sides.Side(name, name) for name in ("placed", "policy")]
+    both = [sides.CandidateSide(name, name) for name in ("placed", "policy")]
     assert rounds.time_sides(both, (), frozenset(), 0.0).rounds == rounds.LEAST_ROUNDS
     race = choosing.Choosing(both, frozenset(), lambda choice: None, seconds=0.01)
     assert race.seconds == rounds.LEAST_SECONDS

@@ -264,10 +264,10 @@ PLACES = {
     "slow formats": (RECORDED, Recorder, "_note_slow"),
     "advice about regions": (RECORDED, advice.Adviser, "_entered"),
     "advice at the end": (RECORDED, advice.Adviser, "_judge"),
-    "what a check sees": (checked, looking.Looking, "after"),
+    "what a check sees": (checked, looking.LoopObserver, "after"),
     "what a check sees of gradients": (checked, looking.Gradients, "computed"),
-    "what a check is told of steps": (checked, looking.Looking, "steps"),
-    "what a check judges": (checked, looking.Looking, "judge"),
+    "what a check is told of steps": (checked, looking.LoopObserver, "steps"),
+    "what a check judges": (checked, looking.LoopObserver, "judge"),
 }
 
 

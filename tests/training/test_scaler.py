@@ -195,8 +195,8 @@ class Late(HostNumbers):
 @pytest.fixture
 def late(monkeypatch):
     """Every reading is late until it is said to have come."""
-    monkeypatch.setattr("narrowcast.training.scaler.scaler.Reading", Late)
-    monkeypatch.setattr("narrowcast.training.scaler.gradients.Reading", Late)
+    monkeypatch.setattr("narrowcast.training.scaler.scaler.HostNumbers", Late)
+    monkeypatch.setattr("narrowcast.training.scaler.gradients.HostNumbers", Late)
     monkeypatch.setattr(Late, "has_come", False)
     monkeypatch.setattr(Late, "waits", 0)
     return Late

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.frontends.scripts.state import ScriptState, scripts_in
+from narrowcast.observation.trial.attributes import Attributes
 from narrowcast.runtime.devices.device import is_here, random_state_kept
 from narrowcast.runtime.torch_surface.dispatch import tree_map, without_modes
 from narrowcast.runtime.torch_surface.fx import FAKE_TENSOR_LOGGER, FakeTensor, FakeTensorMode
@@ -163,11 +164,11 @@ def _restored_attributes() -> Iterator[None]:
     """Modules that are called get back their attributes (caches that a forward kept) and their buffers' values."""
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     scripts: list[ScriptState] = []
-    before: dict[int, _ModuleAttributes] = {}
+    before: dict[int, Attributes] = {}
 
     def keep(module: torch.nn.Module, args: Any) -> None:
         if id(module) not in before:
-            before[id(module)] = _ModuleAttributes(module)
+            before[id(module)] = Attributes(vars(module))
             with without_modes():
                 own = [b for b in module.buffers(recurse=False) if b is not None and not isinstance(b, FakeTensor)]
                 buffers.extend((b, b.detach().clone()) for b in own)
@@ -186,40 +187,13 @@ def _restored_attributes() -> Iterator[None]:
         _write_back(buffers)
 
 
-class _ModuleAttributes:
-    """The attributes of a module as they are now, with what is in its own dicts, lists and sets."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._kept = {n: (v, copy.copy(v) if type(v) in (dict, list, set) else v) for n, v in vars(module).items()}
-
-    def put_back(self) -> None:
-        """Give the module what it had, the same objects."""
-        attributes = vars(self._module)
-        for name in [name for name in attributes if name not in self._kept]:
-            del attributes[name]
-        for name, (value, kept) in self._kept.items():
-            attributes[name] = value
-            if value is not kept and not _has_the_same(value, kept):
-                value.clear()
-                (value.extend if type(value) is list else value.update)(kept)
-
-
-def _has_the_same(value: Any, kept: Any) -> bool:
-    """Whether both have the same objects in the same order; tensors cannot be asked whether they are equal."""
-    if len(value) != len(kept) or type(value) is set:
-        return bool(len(value) == len(kept) and value == kept)
-    of = [[*each.keys(), *each.values()] if type(each) is dict else each for each in (value, kept)]
-    return all(one is other for one, other in zip(*of, strict=True))
-
-
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
     """Attributes, buffers (batch norm statistics), what scripts keep, and the random state are as before afterwards."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     kept = [(b, b.detach().clone()) for b in buffers]
     scripts = ScriptState(model) if isinstance(model, torch.nn.Module) else None
-    attributes = [_ModuleAttributes(m) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
+    attributes = [Attributes(vars(m)) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
     try:
         with random_state_kept():
             yield

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from narrowcast.observation.statistics.by_storage import has_storage
+from narrowcast.observation.trial.attributes import Attributes
 from narrowcast.reports.results.scaler_history import History
 from narrowcast.runtime.torch_surface.dispatch import storage_key
 from narrowcast.runtime.torch_surface.fx import is_functorch_wrapped_tensor
@@ -23,7 +23,6 @@ from narrowcast.training.scaler.losses import LossScale
 from narrowcast.training.scaler.steps import Steps
 
 T = TypeVar("T")
-_DICTS = (dict, OrderedDict, defaultdict)
 _OURS = (Findings, History, LossScale, Steps)
 """What our scaler keeps its counters in."""
 
@@ -79,8 +78,8 @@ class Living:
     def __init__(self) -> None:
         self._parameters: dict[int, _Parameter] = {}
         self._modules: dict[int, _Module] = {}
-        self._optimizers: dict[int, tuple[Optimizer, _LivingAttributes]] = {}
-        self._schedules: list[tuple[LRScheduler, _LivingAttributes]] = []
+        self._optimizers: dict[int, tuple[Optimizer, Attributes]] = {}
+        self._schedules: list[tuple[LRScheduler, Attributes]] = []
         self._touched: set[int] = set()
         found = list(_instances_of((Module, torch.Tensor, Optimizer, LRScheduler, torch.amp.GradScaler)))
         self._tensors = [one for one in found if isinstance(one, torch.Tensor)]
@@ -88,18 +87,18 @@ class Living:
             if isinstance(one, torch.jit.ScriptModule):
                 self._tensors += [*one.parameters(), *one.buffers()]
         self.scalers = [one for one in found if isinstance(one, torch.amp.GradScaler)]
-        self._scalers = [_LivingAttributes(scaler) for scaler in self.scalers]
+        self._scalers = [Attributes(scaler, _OURS) for scaler in self.scalers]
         for one in found:
             if isinstance(one, Parameter):
                 self._add_parameter(one)
             elif isinstance(one, Module):
                 self._add_module(one)
             elif isinstance(one, Optimizer) and hasattr(one, "param_groups"):  # else one that stands for another
-                self._optimizers[id(one)] = one, _LivingAttributes(one)
+                self._optimizers[id(one)] = one, Attributes(one, _OURS)
                 for parameter in parameters_of(one):  # it may be a plain tensor
                     self._add_parameter(parameter)
             elif isinstance(one, LRScheduler):
-                self._schedules.append((one, _LivingAttributes(one)))
+                self._schedules.append((one, Attributes(one, _OURS)))
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are alive, told once: they are not held any longer. Python has an object of a script's tensors, or
@@ -121,7 +120,7 @@ class Living:
     def optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer, _LivingAttributes(optimizer)
+            self._optimizers[id(optimizer)] = optimizer, Attributes(optimizer, _OURS)
         self._touched.add(id(optimizer))
         for parameter in parameters_of(optimizer):
             self._add_parameter(parameter)
@@ -159,52 +158,6 @@ class Living:
             return
         tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         self._modules[id(module)] = _Module(module, module.training, tensors)
-
-
-class _LivingAttributes:
-    """The attributes of an object, and of dicts and lists in them what they hold: tensors are held, not copied."""
-
-    def __init__(self, owner: Any) -> None:
-        self._held: dict[int, tuple[Any, list[Any]]] = {}
-        self._keep(owner if is_dataclass(owner) else vars(owner))
-
-    def put_back(self) -> None:
-        """Fill each of them with what it held."""
-        for owner, before in self._held.values():
-            now = _contents(owner)
-            if len(now) == len(before) and all(map(_is_same, now, before)):
-                continue
-            if is_dataclass(owner):
-                for name, value in before:
-                    setattr(owner, name, value)
-                continue
-            owner.clear()
-            (owner.update if isinstance(owner, (dict, set)) else owner.extend)(before)
-
-    def _keep(self, owner: Any) -> None:
-        if id(owner) in self._held:
-            return
-        before = _contents(owner)
-        self._held[id(owner)] = owner, before
-        pairs = isinstance(owner, dict) or is_dataclass(owner)
-        for value in (row[1] for row in before) if pairs else before:
-            if type(value) in (*_DICTS, list, deque, set):
-                self._keep(value)
-            elif isinstance(value, _OURS):
-                self._keep(value if is_dataclass(value) else vars(value))
-
-
-def _contents(owner: Any) -> list[Any]:
-    if is_dataclass(owner):
-        return [(field.name, getattr(owner, field.name)) for field in fields(owner)]
-    return list(owner.items()) if isinstance(owner, dict) else list(owner)
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """By identity: equality of tensors is a tensor."""
-    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
-        return all(map(_is_same, now, before))
-    return now is before
 
 
 def _instances_of(classes: tuple[type[T], ...]) -> Iterator[T]:

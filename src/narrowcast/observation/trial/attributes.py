@@ -1,0 +1,71 @@
+"""The attributes of an object as they are, to be put back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+class Attributes:
+    """The attributes of an object, and of dicts, lists and sets in them what they hold: tensors are held, not copied.
+
+    owner: the object, or its dict. own: classes whose objects are looked into, too.
+    """
+
+    def __init__(self, owner: Any, own: tuple[type[Any], ...] = ()) -> None:
+        self._own = own
+        self._held: dict[int, tuple[Any, list[Any]]] = {}
+        self._keep(owner if is_dataclass(owner) or isinstance(owner, dict) else vars(owner))
+
+    def put_back(self) -> None:
+        """Fill each of them with what it held."""
+        for owner, before in self._held.values():
+            now = _contents(owner)
+            if len(now) == len(before) and all(map(_is_same, now, before)):
+                continue
+            if is_dataclass(owner):
+                for name, value in before:
+                    setattr(owner, name, value)
+                continue
+            if isinstance(owner, dict):
+                _fill(owner, dict(before))
+                continue
+            owner.clear()
+            (owner.update if isinstance(owner, set) else owner.extend)(before)
+
+    def _keep(self, owner: Any) -> None:
+        if id(owner) in self._held:
+            return
+        before = _contents(owner)
+        self._held[id(owner)] = owner, before
+        pairs = isinstance(owner, dict) or is_dataclass(owner)
+        for value in (row[1] for row in before) if pairs else before:
+            if type(value) in (*_DICTS, list, deque, set):
+                self._keep(value)
+            elif isinstance(value, self._own):
+                self._keep(value if is_dataclass(value) else vars(value))
+
+
+def _fill(owner: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    """Item by item: another thread may be reading. In the order in which they were."""
+    for key in [key for key in owner if key not in kept]:
+        del owner[key]
+    if list(owner) != list(kept):
+        owner.clear()
+    owner.update(kept)
+
+
+def _contents(owner: Any) -> list[Any]:
+    if is_dataclass(owner):
+        return [(field.name, getattr(owner, field.name)) for field in fields(owner)]
+    return list(owner.items()) if isinstance(owner, dict) else list(owner)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """By identity: equality of tensors is a tensor."""
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(map(_is_same, now, before))
+    return now is before
