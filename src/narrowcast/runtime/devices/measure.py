@@ -58,7 +58,7 @@ class MeasuredOperand:
 
 @dataclass(frozen=True, slots=True)
 class Measurable:
-    """A call that can be measured: its signature, the callable, and its arguments with `MeasuredOperand` for tensors."""
+    """A call that can be measured: its signature, the callable, and its arguments, `MeasuredOperand` for tensors."""
 
     signature: Signature
     op: Callable[..., Any]
