@@ -301,7 +301,7 @@ def test_a_fit_gives_each_call_the_first_format_that_it_fits():
     assert [n.computes for n in made.graph.nodes] == ["fp16", "bf16"]
     keep, first = made.todos
     assert "fit.policy('fp16')" in keep.why
-    assert first.path == "b" and first.why == "result does not fit fp16: 1 of it overflow, by 3.9 bits"
+    assert first.path == "b" and first.why == "result does not fit fp16: 100% of it overflows, by 3.9 bits"
     (table,) = [table for table in made.tables if table.name == "fit"]
     assert [row[:4] for row in table.rows][-1] == ["b", "aten.add.Tensor", "#1", "result"]
     assert table.rows[-1][5:] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]

@@ -33,6 +33,7 @@ from narrowcast.analysis.compare_runs.tokens import tokens
 from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, CallId
 from narrowcast.core.ops.facts import NORM, SOFTMAX
 from narrowcast.errors import RunError
+from narrowcast.reports.results.lines import counted
 from narrowcast.reports.results.mapping import RunMapping, generalised
 from narrowcast.reports.results.run import Run
 from narrowcast.reports.results.run_differences import (
@@ -365,7 +366,8 @@ def _notes(sides: Sequence[Side], found: RunDifferences) -> list[str]:
         notes.append(f"a kept {kept[0]} log-probabilities, b {kept[1]}: compared as far as both go")
     lengths = [max(len(x.turns) for x in side.bundles) for side in sides]
     if lengths[0] != lengths[1]:
-        notes.append(f"a calls its modules up to {lengths[0]} times, b up to {lengths[1]} times")
+        often = [counted(length, "time") for length in lengths]
+        notes.append(f"a calls its modules up to {often[0]}, b up to {often[1]}")
     parts = sum(row.is_part for row in found.rows)
     if parts:
         notes.append(f"{parts} pairs are compared in part: one run has elements there that the other has not")

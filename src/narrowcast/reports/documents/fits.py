@@ -59,8 +59,8 @@ def _node(call: CallId, at: str) -> Node:
 
 def _loss(row: TensorFit) -> str:
     if row.overflow:
-        return f"{row.overflow:.2g} of it overflow, by {-row.headroom_bits:.1f} bits"
-    return f"{row.underflow:.2g} of it underflow"
+        return f"{100 * row.overflow:.3g}% of it overflows, by {-row.headroom_bits:.1f} bits"
+    return f"{100 * row.underflow:.3g}% of it underflows"
 
 
 def _todo(node: Node) -> Todo:
