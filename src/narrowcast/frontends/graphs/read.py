@@ -166,7 +166,7 @@ class _GraphReader:
 
     def _call(self, node: Node, op: OpOverload) -> Step:
         facts = op_facts(op)
-        written = {slot.name for slot in facts.slots if slot.written}
+        written = facts.written
         operands = tuple(Operand(name, self.ids[n], name in written) for name, n in operands_of(node))
         inputs = [self.values[o.value] for o in operands]
         gradient = self.grad_mode and op is not torch.ops.aten.detach.default and any(map(self._has_gradient, inputs))

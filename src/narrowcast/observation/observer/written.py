@@ -29,7 +29,7 @@ class Weights:
 
     def before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the op is about to write to."""
-        written = {slot.name for slot in facts.slots if slot.written}
+        written = facts.written
         for argument, tensor in tensors_by_name(facts, args, kwargs) if self._lying_in else ():
             if argument.partition(".")[0] in written and has_storage(tensor):
                 for number in self._lying_in.get(storage_key(tensor), ()):

@@ -38,7 +38,7 @@ def reads(call: SeenCall, argument: str) -> bool:
     _, name, overload = call.facts.id.split(".")
     if not (overload == "out" or overload.endswith("_out") or name.removesuffix("_") in named("finite.written_unread")):
         return True
-    written = {slot.name for slot in call.facts.slots if slot.written}
+    written = call.facts.written
     return argument.partition(".")[0] not in written
 
 
@@ -65,7 +65,7 @@ def gave(call: SeenCall) -> list[torch.Tensor]:
     if not call.facts.overwrites:
         return results
     there = {id(t) for t in results}
-    written = {slot.name for slot in call.facts.slots if slot.written}
+    written = call.facts.written
     names = [name for name, t in tensors_by_name(call.facts, call.args, call.kwargs) if is_floating(t)]
     pairs = zip(names, came_in(call), strict=True)
     return results + [t for name, t in pairs if name.partition(".")[0] in written and id(t) not in there]

@@ -154,7 +154,7 @@ def _is_no_value(call: CallRecord, argument: str, facts: TensorFacts) -> bool:
 
 def _fills(op: str) -> bool:
     name = op.split(".")[1]
-    return name.endswith("_") and name.removesuffix("_") in named("memory.fills")
+    return name.endswith("_") and name.removesuffix("_") in named("finite.written_unread")
 
 
 def _figures(facts: TensorFacts, format: Format, scale: str) -> tuple[str, str, float, float, float, float]:

@@ -47,6 +47,11 @@ class OpFacts:
     overwrites: bool
     has_lists: bool
 
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the slots that it writes to."""
+        return frozenset(slot.name for slot in self.slots if slot.written)
+
 
 def op_id(op: OpOverload) -> str:
     """`aten.mm.default`: the id under which policies name the overload."""

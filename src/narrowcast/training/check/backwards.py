@@ -183,7 +183,7 @@ class Backwards:
 
     def written(self, call: SeenCall, targets: Iterable[torch.Tensor]) -> None:
         """Something outside of backwards is about to be written to."""
-        clears = op_name(call.facts.op).removesuffix("_") in named("memory.fills")
+        clears = op_name(call.facts.op).removesuffix("_") in named("finite.written_unread")
         for tensor in targets:
             for lies in self._scaled.values():
                 lies.discard(storage_key(tensor))
