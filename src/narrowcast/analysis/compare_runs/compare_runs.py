@@ -24,6 +24,7 @@ from narrowcast.analysis.compare_runs.makers import Makers, Upstream
 from narrowcast.analysis.compare_runs.outcomes import (
     OF_OTHERS,
     UNEXPLAINED,
+    WIDEST,
     EndDifference,
     Outcomes,
     are_written_otherwise,
@@ -94,11 +95,12 @@ def _let_agree(found: RunDifferences, judging: _Judging, pairs: list[Aligned], l
     are_others = are_written_otherwise(pairs, found.rows, unpaired, is_low)
     outcomes = Outcomes(judging.outputs(found.rows), are_others)
     found.rows, judging.apart = outcomes.forward(found.rows, is_low), outcomes.alone(judging.apart, is_low)
-    band = max((judging.values.band(pair) for pair in pairs), default=0.0)
-    found.gradients = gradients(judging.values, pairs, band_of_alike(band))
+    found.gradients = gradients(judging.values, pairs, band_of_alike(judging.widest))
     parameters = [[n for n, row in side.runs[0].parameters.items() if "gradient" in row] for side in sides]
     if outcomes.are_alike and gradients_are_alike(found.gradients, parameters):
-        found.rows, judging.apart = outcomes.backward(found.rows, judging.apart, judging.of_inputs(pairs), band)
+        found.rows, judging.apart = outcomes.backward(
+            found.rows, judging.apart, judging.of_inputs(pairs), judging.widest
+        )
     else:
         found.gradients = gradients(judging.values, pairs, band_along(found.rows))
 
@@ -128,6 +130,8 @@ class _Judging:
         self._found: dict[Aligned, float] = {}
         self._read: dict[Aligned, float] = {}
         self._largest = self._jumped = 0.0
+        self.widest = min(max((values.band(pair) for pair in pairs), default=0.0), WIDEST)
+        """The widest band of a call, as far as it says anything."""
 
     def row(self, pair: Aligned) -> RunRow:
         """The row of a pair."""
@@ -281,15 +285,13 @@ class _Judging:
             last = [makers.last(bundles[0]) for makers, bundles in zip(self._makers, (pair.a, pair.b), strict=True)]
             read, apart = [[number] for number in last], self.values.between(*last).relative
             row = by_calls[_ids(pair.a)]
-            is_alike = row.verdict in (EQUAL, ROUND_OFF)
             if apart > self._explained(pair, *self._upstream(read)) and self._is_by_casts(read, apart):
-                is_alike = False
-            growth = row.band / self.values.band(pair)
-            outcomes.append(
-                EndDifference.of(row.difference, self.values.band(pair), growth)
-                if is_alike
-                else EndDifference(math.inf)
-            )
+                outcomes.append(EndDifference(math.inf))
+            elif row.verdict in (EQUAL, ROUND_OFF):
+                band = self.values.band(pair)
+                outcomes.append(EndDifference.of(row.difference, band, row.band / band))
+            else:  # within what rounding makes in the formats before it, as a loss in fp32 is
+                outcomes.append(EndDifference(row.difference if row.verdict == INHERITED else math.inf, self.widest))
         return outcomes
 
     def _nearest(self, a: Sequence[Bundle], b: Sequence[Bundle]) -> list[tuple[Bundle, Bundle]]:

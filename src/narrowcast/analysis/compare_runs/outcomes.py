@@ -22,7 +22,7 @@ OF_OTHERS = "its inputs are what other calls gave"
 _OTHER_WAY = "both programs go their own way to the same outputs, and have other steps here"
 _PLAIN = 8.0
 """A difference of so many times the widest band of what programs come to would be seen there."""
-_BAND_OF_LOW, _WIDEST = 1e-3, 0.05
+_BAND_OF_LOW, WIDEST = 1e-3, 0.05
 """Bands of low formats are wider than that, and a fault may lie within; within one that is wider still, anything."""
 
 
@@ -47,7 +47,7 @@ class Outcomes:
     def __init__(self, outputs: Sequence[EndDifference], are_others: bool) -> None:
         self._band = max((one.band for one in outputs), default=0.0)
         self._are_others = are_others
-        self.are_alike = bool(outputs) and all(one.difference <= one.band <= _WIDEST for one in outputs)
+        self.are_alike = bool(outputs) and all(one.difference <= one.band <= WIDEST for one in outputs)
         self.are_exact = bool(outputs) and all(
             one.difference == 0 or one.difference <= one.band < _BAND_OF_LOW for one in outputs
         )
@@ -82,7 +82,7 @@ class Outcomes:
         """The same of a backward whose gradients are alike. of_inputs: rows, and calls, that give the gradient of an
         input: nothing is known of what that comes to. band: the widest of all calls.
         """
-        least = _PLAIN * min(band, _WIDEST)
+        least = _PLAIN * band
         kept = {b: d for b, d in apart.items() if b.id.direction != BACKWARD or b in of_inputs or d <= least}
         steps = (_differs(row, True) and row.a not in of_inputs and row.difference > least for row in rows)
         return [_other_way(row) if is_step else row for row, is_step in zip(rows, steps, strict=True)], kept
