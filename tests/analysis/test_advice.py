@@ -118,7 +118,7 @@ def test_a_converted_model_in_a_region(model):
     found = nc.explain(model.bfloat16(), X, dtype="bf16")
     assert [a.kind for a in found.ledger.advice] == ["weights in a low format"]
     assert "weights in a low format" in str(found) and "keep the weights in fp32" in " ".join(str(found).split())
-    assert " weights in a low format " in found.to_text(every=True)
+    assert "weights in a low format" in found.to_text(every=True)
 
 
 def test_advice_is_counted_once_per_line_and_saved(model):
@@ -132,7 +132,7 @@ def test_advice_is_counted_once_per_line_and_saved(model):
     assert ledger.merge(again).advice == {next(iter(ledger.advice)): 6}
     assert "backward in a region" in str(ledger)
     shown = " ".join(ledger.to_text(every=True).partition("\nAdvice")[2].split())
-    assert "backward in a region" in shown and " 3 " in shown
+    assert "backward in a region" in shown and "times 3, line" in shown
 
 
 POLICY = """

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import RenderableType
-from rich.markup import escape
-
-from narrowcast.output.console import as_text, in_bytes, short_place, table
+from narrowcast.output.console import in_bytes, short_place
 from narrowcast.output.screen import shortened, wrapped
 from narrowcast.reports.documents.model import Column, Document, Table
 from narrowcast.reports.documents.rules import alike_module
@@ -16,19 +14,14 @@ from narrowcast.reports.documents.words import in_time
 from narrowcast.reports.render.overview import overview_lines
 from narrowcast.reports.results.lines import number_text
 
-LEAST = {"op": 16, "module": 16, "text": 16, "line": 20}
-"""So much room a column has at least, if it needs that: names are cut in their middle, and text is wrapped."""
-_STYLES = {"fp32": "green", "bf16": "yellow", "fp16": "yellow", "fp64": "cyan"}
+LEAST = 16
+"""So much room a column of words has at least."""
 _TEXTS = ("text", "op", "module", "call", "call_b", "line", "format")
 
 
 def whole_text(page: Document, width: int) -> str:
     """The overview, and each table. A rule to copy is never broken into lines."""
-    parts: list[RenderableType] = []
-    for one in page.tables:
-        is_long = any(column.kind in ("call", "call_b") for column in one.columns)
-        parts += _cards(one, range(len(one.columns)), [], width) if is_long else _table(one, width)
-    return "\n".join([*overview_lines(page, width), "", as_text(parts, width)]).rstrip("\n")
+    return "\n".join([*overview_lines(page, width), *(line for one in page.tables for line in _table(one, width))])
 
 
 def cell(value: Any, kind: str) -> str:
@@ -59,43 +52,54 @@ _SAID: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _table(found: Table, width: int) -> list[RenderableType]:
-    """Its rows, one on a line if there is room. A column that says the same of all of them is said once, above."""
+def _table(found: Table, width: int) -> list[str]:
+    """Its title and its rows, one on a line if there is room, for which one column of words may be wrapped; else, and
+    where calls have names of their own, each on several. A column that says the same of all rows is said once, above.
+    """
     cells = _cells(found)
     columns = list(zip(*cells, strict=True))
+    is_long = any(column.kind in ("call", "call_b") for column in found.columns)
     differ = [n for n, column in enumerate(columns) if len(set(column)) > 1 or (len(cells) == 1 and column[0])]
     alike = [
         f"{found.columns[n].name} {column[0]}" for n, column in enumerate(columns) if n not in differ and column[0]
     ]
-    shown = differ or list(range(len(columns)))
-    widths = [
-        min(max(map(len, (column.name, *columns[n]))), LEAST.get(column.kind, width))
-        for n, column in ((n, found.columns[n]) for n in shown)
-    ]
-    if sum(widths) + 2 * len(shown) + 2 > width:
-        return _cards(found, shown, alike if differ else [], width)
-    made = table("", *(_heading(found.columns[n]) for n in shown))
-    for n, column in zip(shown, made.columns, strict=True):
-        if found.columns[n].kind in ("op", "module"):
-            column.min_width = min(LEAST[found.columns[n].kind], max(len(row[n]) for row in cells))
+    shown = list(range(len(columns))) if is_long or not differ else differ
+    said = wrapped(f"all: {', '.join(alike)}", width=width) if alike and shown == differ else []
+    widths = [max(map(len, (found.columns[n].name, *columns[n]))) for n in shown]
+    over = sum(widths) + 2 * len(shown) - 1 - width
+    longest = max(range(len(shown)), key=lambda n: widths[n] * (found.columns[shown[n]].kind == "text"), default=0)
+    if over > 0 and found.columns[shown[longest]].kind == "text" and widths[longest] - over >= LEAST:
+        widths[longest], over = widths[longest] - over, 0
+    rows = _cards(found, cells, shown, width) if is_long or over > 0 else _lines(found, cells, shown, widths)
+    return ["", found.title, *said, *rows]
+
+
+def _lines(found: Table, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> list[str]:
+    """A heading, and the rows below it; words on as many lines as they need."""
+    columns = [found.columns[n] for n in shown]
+
+    def line(texts: Sequence[str]) -> str:
+        pairs = zip(texts, columns, widths, strict=True)
+        return " " + "  ".join(f"{text:{'<' if is_text(c.kind) else '>'}{width}}" for text, c, width in pairs).rstrip()
+
+    lines = ["", line([column.name for column in columns]), f" {'─' * (sum(widths) + 2 * len(widths) - 2)}"]
     for row in cells:
-        made.add_row(*(_styled(row[n], found.columns[n].kind) for n in shown))
-    return [*_title(found, alike if differ else [], width), made]
+        parts = [textwrap.wrap(row[n], width) or [""] for n, width in zip(shown, widths, strict=True)]
+        lines += [line([part[k] if k < len(part) else "" for part in parts]) for k in range(max(map(len, parts)))]
+    return lines
 
 
-def _cards(found: Table, shown: Sequence[int], alike: list[str], width: int) -> list[RenderableType]:
-    """Its rows where they need more room, or where calls have names of their own, which are long: each on several
-    lines.
-    """
+def _cards(found: Table, cells: list[list[str]], shown: Sequence[int], width: int) -> list[str]:
+    """Each row on several lines: first which call it is about."""
     lines = []
-    for row in _cells(found):
+    for row in cells:
         known = [(found.columns[n], row[n]) for n in shown if row[n]]
         calls = [f"  {column.name}: {text}" for column, text in known if column.kind in ("call", "call_b")]
         place = " ".join(text for column, text in known if _is_place(column))
         others = [f"{c.name} {text}" for c, text in known if c.kind not in ("call", "call_b") and not _is_place(c)]
         heads = [*calls, *([f"  {shortened(place, width - 2)}"] if place else [])]
         lines += [*heads, *wrapped(f"    {', '.join(others)}", "    ", width)]
-    return [*_title(found, alike, width), escape("\n".join([*lines, ""]))]
+    return lines
 
 
 def _is_place(column: Column) -> bool:
@@ -126,18 +130,3 @@ def alike_rows(found: Table) -> list[list[Any]]:
             made[n] = sum(row[n] or 0 for row in alike)
         rows.append(made)
     return sorted(rows, key=lambda row: -sum(row[n] for n in counts)) if counts else rows
-
-
-def _title(found: Table, alike: list[str], width: int) -> list[RenderableType]:
-    said = wrapped(f"all: {', '.join(alike)}", width=width) if alike else []
-    return ["\n".join([f"[bold]{escape(found.title)}[/]", *map(escape, said)])]
-
-
-def _heading(column: Column) -> str:
-    return column.name if column.kind in _TEXTS else f">{column.name}"
-
-
-def _styled(text: str, kind: str) -> str:
-    if kind != "format":
-        return escape(text)
-    return ",".join(f"[{_STYLES[name]}]{name}[/]" if name in _STYLES else name for name in text.split(","))
