@@ -282,13 +282,13 @@ class _Capture(Observer):
             )
         )  # fmt: skip
 
-    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
         """Run the op; a cast inside a call that is decided is timed by itself."""
         around = self._local.decided[0] if self._local.decided else None
         if not self._times or around is None or func is not TO_COPY:
-            return super()._execute(func, args, kwargs)
+            return super()._execute(func, args, kwargs, on)
         began = self._now()
-        result = super()._execute(func, args, kwargs)
+        result = super()._execute(func, args, kwargs, on)
         formats = (format_names([tensor.dtype]) for tensor in (args[0], result))
         around.notes.setdefault("casts", []).append((*formats, self._now() - began))
         return result

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,16 +18,8 @@ from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.formats import Format, fp32
 from narrowcast.frontends.eager.caching import follow_mutators
 from narrowcast.frontends.eager.call_hook import stand_at_calls
-from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
-from narrowcast.frontends.eager.watch import (
-    DecidedCall,
-    ThreadState,
-    Watched,
-    add_watcher,
-    present_device_types,
-    remove_watcher,
-)
-from narrowcast.observation.observer.door import Door
+from narrowcast.frontends.eager.watch import DecidedCall
+from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.words import (
     SIZES,
     bytes_of,
@@ -39,13 +30,11 @@ from narrowcast.observation.observer.words import (
 )  # fmt: skip
 from narrowcast.reports.results.ledger import Ledger
 from narrowcast.runtime.devices.abilities import slow_note
-from narrowcast.runtime.sites.numbering import coming_round, counting
+from narrowcast.runtime.sites.numbering import counting
 from narrowcast.runtime.sites.python_stack import find_site
-from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, Slot, find_op, is_weight, op_facts, tensors_in
+from narrowcast.runtime.torch_bridge import FORMATS, OpFacts, Slot, is_weight, op_facts, tensors_in
 from narrowcast.runtime.torch_surface.autograd import current_autograd_node, next_sequence_number, sequence_number
-from narrowcast.runtime.torch_surface.dispatch import TO_COPY, DispatchMode, OpOverload, version_of
-from narrowcast.runtime.torch_surface.dynamo import CompiledCode
-from narrowcast.runtime.torch_surface.state import autocast_key, autocast_was_on, switched_on
+from narrowcast.runtime.torch_surface.dispatch import TO_COPY, OpOverload, version_of
 
 _DETACH = torch.ops.aten.detach.default
 _UNLISTED = "runs as its inputs are"
@@ -61,39 +50,46 @@ def record() -> Iterator[Ledger]:
     the thread that opened it (and on autograd's threads). Compiled code runs as eager code meanwhile, on every thread:
     the casts that are written in its graphs are listed by `narrowcast.explain`. It costs time only while it runs.
     """
-    device_types = present_device_types()
-    recorder = Recorder(Ledger(), device_types)
+    recorder = Recorder(Ledger())
     follow_mutators()
     stand_at_calls()
-    for device_type in device_types:
-        install_visiting(_native_ops(device_type), device_type)
-    add_watcher(recorder)
-    try:
-        with counting(), CompiledCode(on=False), recorder, recorder.adviser.watching():
-            yield recorder.ledger
-    finally:
-        remove_watcher(recorder)
-        for device_type in device_types:
-            remove_visiting(device_type)
+    with counting(), recorder.observing(), recorder.adviser.watching():
+        yield recorder.ledger
 
 
-@cache
-def _native_ops(device_type: str) -> tuple[OpOverload, ...]:
-    return tuple(op for rule in Policy.native(device_type).rules if (op := find_op(rule.op)) is not None)
+@dataclass(slots=True)
+class _RecordedCall:
+    """A call on its way: what was decided, and which of its planned casts were seen.
+
+    `again`: the op that the mode is executing has come round to its own kernel; it is counted already. `done`: what the
+    ops inside it moved and multiplied.
+    """
+
+    decided: DecidedCall
+    came: str
+    seen: list[bool]
+    widens: bool
+    again: bool
+    seen_widening: bool = False
+    done: Tally = field(default_factory=Tally)
 
 
-class Recorder(DispatchMode):
+class _RecorderState(threading.local):
+    """The calls on their way on one thread, innermost last. entered: whether the op that executes has come round."""
+
+    def __init__(self) -> None:
+        self.calls: list[_RecordedCall] = []
+        self.entered = False
+
+
+class Recorder(WatchingMode):
     """Sees every op that executes, and is told by our kernels which call it belongs to."""
 
-    steps_graphs = False
-
-    def __init__(self, ledger: Ledger, device_types: list[str]) -> None:
-        super().__init__()
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger.notes)
         self.ledger = ledger
-        self.door = Door(ledger.notes)
         self.adviser = Adviser(ledger, self.door)
-        self._keys = tuple(autocast_key(device_type) for device_type in device_types)
-        self._local = threading.local()
+        self._state = _RecorderState()
         self._cast_before: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
         self._weights: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
         self._labels: dict[int, str] = {}
@@ -101,25 +97,18 @@ class Recorder(DispatchMode):
         self._forward_casts: dict[int, Cast] = {}
         self._noted: set[Format] = set()
 
-    @property
-    def _state(self) -> ThreadState:
-        state: ThreadState | None = getattr(self._local, "state", None)
-        if state is None:
-            state = self._local.state = ThreadState()
-        return state
-
     def begin(self, call: DecidedCall) -> None:
         """A call reaches a kernel of ours: note its plan, and the casts to be seen until it ends."""
         call_seen = self.door.run(call.facts.id, self._begun, call)
-        lost = Watched(call, "", [True] * len(call.tensors), widens=False, again=True)
+        lost = _RecordedCall(call, "", [True] * len(call.tensors), widens=False, again=True)
         self._state.calls.append(call_seen or lost)
 
-    def _begun(self, call: DecidedCall) -> Watched:
+    def _begun(self, call: DecidedCall) -> _RecordedCall:
         tensors, plan = call.tensors, call.plan
         first = tensors[0][1] if tensors else None
         widens = (plan.set_dtype or plan.append_dtype) and first is not None and first.dtype is not torch.float32
         state = self._state
-        again = state.executing is call.facts.op and not state.entered
+        again = self._executing.op is call.facts.op and not state.entered
         state.entered = state.entered or again
         came = format_names([t.dtype for _, t in tensors if t is not None])
         if not again:
@@ -130,7 +119,7 @@ class Recorder(DispatchMode):
                 self.ledger.count_match(label, call.site.module_path)
             self._note_slow(plan, tensors)
             self.adviser.decided(call.facts, call.site, [t for _, t in tensors if t is not None])
-        return Watched(call, came, [f is None for f in plan.formats], widens, again)
+        return _RecordedCall(call, came, [f is None for f in plan.formats], widens, again)
 
     def _note_slow(self, plan: Plan, tensors: list[tuple[Slot, torch.Tensor | None]]) -> None:
         """Say once what a low format costs here, when the first call computes in it."""
@@ -148,7 +137,7 @@ class Recorder(DispatchMode):
         if not call.again:
             self.door.run(call.decided.facts.id, self._ended, call, result)
 
-    def _ended(self, call: Watched, result: Any) -> None:
+    def _ended(self, call: _RecordedCall, result: Any) -> None:
         decided, plan = call.decided, call.decided.plan
         if decided.facts.id != MODULE_CALL_OP:
             self.adviser.gave(decided.facts, tensors_in(result), decided.site)
@@ -167,20 +156,16 @@ class Recorder(DispatchMode):
             decided.number,
         )  # fmt: skip
 
-    def _how_unseen(self, call: Watched, tensor: torch.Tensor | None, dst: str) -> str:
+    def _how_unseen(self, call: _RecordedCall, tensor: torch.Tensor | None, dst: str) -> str:
         """What became of a cast that was planned and that the mode did not see."""
         if tensor is None:
             return "inside"
         cacheable = call.decided.caches and is_weight(tensor)
         before = self._weights.get((id(tensor), dst))
-        if cacheable and (self._state.executing is None or (before is not None and before() is tensor)):
+        if cacheable and (self._executing.op is None or (before is not None and before() is tensor)):
             return "cached"
         self._weights[id(tensor), dst] = weakref.ref(tensor)
-        return "copied" if self._state.executing is not None else "inside"
-
-    def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call."""
-        return call(args, kwargs)
+        return "copied" if self._executing.op is not None else "inside"
 
     def fail(self, error: BaseException) -> None:
         """The call that began last has raised: close it, and record it as refused if the policy refused it."""
@@ -190,10 +175,6 @@ class Recorder(DispatchMode):
 
     def _note_refused(self, call: DecidedCall, why: str) -> None:
         self.ledger.refusals.append(Refusal(call.facts.id, *call.site.at, call.policy.name, why))
-
-    def wants_whole(self, op: str, device_type: str) -> bool:
-        """What an op calls is recorded."""
-        return False
 
     def let_go(self, tensors: tuple[Any, ...]) -> None:
         """Keep no references to these."""
@@ -214,8 +195,10 @@ class Recorder(DispatchMode):
             result = func(*args, **kwargs)
             self.door.run(facts.id, self._viewed, args, kwargs, result)
             return result
-        on = self._was_on()
+        on = self._autocast_on()
         self.door.run(facts.id, self._advise, facts, tensors_in(args, kwargs), bool(on))
+        if on:  # casts asked for inside are listed as they were planned: meanwhile the mode sees nothing
+            self._state.entered = False
         result = self._execute(func, args, kwargs, on)
         self.door.run(facts.id, self._computed, facts, args, kwargs, result, on)
         return result
@@ -253,12 +236,11 @@ class Recorder(DispatchMode):
         for tensor in tensors:
             self._made[id(tensor)] = weakref.ref(tensor)
 
-    def _was_on(self) -> tuple[Any, ...]:
-        """The keys for which autocast is on around the op that the mode sees; none inside calls that were decided."""
-        state = self._state
-        if (state.calls and state.calls[-1].decided.plan.shields) or state.executing is not None:
-            return ()
-        return autocast_was_on(self._keys)
+    def _autocast_on(self) -> tuple[Any, ...]:
+        """None inside calls that were decided."""
+        calls = self._state.calls
+        is_inside = (calls and calls[-1].decided.plan.shields) or self._executing.op is not None
+        return () if is_inside else super()._autocast_on()
 
     def _advise(self, facts: OpFacts, arguments: list[torch.Tensor], is_on: bool) -> None:
         """What is to be said of an op besides its casts."""
@@ -268,21 +250,6 @@ class Recorder(DispatchMode):
             self.adviser.skipped(facts, arguments)
         elif not is_on and not self._state.calls and (facts.computes or facts.writes):
             self.adviser.outside(facts, arguments)
-
-    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on: tuple[Any, ...]) -> Any:
-        """Run the op with autocast as it would be without us: kernels that call other ops must find it on.
-
-        Meanwhile the mode sees nothing, so casts asked for by such inner calls are listed as they were planned.
-        """
-        if not on:
-            return func(*args, **kwargs)
-        state = self._state
-        state.executing, state.entered = func, False
-        try:
-            with switched_on(on), coming_round(op_facts(func).id):
-                return func(*args, **kwargs)
-        finally:
-            state.executing = None
 
     def _see_cast(self, src: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether this conversion is a cast between floating formats that autocasting caused; if so, list it."""
@@ -308,7 +275,7 @@ class Recorder(DispatchMode):
             return True
         return False
 
-    def _add_seen_cast(self, call: Watched, argument: str, src: torch.Tensor, dst: Format) -> None:
+    def _add_seen_cast(self, call: _RecordedCall, argument: str, src: torch.Tensor, dst: Format) -> None:
         """List a cast that was made, and remember its autograd node for the backward."""
         cast = self._add_cast(call, argument, src, str(dst), "copied")
         if src.requires_grad and torch.is_grad_enabled():
@@ -336,7 +303,7 @@ class Recorder(DispatchMode):
         )
         return True
 
-    def _add_cast(self, call: Watched, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
+    def _add_cast(self, call: _RecordedCall, argument: str, tensor: torch.Tensor | None, dst: str, how: str) -> Cast:
         """Append one line to the ledger."""
         rule = call.decided.plan.rule_for(argument)
         elements = src_size = 0

@@ -10,12 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.core.decide import Plan
-from narrowcast.core.ledger import Tally
 from narrowcast.core.policy import DEVICE_TYPES, Policy, Site
 from narrowcast.runtime.devices.device import is_here
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.torch_bridge import OpFacts, Slot
-from narrowcast.runtime.torch_surface.dispatch import OpOverload
 
 
 @dataclass(slots=True)
@@ -43,32 +41,6 @@ class DecidedCall:
         if self.noted is None:
             self.noted = find_site(self.policy.table.asks_for_names)
         return self.noted
-
-
-@dataclass(slots=True)
-class Watched:
-    """A call on its way: what was decided, and which of its planned casts were seen.
-
-    `again`: the op that the mode is executing has come round to its own kernel; it is counted already. `done`: what the
-    ops inside it moved and multiplied.
-    """
-
-    decided: DecidedCall
-    came: str
-    seen: list[bool]
-    widens: bool
-    again: bool
-    seen_widening: bool = False
-    done: Tally = field(default_factory=Tally)
-
-
-@dataclass(slots=True)
-class ThreadState:
-    """The calls on their way on one thread, innermost last, and the op that the mode is executing with autocast on."""
-
-    calls: list[Watched] = field(default_factory=list)
-    executing: OpOverload | None = None
-    entered: bool = False
 
 
 class Watcher(Protocol):

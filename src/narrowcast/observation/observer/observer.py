@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from narrowcast.core.ledger.identity import BACKWARD, FORWARD, RECOMPUTATION, Ca
 from narrowcast.core.policy import MODULE_CALL_OP, Policy, Site
 from narrowcast.frontends.compiled.stepwise import is_program, run_program
 from narrowcast.frontends.eager.call_hook import ask_at_calls
-from narrowcast.frontends.eager.registered import install_visiting, remove_visiting
-from narrowcast.frontends.eager.watch import DecidedCall, add_watcher, present_device_types, remove_watcher
-from narrowcast.observation.observer.door import Door
+from narrowcast.frontends.eager.watch import DecidedCall
+from narrowcast.observation.observer.mode import WatchingMode
 from narrowcast.observation.observer.seen_call import SeenCall
 from narrowcast.observation.observer.turns import Turns, Who
 from narrowcast.observation.observer.words import deciding_rule
@@ -29,10 +28,9 @@ from narrowcast.observation.observer.written import Weights
 from narrowcast.runtime.regions.recomputation import carry_into_recomputation
 from narrowcast.runtime.regions.stack import innermost
 from narrowcast.runtime.sites.graph_nodes import current_site
-from narrowcast.runtime.sites.numbering import coming_round
 from narrowcast.runtime.sites.python_stack import find_site
 from narrowcast.runtime.sites.script_sites import script_site, told_of_script_sites
-from narrowcast.runtime.torch_bridge import OpFacts, op_facts, ops_of
+from narrowcast.runtime.torch_bridge import OpFacts, op_facts
 from narrowcast.runtime.torch_surface.autograd import (
     current_autograd_node,
     current_graph_task,
@@ -41,7 +39,6 @@ from narrowcast.runtime.torch_surface.autograd import (
 )
 from narrowcast.runtime.torch_surface.dispatch import (
     TO_COPY,
-    DispatchMode,
     OpOverload,
     below_modes,
     step_in,
@@ -49,11 +46,11 @@ from narrowcast.runtime.torch_surface.dispatch import (
     without_functions,
     without_modes,
 )
-from narrowcast.runtime.torch_surface.dynamo import CompiledCode, never_begin_at
+from narrowcast.runtime.torch_surface.dynamo import never_begin_at
 from narrowcast.runtime.torch_surface.fx import FakeTensor
 from narrowcast.runtime.torch_surface.jit import script_calls_replaced
 from narrowcast.runtime.torch_surface.modules import find_recomputation
-from narrowcast.runtime.torch_surface.state import autocast_key, autocast_off, autocast_was_on, switched_on
+from narrowcast.runtime.torch_surface.state import autocast_off
 
 _AS_IT_IS = nullcontext()
 _COPY = torch.ops.aten.copy_.default
@@ -66,18 +63,13 @@ class _ObserverState(threading.local):
         self.decided: list[SeenCall | None] = []
         self.starts: list[int] = []
         self.is_out = False
-        self.executing = False
         self.looking = False
 
 
-class Observer(DispatchMode):
-    """`with observer.observing():` its `before` and `after` are called around each call of the block.
-
-    On the thread that opened it, and on autograd's threads.
-    """
+class Observer(WatchingMode):
+    """`with observer.observing():` its `before` and `after` are called around each call of the block."""
 
     steps_graphs = True
-    """Compiled graphs run step by step while it looks."""
     casts_scripts = True
     """Scripts that are called are cast as always; else TorchScript's own pass, which asks no policy, is off."""
     weights: Weights | None = None
@@ -86,23 +78,12 @@ class Observer(DispatchMode):
     """Whether scripts of torch's own were called, of which a policy's rules do not say what is low."""
     sees_inside = False
     """Whether `gives` is to be told of the ops inside of calls that are decided: casts, and what the op is made of."""
-    door: Door
-    """What looking raises goes through it: the program goes on."""
 
     def __init__(self, policies: tuple[Policy, ...] = ()) -> None:
-        super().__init__()
-        self.door = Door([])
-        self._device_types = present_device_types()
-        self._keys = tuple(autocast_key(device_type) for device_type in self._device_types)
-        self._ops = {device_type: _listed_ops(device_type, policies) for device_type in self._device_types}
+        super().__init__([], policies)
         self._local = _ObserverState()
         self._turns = Turns()
         self._nodes: OrderedDict[int, tuple[CallId, Site, Policy | None]] = OrderedDict()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Dynamo gives up for good on code that it meets under a mode which does not say this."""
-        return True
 
     @property
     def roots(self) -> Iterable[torch.nn.Module]:
@@ -140,17 +121,12 @@ class Observer(DispatchMode):
         """Look at what runs inside."""
         ask_at_calls()
         carry_into_recomputation()
-        with ExitStack() as stack:
-            for device_type, ops in self._ops.items():
-                install_visiting(ops.values(), device_type)
-                stack.callback(remove_visiting, device_type)
-            stack.enter_context(CompiledCode(on=False))
-            stack.enter_context(told_of_script_sites())
-            around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
-            stack.enter_context(script_calls_replaced(around, around, "runs are observed"))
-            add_watcher(self)
-            stack.callback(remove_watcher, self)
-            stack.enter_context(self)
+        around = lambda call: partial(self._called_script, threading.get_ident(), call)  # noqa: E731
+        with (
+            told_of_script_sites(),
+            script_calls_replaced(around, around, "runs are observed"),
+            super().observing(),
+        ):
             yield
 
     def called(self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +159,7 @@ class Observer(DispatchMode):
     def _begun(self, call: DecidedCall) -> SeenCall | None:
         """The call, if it is one of its own, and those who look are told."""
         state = self._local
-        if call.facts.id == MODULE_CALL_OP or state.decided or state.executing or state.looking:
+        if call.facts.id == MODULE_CALL_OP or state.decided or self._executing.op or state.looking:
             return None
         if any(isinstance(t, FakeTensor) for _, t in call.tensors):
             return None
@@ -228,9 +204,6 @@ class Observer(DispatchMode):
         """What eager code tells of on that device: its lists are not another's."""
         return op in self._ops[device_type]
 
-    def let_go(self, tensors: tuple[Any, ...]) -> None:
-        """Nothing is kept by tensors' identity."""
-
     # -- seen by the mode ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -244,7 +217,8 @@ class Observer(DispatchMode):
         seen = decided[0] if decided else self.door.run(facts.id, self._met, facts, args, kwargs)
         if decided and facts.writes and self.weights is not None:
             self.door.run(facts.id, self._before_write, facts, args, kwargs)
-        result = self._execute(func, args, kwargs)
+        on = () if decided or self._executing.op else self._autocast_on()
+        result = self._execute(func, args, kwargs, on)
         if seen is None:
             if self.follows and not decided:
                 self._look(self.moved, facts.id, facts, args, kwargs, result)
@@ -287,21 +261,6 @@ class Observer(DispatchMode):
         if self.weights is not None:
             with quietly():
                 self.weights.before_write(facts, args, kwargs)
-
-    def _execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the op with autocast as it would be without us: kernels that call other ops must find it on."""
-        state = self._local
-        if state.decided or state.executing:
-            return func(*args, **kwargs)
-        on = autocast_was_on(self._keys)
-        if not on:
-            return func(*args, **kwargs)
-        state.executing = True
-        try:
-            with switched_on(on), coming_round(op_facts(func).id):
-                return func(*args, **kwargs)
-        finally:
-            state.executing = False
 
     def _tell_of(self, told: Callable[[SeenCall], None], seen: SeenCall) -> None:
         """Tell of a call, unless looking at it has failed."""
@@ -357,21 +316,6 @@ class Observer(DispatchMode):
 
 
 never_begin_at(Observer.called)
-
-
-def _listed_ops(device_type: str, policies: tuple[Policy, ...]) -> dict[str, OpOverload]:
-    """The ops that native autocast, or one of these policies, decides about by name; by their ids."""
-    named = [op for policy in policies for op in _named_ops(policy.resolve(device_type))]
-    return _native_ops(device_type) | {op_facts(op).id: op for op in named} if named else _native_ops(device_type)
-
-
-@cache
-def _native_ops(device_type: str) -> dict[str, OpOverload]:
-    return {op_facts(op).id: op for op in _named_ops(Policy.native(device_type))}
-
-
-def _named_ops(policy: Policy) -> tuple[OpOverload, ...]:
-    return tuple(op for rule in policy.rules if not rule.is_glob for op in ops_of(rule))
 
 
 @contextmanager
